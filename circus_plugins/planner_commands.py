@@ -114,8 +114,8 @@ class _WithOptions(_Changed):
 
 class DynamoPlannerStatus(_Changed, Command):  # type: ignore[misc]
     """\
-    What the planner does, its options, and its last decision
-    =========================================================
+    Show the planner's state, options and last decision
+    ===================================================
 
     The same as `dynamo planner status --json`.
     """

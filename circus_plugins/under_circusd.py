@@ -23,9 +23,9 @@ from tornado.ioloop import IOLoop
 from dynamo_local.circus_plugins.answers import new_stimulus_id, refusal
 from dynamo_local.circus_plugins.circus_client import CircusClient, CircusdError
 from dynamo_local.circus_plugins.client_host import CircusClientHost
-from dynamo_local.circus_plugins.commands import Commanded
 from dynamo_local.circus_plugins.controller import WorkerController
 from dynamo_local.circus_plugins.gate import listen_again, socket_file
+from dynamo_local.core.fleet.events import Drain, Restart
 from dynamo_local.errors import BadInput, DynamoError
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class UnderCircusd(CircusClientHost):
             circusd_pid=os.getppid(),
             leave_bound_s=leave_bound_s,
         )
-        self.supervisor: Commanded | None = None
+        self.supervisor: Any = None
         self._own_watcher = own_watcher
         self._deployment_file = deployment_file
         self._pubsub_endpoint = pubsub_endpoint
@@ -188,15 +188,15 @@ class UnderCircusd(CircusClientHost):
         log.warning("circusd stops %s (pid %d), which cannot be drained now: SIGTERM", watcher, pid)
         os.kill(pid, signal.SIGTERM)
 
-    async def _carried_out(self, supervisor: Commanded, name: str) -> bool:
+    async def _carried_out(self, supervisor: Any, name: str) -> bool:
         """Drain or restart the worker, as circusd was asked to. False, and logged, if that cannot be done now."""
         try:
             if await self._is_stopping(name):
                 stimulus_id = new_stimulus_id("circusctl-stop")
-                await supervisor.drain(name, cancel=False, force=True, stimulus_id=stimulus_id)
+                await supervisor.run(Drain(stimulus_id=stimulus_id, name=name, force=True))
             else:
                 stimulus_id = new_stimulus_id("circusctl-reload")
-                await supervisor.restart(name, rolling=False, force=True, stimulus_id=stimulus_id)
+                await supervisor.run(Restart(stimulus_id=stimulus_id, name=name, force=True))
         except DynamoError as error:
             log.warning("circusd ends %s: %s", name, error)
             return False

@@ -192,7 +192,7 @@ def effects() -> str:
     """The effects that the machine returns."""
     from dynamo_local.core.fleet import effects as module
 
-    return _listed(module, {kind.__name__ for kind in typing.get_args(module.Instruction)})
+    return _listed(module, {kind.__name__ for kind in typing.get_args(module.Effect)})
 
 
 def _listed(module: types.ModuleType, names: set[str]) -> str:

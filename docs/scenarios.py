@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from dynamo_local.core.fleet.effects import Commit, Instruction, words
+from dynamo_local.core.fleet.effects import Commit, Effect, describe
 from dynamo_local.core.fleet.events import (
+    Change,
     Drain,
+    Event,
     GpusSeen,
     KeyGone,
     KeyPut,
@@ -21,13 +23,11 @@ from dynamo_local.core.fleet.events import (
     Resume,
     Scale,
     StartAll,
-    Stimulus,
     Swept,
     Tick,
 )
 from dynamo_local.core.fleet.fleet import Fleet, Template, Worker
 from dynamo_local.core.fleet.invariants import validate
-from dynamo_local.core.fleet.scaling import Change
 from dynamo_local.core.fleet.step import next_due_s, step
 from dynamo_local.core.gpus import GpuDevice, GpuLedger
 from dynamo_local.core.types import Role
@@ -78,7 +78,7 @@ class Play:
 
     # --- events --------------------------------------------------------------------------------
 
-    def do(self, at_s: float, event: Stimulus) -> None:
+    def do(self, at_s: float, event: Event) -> None:
         """Feed the machine; whatever was due before then happens first."""
         while (due_s := next_due_s(self._fleet)) is not None and due_s <= at_s:
             self._step(due_s, Tick())
@@ -142,10 +142,10 @@ class Play:
             raise ValueError(f"{name} has no process at {self.now_s} s: the script is wrong")
         return pid
 
-    def _step(self, at_s: float, event: Stimulus) -> None:
+    def _step(self, at_s: float, event: Event) -> None:
         if at_s < self.now_s:
             raise ValueError(f"{event} comes at {at_s} s, after {self.now_s} s: the script is wrong")
-        self._fleet, effects = step(self._fleet, event, at_s)
+        self._fleet, effects, _ = step(self._fleet, event, at_s)
         validate(self._fleet)
         self.now_s = at_s
         self.rows.append(_row(at_s, event, effects))
@@ -160,36 +160,39 @@ def _lease(pid: int) -> str:
 
 
 def _adopted(worker: Worker, gone: bool) -> Worker:
-    """The worker as `succession` reads it from the statefile: what only the old arbiter had in mind is lost."""
+    """The worker as adoption reads it from the statefile: facts that only the old arbiter knew are lost."""
     entry = Worker(worker.name, worker.component, worker.role, worker.n, worker.state, worker.since_s, worker.gpus)
-    kept = {"course", "reason", "starts", "history", "lease"}
-    kept |= set() if gone else {"process", "served", "ready_s", "asked_s"}
-    return replace(entry, **{name: getattr(worker, name) for name in kept})
+    kept = {"intent": worker.intent, "reason": worker.reason, "history": worker.history}
+    starts = {"starts": worker.start.starts, "lease": worker.lease}
+    if gone:
+        return entry.changed(**kept, **starts)
+    health, asked_s = worker.health, worker.leave.requested_at_s
+    lives = {"process": worker.process, "served": health.served, "ready_s": health.ready_s, "requested_at_s": asked_s}
+    return entry.changed(**kept, **starts, **lives)
 
 
-def _row(at_s: float, event: Stimulus, effects: tuple[Instruction, ...]) -> Row:
-    what = type(event).__name__
-    name = getattr(event, "name", None) or getattr(event, "target", None) or getattr(event, "component", None)
-    details = f"{event.change}" if isinstance(event, Scale) else ""
+def _row(at_s: float, event: Event, effects: tuple[Effect, ...]) -> Row:
+    what = event.kind
+    name = getattr(event, "name", None) or getattr(event, "component", None)
+    details = f"{event.target}" if isinstance(event, Scale) else ""
     said = " ".join(word for word in (f"`{what}`", _short(name or ""), details) if word)
     transitions = [change for each in effects if isinstance(each, Commit) for change in each.transitions]
     moved = tuple(
-        f"{_short(t.name)}: {t.before} → {t.after} (`{type(t.event).__name__}`, {_short(t.event.stimulus_id)})"
-        for t in transitions
+        f"{_short(t.name)}: {t.before} → {t.after} (`{t.kind}`, {_short(t.stimulus_id)})" for t in transitions
     )
     shown = tuple(_short(_said(each)) for each in effects if not _only_logged(each))
     return Row(at_s, f"{said} ({_short(event.stimulus_id)})", moved, shown)
 
 
-def _only_logged(effect: Instruction) -> bool:
+def _only_logged(effect: Effect) -> bool:
     return isinstance(effect, Commit) and not (effect.names or effect.head)
 
 
-def _said(effect: Instruction) -> str:
+def _said(effect: Effect) -> str:
     """As `dynamo events --story` says it, and which worker is meant."""
     if isinstance(effect, Commit):
         return f"commit {', '.join(effect.names)}" + (" and the restart" if effect.head else "")
-    said, name = words(effect), getattr(effect, "name", "")
+    said, name = describe(effect), getattr(effect, "name", "")
     if not name:
         return said
     return f"{said} ({name})" if " " in said else f"{said} {name}"
@@ -236,7 +239,7 @@ def crash() -> Play:
 def scale_up() -> Play:
     """`dynamo scale VllmWorker +1`: the arbiter locks a free GPU, commits the new worker, and spawns its process."""
     play = Play({"VllmWorker": 1}, extra_gpus=1)
-    play.do(1.0, Scale(stimulus_id="command:7", component="VllmWorker", change=Change(1, relative=True)))
+    play.do(1.0, Scale(stimulus_id="command:7", component="VllmWorker", target=Change(1, relative=True)))
     play.made(1.1, "VllmWorker_1")
     play.registers(4.0, "VllmWorker_1")
     return play
@@ -270,7 +273,7 @@ def rolling_restart() -> Play:
     When the first one serves again, the second one drains. It goes the same way, which the table leaves out.
     """
     play = Play({"VllmWorker": 2})
-    play.do(1.0, Restart(stimulus_id="command:8", target="VllmWorker"))
+    play.do(1.0, Restart(stimulus_id="command:8", name="VllmWorker"))
     play.deregisters(1.01, "VllmWorker_1")
     play.exits(3.0, "VllmWorker_1", code=0)
     play.swept(3.05, "VllmWorker_1")
@@ -288,8 +291,8 @@ def swap() -> Play:
     play = Play({"VllmWorker": 1, "PrefillWorker": 2})
     less, more = Change(-1, relative=True), Change(1, relative=True)
     why = "planner:17"
-    play.do(1.0, Scale(stimulus_id=why, component="PrefillWorker", change=less, by_person=False))
-    up = Scale(stimulus_id=why, component="VllmWorker", change=more, by_person=False, wait_for_gpus=True)
+    play.do(1.0, Scale(stimulus_id=why, component="PrefillWorker", target=less, by_person=False))
+    up = Scale(stimulus_id=why, component="VllmWorker", target=more, by_person=False, wait_for_gpus=True)
     play.do(1.0, up)
     play.deregisters(1.2, "PrefillWorker_1")
     play.until(1.5)

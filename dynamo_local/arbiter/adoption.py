@@ -22,7 +22,7 @@ from dynamo_local.arbiter.marks import Marked
 from dynamo_local.arbiter.servers import EmbeddedServers, EtcdSpec, NatsSpec, ServerBinary
 from dynamo_local.arbiter.statefile import restart_of_entry, standby_of_entry, with_sleepers, without_credentials
 from dynamo_local.core.fleet.backoff import RestartHistory
-from dynamo_local.core.fleet.fleet import Course, Fleet, FlipTarget, Process, Worker
+from dynamo_local.core.fleet.fleet import Fleet, FlipTarget, Intent, Leave, Process, Registration, Start, Worker
 from dynamo_local.core.fleet.states import TRAITS, HasProcess
 from dynamo_local.core.gpus import GpuLedger
 from dynamo_local.core.types import GraphSpec, Resources, ServiceSpec, WorkerState, suffix_of, watcher_name
@@ -55,17 +55,13 @@ def worker_of(namespace: str, entry: ComponentEntry, gpus: tuple[str, ...], now_
         WorkerState.READY if entry.state is WorkerState.FLIPPING and flip is None else entry.state,
         since_s=now_s,
         gpus=gpus,
-        course=_course(entry),
-        asked_s=None if unasked else _asked_s(entry, now_s),
-        lease_gone=unasked,
+        intent=_course(entry),
         reason=entry.reason,
-        starts=entry.restarts + 1,
-        launched=entry.launched or "",
         history=_history(entry, now_s),
-        lease=entry.lease,
-        other_leases=tuple(entry.other_leases or ()),
+        registration=Registration(entry.lease, other_leases=tuple(entry.other_leases or ())),
+        start=Start(entry.restarts + 1, entry.launched or "", spawned_as=entry.born),
+        leave=Leave(None if unasked else _asked_s(entry, now_s), lease_gone=unasked),
         flip=flip,
-        born=entry.born,
         standby=standby_of_entry(entry.standby),
     )
 
@@ -84,8 +80,7 @@ def with_process(worker: Worker, entry: ComponentEntry, pid: int, now_s: float) 
     traits = TRAITS[entry.state]
     served = traits.serves or traits.leaves or traits.standby or entry.state is WorkerState.FLIPPING
     began_s = now_s - age_s(pid)
-    return replace(
-        worker,
+    return worker.changed(
         process=Process(pid, start_time_s(pid), began_s, entry.started_at),
         lease=None,  # comes from the registry, for this very pid
         served=served,
@@ -100,11 +95,11 @@ def _leaves_unasked(entry: ComponentEntry) -> bool:
     A worker that we ask has `asked_s`, but for one that was to leave before its process was there. One that is called
     back is ours, however its drain began.
     """
-    if entry.asked_s is not None or entry.course == Course.RETURNING:
+    if entry.asked_s is not None or entry.course == Intent.RETURNING:
         return False
     if entry.state is WorkerState.DRAINING:  # else nobody had seen its process yet
         return entry.pid_start_time is not None
-    return entry.state is WorkerState.EXITED and entry.course == Course.RESTARTING
+    return entry.state is WorkerState.EXITED and entry.course == Intent.RESTARTING
 
 
 def _asked_s(entry: ComponentEntry, now_s: float) -> float | None:
@@ -121,15 +116,15 @@ def _history(entry: ComponentEntry, now_s: float) -> RestartHistory:
     return RestartHistory(failures_s, entry.failures_streak or 0)
 
 
-def _course(entry: ComponentEntry) -> Course:
+def _course(entry: ComponentEntry) -> Intent:
     """One that is ready takes no course: that its lease was gone was a guess, and will be seen anew."""
     if TRAITS[entry.state].serves:
-        return Course.STEADY
+        return Intent.STEADY
     try:
-        return Course(entry.course or Course.STEADY)
+        return Intent(entry.course or Intent.STEADY)
     except ValueError:
         log.warning("%s: its course %r is of a newer version; left out", entry.watcher_name, entry.course)
-        return Course.STEADY
+        return Intent.STEADY
 
 
 FILES_DEADLINE_S = 10.0
@@ -386,7 +381,7 @@ class Adoption:
             pid = self.found.pids.get(name)
             worker = worker_of(empty.namespace, entry, empty.gpus.held_uuids.get(name, ()), now_s)
             if entry.launched is None:  # of an older version, which changed nothing at run time
-                worker = replace(worker, launched=now.get(worker.component, ""))
+                worker = worker.changed(launched=now.get(worker.component, ""))
             if pid is not None:
                 worker = with_process(worker, entry, pid, now_s)
             workers[name] = worker
@@ -404,7 +399,7 @@ class Adoption:
                     self.host.adopt_process(spec(worker), worker.pid)
                     continue
                 except ProcessLookupError:  # it has ended since we looked
-                    workers[name] = replace(worker, process=None, lease=entry.lease)
+                    workers[name] = worker.changed(process=None, lease=entry.lease)
             may_have = TRAITS[worker.state].process is not HasProcess.NO
             if may_have and (entry.pid is not None or worker.state is not WorkerState.CRASHED):
                 self.gone[name] = entry.pid or 0

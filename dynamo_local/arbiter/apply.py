@@ -62,7 +62,7 @@ class Applying:
         """
         wish = Wish.from_json(given)
         async with self._one:
-            await self._parts.orders.refresh_gpus(stimulus_id)
+            await self._parts.commands.refresh_gpus(stimulus_id)
             plan = self._planned(wish, stimulus_id, force)
             if plan.is_due and not dry_run:
                 await self._carry_out(plan)
@@ -82,7 +82,7 @@ class Applying:
             reasons.append(
                 "Planner: this run carries out another planner's decisions (--follow): serve it without that"
             )
-        fleet, factory = parts.shell.fleet, parts.launcher.factory
+        fleet, factory = parts.controller.fleet, parts.launcher.factory
         order = Apply(
             stimulus_id=stimulus_id,
             templates=replace(factory, graph=wish.graph, retired=()).templates(),
@@ -95,7 +95,7 @@ class Applying:
         try:
             base_environment(wish.graph, factory.base_env, factory.settings)
             if found.lines or outdated(fleet):
-                after, _ = step(fleet, order, parts.clock.now_s())
+                after, _, _ = step(fleet, order, parts.clock.now_s())
         except NotApplicable as refused:
             reasons += refused.details["reasons"]
         except ConfigError as error:
@@ -106,7 +106,7 @@ class Applying:
 
     def _live(self) -> Live:
         parts = self._parts
-        fleet, planning = parts.shell.fleet, parts.planning
+        fleet, planning = parts.controller.fleet, parts.planning
         plans = planning.state is not PlannerState.STOPPED or planning.follows() is not None
         planned = {Role.DECODE, Role.AGGREGATED, Role.PREFILL} if plans else set()
         return Live(
@@ -124,9 +124,8 @@ class Applying:
         parts, wish = self._parts, plan.wish
         options = wish.planner_config
         policy = None if options is None else await parts.planning.prepared(options)
-        await parts.orders.committed(plan.order, then=lambda: self._switch(wish, policy))
-        for told in parts.orders.on_manual:
-            told(plan.order.stimulus_id)
+        await parts.commands.committed(plan.order, then=lambda: self._switch(wish, policy))
+        parts.commands.changed(plan.order)
         try:
             if plan.planner_goal == "running":
                 await parts.planning.start({})

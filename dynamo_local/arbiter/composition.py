@@ -1,7 +1,7 @@
 """The parts of a run, made and joined: by constructor arguments, in one place.
 
-The shell holds the fleet and executes what the machine decides; the effects are its hands; registrations and sampling
-are its eyes. Whoever only looks on is an observer of the shell.
+The controller holds the fleet and has the effects carried out that `step` returns. Registrations and sampling feed it
+events. Read-only listeners, such as metrics, are observers of the controller.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 from dynamo_local.arbiter import leftovers
 from dynamo_local.arbiter.arbiter_effects import ArbiterEffects
-from dynamo_local.arbiter.commands import FlipOrders, Orders
-from dynamo_local.arbiter.controller import Shell, Waiting
+from dynamo_local.arbiter.commands import Commands
+from dynamo_local.arbiter.controller import FleetController, Waiting
 from dynamo_local.arbiter.deployment import Deployment, Launcher
 from dynamo_local.arbiter.event_log import EventLog, EventRecorder, event_log_path, server_record
 from dynamo_local.arbiter.exporter import Exporter, Place
@@ -66,10 +66,9 @@ class Parts:
     guarding: Guarding
     system: HostSystem
     effects: ArbiterEffects
-    shell: Shell
+    controller: FleetController
     waiting: Waiting
-    orders: Orders
-    flips: FlipOrders
+    commands: Commands
     registrations: Registrations
     sampling: Sampling
     starts: StartWatch
@@ -102,14 +101,15 @@ def compose(
     statefile = Statefile(head_of(deployment), store, launcher.launch_of, notes.tell)
     system = _system(deployment)
     effects = _effects(spared.host, system, pool, launcher, links, statefile, events, clock, notes, failed)
-    shell = _shell(deployment, effects, links, clock, notes)
-    spared.connect(shell, lambda: effects.env)
-    orders, waiting = Orders(shell, pool.look), Waiting(shell, clock.now_s)
-    sampling = Sampling(namespace, shell, links, clock)
-    planning = _planning(deployment, orders, shell, statefile, sampling, links, clock, tasks, notes)
-    exporter = _exporter(deployment, shell, sampling, clock, state, tasks)
+    controller = _controller(deployment, effects, links, clock, notes)
+    spared.connect(controller, lambda: effects.env)
+    waiting = Waiting(controller, clock.now_s)
+    commands = Commands(controller, pool.look, waiting)
+    sampling = Sampling(namespace, controller, links, clock)
+    planning = _planning(deployment, commands, controller, statefile, sampling, links, clock, tasks, notes)
+    exporter = _exporter(deployment, controller, sampling, clock, state, tasks)
     exporter.watch(planning, factory.cwd, paths.logs, notes.tell)
-    leads = _leads(deployment, launcher, spared, shell, clock, planning, exporter, tasks)
+    leads = _leads(deployment, launcher, spared, controller, clock, planning, exporter, tasks)
     control_api = _control_api(deployment, planning, state, tasks)
     servers = _servers(deployment, host, clock, lambda record: tasks.run(events.record(record)))
     return Parts(
@@ -127,13 +127,12 @@ def compose(
         guarding=Guarding(host, deployment, clock, lambda: servers.files),
         system=system,
         effects=effects,
-        shell=shell,
+        controller=controller,
         waiting=waiting,
-        orders=orders,
-        flips=FlipOrders(shell, orders, waiting),
-        registrations=Registrations(namespace, shell.feed, links),
+        commands=commands,
+        registrations=Registrations(namespace, controller.feed, links),
         sampling=sampling,
-        starts=StartWatch(namespace, shell, links, clock),
+        starts=StartWatch(namespace, controller, links, clock),
         planning=planning,
         exporter=exporter,
         control_api=control_api,
@@ -147,7 +146,7 @@ def _leads(
     deployment: Deployment,
     launcher: Launcher,
     spared: Spared,
-    shell: Shell,
+    controller: FleetController,
     clock: Clock,
     planning: Planning,
     exporter: Exporter,
@@ -155,7 +154,7 @@ def _leads(
 ) -> Leads:
     """What each way to a worker took, and who is told of it."""
     leads = Leads(launcher, LeadFile(deployment.paths.statefile.parent), tasks.run)
-    shell.observers.append(LeadWatch(clock.now_s, leads.note, spared.host.was_spare))
+    controller.observers.append(LeadWatch(clock.now_s, leads.note, spared.host.was_spare))
     planning.times.known, planning.times.leads = leads.start_up_s, leads.medians
     said = planning.onlookers_say
     planning.onlookers_say = lambda: {**said(), "lead_times": leads.status()}
@@ -164,14 +163,19 @@ def _leads(
 
 
 def _exporter(
-    deployment: Deployment, shell: Shell, sampling: Sampling, clock: Clock, state: Callable[[], str], tasks: Tasks
+    deployment: Deployment,
+    controller: FleetController,
+    sampling: Sampling,
+    clock: Clock,
+    state: Callable[[], str],
+    tasks: Tasks,
 ) -> Exporter:
     """`/metrics`, with a counter of each component from the beginning."""
     settings, components = deployment.settings, [service.name for service in deployment.graph.services]
     socket = deployment.paths.metrics_socket if settings.metrics_socket else None
     place = Place(settings.metrics_port, socket, settings.metrics_api_key)
-    exporter = Exporter(shell, sampling, clock, components=components, state=state, tasks=tasks, place=place)
-    DispatchMetrics(exporter.metrics.registry, lambda: dispatch_now(sampling.dispatch, shell.fleet))
+    exporter = Exporter(controller, sampling, clock, components=components, state=state, tasks=tasks, place=place)
+    DispatchMetrics(exporter.metrics.registry, lambda: dispatch_now(sampling.dispatch, controller.fleet))
     return exporter
 
 
@@ -207,7 +211,7 @@ def _effects(
     notes: Notes,
     failed: Callable[[Worker, str], None],
 ) -> ArbiterEffects:
-    """What carries out the shell's instructions."""
+    """What carries out the controller's effects."""
     return ArbiterEffects(
         host=host,
         system=system,
@@ -235,8 +239,8 @@ def _servers(
 
 def _planning(
     deployment: Deployment,
-    orders: Orders,
-    shell: Shell,
+    commands: Commands,
+    controller: FleetController,
     statefile: Statefile,
     sampling: Sampling,
     links: Links,
@@ -248,8 +252,8 @@ def _planning(
     return Planning(
         deployment.graph,
         deployment.load_planner,
-        orders=orders,
-        shell=shell,
+        commands=commands,
+        controller=controller,
         statefile=statefile,
         sampling=sampling,
         links=links,
@@ -261,17 +265,19 @@ def _planning(
     )
 
 
-def _shell(deployment: Deployment, effects: ArbiterEffects, links: Links, clock: Clock, notes: Notes) -> Shell:
-    """The shell and its hands know each other; that etcd and NATS answer is one more thing that it is told."""
-    shell = Shell(empty_fleet(deployment), effects, clock, observers=[notes])
-    effects.connect(shell.feed, shell.tick, lambda: shell.fleet)
+def _controller(
+    deployment: Deployment, effects: ArbiterEffects, links: Links, clock: Clock, notes: Notes
+) -> FleetController:
+    """The controller and its hands know each other; that etcd and NATS answer is one more thing that it is told."""
+    controller = FleetController(empty_fleet(deployment), effects, clock, observers=[notes])
+    effects.connect(controller.feed, controller.tick, lambda: controller.fleet)
 
     def answered(both: bool) -> None:
-        if both is not shell.fleet.infra_ok:
-            shell.feed(InfraSeen(stimulus_id="links", ok=both))
+        if both is not controller.fleet.infra_ok:
+            controller.feed(InfraSeen(stimulus_id="links", ok=both))
 
     links.on_answer = answered
-    return shell
+    return controller
 
 
 def empty_fleet(deployment: Deployment) -> Fleet:

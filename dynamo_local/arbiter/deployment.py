@@ -183,7 +183,7 @@ class WatcherFactory:
     def launch_of(self, worker: Worker) -> WatcherPlan:
         """How that worker is started, but for its devices: what the statefile keeps of it."""
         plan = self.plan(self.service(worker.component), worker.name, ())
-        return replace(plan, log_file=self.paths.log_file(worker.born_as))
+        return replace(plan, log_file=self.paths.log_file(worker.spawn_name))
 
     def log_tail_of(self, worker: Worker) -> str:
         """The end of its log, quoted."""

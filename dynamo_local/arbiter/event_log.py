@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynamo_local.core.fleet.effects import Aside, Commit, Instruction, words
-from dynamo_local.core.fleet.lifecycle import Event
+from dynamo_local.core.fleet.effects import Commit, Effect, Note, describe
+from dynamo_local.core.fleet.lifecycle import Transition
 from dynamo_local.core.notes import Over, Tell, Trouble
-from dynamo_local.core.types import Missing, WorkerState, watcher_name
+from dynamo_local.core.types import Missing, watcher_name
 from dynamo_local.errors import StateError
 from dynamo_local.system import json_lines as jsonl
 from dynamo_local.system.json_lines import JsonLog, LogUnwritable, Record, parsed
@@ -37,7 +36,7 @@ KINDS: jsonl.Kinds = (
 )
 """`{"time", "seq", "watcher_name", "component", "event", "from", "to", "stimulus_id", …the event's own fields}`.
 
-`instructions` says in words what the machine ordered about the worker in that step. `time` is seconds since 1970; `seq`
+`effects` says in words what the machine ordered about the worker in that step. `time` is seconds since 1970; `seq`
 goes up by one per event, through rotations and from one arbiter to the next. With `aside` (true) it is no change of the
 worker's state: something was only ordered about it, and `event` is what that followed from.
 """
@@ -62,34 +61,31 @@ def event_log_path(logs: Path) -> Path:
     return logs / FILE_NAME
 
 
-def record_of(
-    event: Event, *, watcher_name: str, component: str, before: WorkerState, after: WorkerState, time_s: float
-) -> dict[str, Any]:
-    """The event as a record without its `seq`, which `EventLog.append` gives. `time_s` is seconds since 1970.
+def record_of(transition: Transition, *, time_s: float) -> dict[str, Any]:
+    """The transition as a record without its `seq`, which `EventLog.append` gives. `time_s` is seconds since 1970.
 
-    What is missing is null.
+    A detail that is missing is null.
     """
-    own = {field.name: getattr(event, field.name) for field in fields(event) if field.name != "stimulus_id"}
-    own = {name: None if isinstance(value, Missing) else value for name, value in own.items()}
+    details = {name: None if isinstance(value, Missing) else value for name, value in transition.details.items()}
     return {
         "time": time_s,
-        "watcher_name": watcher_name,
-        "component": component,
-        "event": type(event).__name__,
-        "from": str(before),
-        "to": str(after),
-        "stimulus_id": event.stimulus_id,
-        **own,
+        "watcher_name": transition.name,
+        "component": transition.component,
+        "event": str(transition.kind),
+        "from": str(transition.before),
+        "to": str(transition.after),
+        "stimulus_id": transition.stimulus_id,
+        **details,
     }
 
 
-def aside_record(aside: Aside, *, time_s: float) -> dict[str, Any]:
+def aside_record(aside: Note, *, time_s: float) -> dict[str, Any]:
     """As `record_of`, of something that was ordered without an event."""
     return {
         "time": time_s,
         "watcher_name": aside.name,
         "component": aside.component,
-        "event": aside.stimulus,
+        "event": aside.event,
         "from": str(aside.state),
         "to": str(aside.state),
         "stimulus_id": aside.stimulus_id,
@@ -132,22 +128,15 @@ class EventRecorder:
         self._writing = asyncio.Lock()
         self._unwritten = False
 
-    async def append(self, commit: Commit, instructions: Sequence[Instruction]) -> None:
-        """Write a step's transitions and asides, with each worker's instructions. A failed write is only reported."""
+    async def append(self, commit: Commit, effects: Sequence[Effect]) -> None:
+        """Write a step's transitions and notes, with each worker's effects. A failed write is only reported."""
         now_s = self._wall_s()
-        done = _by_worker(instructions)
+        done = _by_worker(effects)
         records = []
         for each in commit.transitions:
-            record = record_of(
-                each.event,
-                watcher_name=each.name,
-                component=each.component,
-                before=each.before,
-                after=each.after,
-                time_s=now_s,
-            )
+            record = record_of(each, time_s=now_s)
             records.append({**record, "instructions": done.pop(each.name, [])})
-        for aside in commit.asides:
+        for aside in commit.notes:
             records.append({**aside_record(aside, time_s=now_s), "instructions": done.pop(aside.name, [])})
         await self._write(records)
 
@@ -170,13 +159,13 @@ class EventRecorder:
                 self._unwritten = False
 
 
-def _by_worker(instructions: Sequence[Instruction]) -> dict[str, list[str]]:
+def _by_worker(effects: Sequence[Effect]) -> dict[str, list[str]]:
     """What is done about each worker, in words."""
     done: dict[str, list[str]] = {}
-    for each in instructions:
+    for each in effects:
         name = getattr(each, "name", None)
         if name is not None:
-            done.setdefault(name, []).append(words(each))
+            done.setdefault(name, []).append(describe(each))
     return done
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynamo_local.arbiter.controller import Shell
+from dynamo_local.arbiter.controller import FleetController
 from dynamo_local.arbiter.metrics import (
     CONTENT_TYPE,
     ArbiterMetrics,
@@ -33,7 +33,7 @@ from dynamo_local.clock import Clock
 from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.fleet.degraded import READY, lacking, shown_state
 from dynamo_local.core.fleet.effects import Transition
-from dynamo_local.core.fleet.events import Stimulus
+from dynamo_local.core.fleet.events import Event
 from dynamo_local.core.fleet.fleet import Fleet, Worker
 from dynamo_local.core.secrets import parse_source
 from dynamo_local.system.key_files import ApiKeys
@@ -64,7 +64,7 @@ class Exporter:
 
     def __init__(
         self,
-        shell: Shell,
+        controller: FleetController,
         sampling: Sampling,
         clock: Clock,
         *,
@@ -73,7 +73,7 @@ class Exporter:
         tasks: Tasks,
         place: Place | None = None,
     ) -> None:
-        self._shell = shell
+        self._controller = controller
         self._sampling = sampling
         self._clock = clock
         self._state = state
@@ -84,9 +84,9 @@ class Exporter:
         self._private: PrivateServer | None = None
         self._reports: ReportSchedule | None = None
         self.metrics = ArbiterMetrics(self.now, components)
-        shell.observers.append(self)
+        controller.observers.append(self)
 
-    def on_stimulus(self, stimulus: Stimulus) -> None:
+    def on_event(self, event: Event) -> None:
         """See `arbiter.effects.Observer`."""
 
     def on_transition(self, worker: Worker, transition: Transition) -> None:
@@ -137,7 +137,7 @@ class Exporter:
         }
 
     def _gpu_hours(self, components: Iterable[str]) -> float | None:
-        self.on_fleet(self._shell.fleet)
+        self.on_fleet(self._controller.fleet)
         totals = self._gpu_seconds.totals()
         held_s = [totals[component] for component in components if component in totals]
         return sum(held_s) / 3600 if held_s else None
@@ -191,7 +191,7 @@ class Exporter:
 
     def now(self) -> Now:
         """The values of the gauges at this moment."""
-        fleet = self._shell.fleet
+        fleet = self._controller.fleet
         self.on_fleet(fleet)
         workers = fleet.workers.values()
         queue = self._sampling.queue.as_json()

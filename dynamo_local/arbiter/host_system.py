@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class System(Protocol):
-    """What is asked of the operating system. The simulation has its own."""
+    """Requests to the operating system. The simulation has its own."""
 
     def send_signal(self, pid: int, signum: int) -> None:
         """To the process; one that is gone is no error."""
@@ -67,7 +67,7 @@ class HostSystem:
         )
 
     async def end_what_is_left(self) -> None:
-        """End what any worker left behind outside of its session. What cannot be ended is logged."""
+        """End what any worker left behind outside of its session. A process that cannot be ended is logged."""
         try:
             ended = await SWEEPS.run(self._sweep_all, SWEEP_DEADLINE_S, what="looking for what workers left behind")
         except DynamoError as error:

@@ -1,4 +1,4 @@
-"""Lead times, joined to a run: measured by who watches the shell, kept for the run and, in a file, for this host."""
+"""Lead times of a run: measured by an observer of the controller, kept for the run and, in a file, for this host."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dynamo_local.arbiter.deployment import Launcher
 from dynamo_local.arbiter.metrics import PREFIX
 from dynamo_local.components.text.model import TINY_MODEL
 from dynamo_local.core.fleet.effects import Transition
-from dynamo_local.core.fleet.events import Stimulus
+from dynamo_local.core.fleet.events import Event
 from dynamo_local.core.fleet.fleet import Fleet, Worker
-from dynamo_local.core.fleet.lifecycle import Event, Flipped
+from dynamo_local.core.fleet.lifecycle import TransitionKind
 from dynamo_local.core.lead_times import LeadTimes, Rung
 from dynamo_local.core.prewarmed import engine_of
 from dynamo_local.core.types import Role, ServiceSpec
@@ -84,7 +84,7 @@ UNDER_WAY = frozenset({S.STARTING, S.FLIPPING, S.WAKING, S.FALLING_ASLEEP})
 
 
 class LeadWatch:
-    """Notes what each way to a worker took: an observer of the shell (`arbiter.effects.Observer`).
+    """Notes what each way to a worker took: an observer of the controller (`arbiter.effects.Observer`).
 
     A start begins when its process is to be made, a flip, a wake and a sleep when they are ordered. What fails, is
     taken back or is overtaken by another order (a wake of one that is still falling asleep) says nothing, nor does
@@ -102,29 +102,29 @@ class LeadWatch:
         self._was_spare = was_spare
         self._began: dict[str, float] = {}
 
-    def on_stimulus(self, stimulus: Stimulus) -> None:
+    def on_event(self, event: Event) -> None:
         """See `Observer`."""
 
     def on_transition(self, worker: Worker, transition: Transition) -> None:
         """See `Observer`."""
-        before, after, event = transition.before, transition.after, transition.event
+        before, after, kind = transition.before, transition.after, transition.kind
         if before is after:
             return
-        name = event.was if isinstance(event, Flipped) else transition.name
+        name = transition.details["was"] if kind is TransitionKind.FLIPPED else transition.name
         began_s, now_s = self._began.pop(name, None), self._now_s()
         if after in UNDER_WAY:
             if before not in UNDER_WAY:
                 self._began[name] = now_s
-        elif began_s is not None and (rung := self._rung(worker, before, after, event)) is not None:
+        elif began_s is not None and (rung := self._rung(worker, before, after, kind)) is not None:
             self._note(rung, transition.component, now_s - began_s)
 
-    def _rung(self, worker: Worker, before: S, after: S, event: Event) -> Rung | None:
+    def _rung(self, worker: Worker, before: S, after: S, kind: TransitionKind) -> Rung | None:
         """What has come to its end; None where it has not come to the one that was meant."""
         level_2 = worker.standby.level == 2
         match before, after:
             case S.STARTING, S.READY:
                 return Rung.SPARE if self._was_spare(worker.pid) else Rung.COLD
-            case S.FLIPPING, S.READY if isinstance(event, Flipped):
+            case S.FLIPPING, S.READY if kind is TransitionKind.FLIPPED:
                 return Rung.FLIP_TO_PREFILL if worker.role is Role.PREFILL else Rung.FLIP_TO_DECODE
             case S.WAKING, S.READY:
                 return Rung.WAKE_2 if level_2 else Rung.WAKE_1

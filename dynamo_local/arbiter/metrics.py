@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from dynamo_local.core.fleet.effects import Transition
 from dynamo_local.core.fleet.fleet import Fleet, Worker
-from dynamo_local.core.fleet.lifecycle import STARTS, DrainDeadlinePassed
+from dynamo_local.core.fleet.lifecycle import STARTS
 from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.gpus import GpuLedger
 from dynamo_local.core.types import Missing, WorkerState
@@ -216,11 +216,11 @@ class ArbiterMetrics:
 
     def on_transition(self, worker: Worker, transition: Transition) -> None:
         """A change of a worker's state, just applied; `worker` as it is after the whole step."""
-        component, event = transition.component, transition.event
-        if isinstance(event, STARTS) and worker.starts > 1:
+        component, cut = transition.component, transition.details.get("requests_cut")
+        if transition.kind in STARTS and worker.start.starts > 1:
             self.restarts.labels(component).inc()
-        if isinstance(event, DrainDeadlinePassed) and isinstance(event.requests_cut, int):
-            self.requests_cut.labels(component).inc(event.requests_cut)
+        if isinstance(cut, int):
+            self.requests_cut.labels(component).inc(cut)
         outcome = TRAITS[transition.after].drain_outcome if TRAITS[transition.before].drains else None
         if outcome is not None:
             self.drains.labels(component, outcome).inc()

@@ -7,12 +7,12 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from dynamo_local.arbiter.controller import Shell
+from dynamo_local.arbiter.controller import FleetController
 from dynamo_local.arbiter.links import Links
 from dynamo_local.arbiter.worker_requests import WorkerAsks
 from dynamo_local.clock import Clock, sleep_to_next
 from dynamo_local.core.fleet.effects import Transition
-from dynamo_local.core.fleet.events import Stimulus
+from dynamo_local.core.fleet.events import Event
 from dynamo_local.core.fleet.fleet import Fleet, Worker
 from dynamo_local.core.notes import About, Ailing, Note, noted, still_due
 from dynamo_local.core.types import WorkerState
@@ -58,7 +58,7 @@ class Notes:
 
     # --- control.effects.Observer --------------------------------------------------------------
 
-    def on_stimulus(self, stimulus: Stimulus) -> None:
+    def on_event(self, event: Event) -> None:
         """Of no interest here."""
 
     def on_transition(self, worker: Worker, transition: Transition) -> None:
@@ -82,9 +82,9 @@ _FAILED = (WorkerState.START_TIMED_OUT, WorkerState.CRASHED)
 class StartWatch:
     """`waits_for` has the last answer of each worker that is `starting`, or has just failed to, by watcher name."""
 
-    def __init__(self, namespace: str, shell: Shell, links: Links, clock: Clock) -> None:
+    def __init__(self, namespace: str, controller: FleetController, links: Links, clock: Clock) -> None:
         self._asks = WorkerAsks(links, namespace, clock)
-        self._shell = shell
+        self._controller = controller
         self._clock = clock
         self.waits_for: dict[str, str] = {}
 
@@ -96,7 +96,7 @@ class StartWatch:
 
     async def look(self) -> None:
         """Ask all that have been starting for a while."""
-        now_s, workers = self._clock.now_s(), self._shell.fleet.workers.values()
+        now_s, workers = self._clock.now_s(), self._controller.fleet.workers.values()
         starting = [
             worker.name
             for worker in workers
@@ -109,7 +109,7 @@ class StartWatch:
             for name, answer in zip(starting, answers, strict=True)
             if (what := known.get(name) if answer is None else answer)
         }
-        late = {name for name, worker in self._shell.fleet.workers.items() if worker.state in _FAILED}
+        late = {name for name, worker in self._controller.fleet.workers.items() if worker.state in _FAILED}
         # Its failure is reported when its process is gone: what it had waited for is wanted until then.
         self.waits_for = {**{name: what for name, what in known.items() if name in late}, **told}
 

@@ -20,12 +20,13 @@ from dynamo_local.arbiter.statefile import Statefile
 from dynamo_local.clock import Clock
 from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.config.resolve import planned_components
+from dynamo_local.core.fleet.events import Change, Scale
 from dynamo_local.core.fleet.fleet import Fleet
 from dynamo_local.core.notes import Elsewhere, Tell
 from dynamo_local.core.types import GraphSpec
 from dynamo_local.core.virtual import Layout, PlannerDecision
 from dynamo_local.errors import DynamoError, EtcdUnavailable
-from dynamo_local.planner.connectors import Scales, VirtualConnector, VirtualKeys
+from dynamo_local.planner.connectors import Run, VirtualConnector, VirtualKeys
 from dynamo_local.planner.following import Next, Phase, next_step
 from dynamo_local.planner.values import WorkerPools
 from dynamo_local.ports import KeyValueStore
@@ -53,7 +54,7 @@ class Following:
         fleet: Callable[[], WorkerPools],
         waiting: Waiting,
         record: Callable[[dict[str, Any]], Awaitable[None]],
-        scaler: Scales,
+        run: Run,
         clock: Clock,
         tell: Tell,
     ) -> None:
@@ -65,7 +66,7 @@ class Following:
         self._waiting = waiting
         self._record = record
         self._clock = clock
-        self._scaler = scaler
+        self._run_command = run
         self._tell = tell
         self._now = Next(Phase.WAITING, reason="etcd was not read yet")
         self._troubled = False
@@ -155,13 +156,14 @@ class Following:
     async def _scale(self, component: str, target: int, decision: PlannerDecision) -> None:
         """As `dynamo scale COMPONENT =N`, but a planner's: it never forces, restarts nothing that is faulted, and may
         wait for the GPUs of workers that leave."""
-        await self._scaler.scale(
-            component,
-            f"={target}",
+        command = Scale(
             stimulus_id=f"{ENVIRONMENT}:{decision.decision_id}",
+            component=component,
+            target=Change(target, relative=False),
             by_person=False,
             wait_for_gpus=True,
         )
+        await self._run_command(command)
         log.info("%s: %s=%d is under way", decision, component, target)
 
     async def _at(self, now: Next) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from dynamo_local.arbiter.controller import Shell
+from dynamo_local.arbiter.controller import FleetController
 from dynamo_local.arbiter.links import Links
 from dynamo_local.arbiter.planner_options import prometheus_options
 from dynamo_local.arbiter.profile_check import Drifting
@@ -48,14 +48,14 @@ class Observing:
     def __init__(
         self,
         graph: Callable[[], GraphSpec],
-        shell: Shell,
+        controller: FleetController,
         links: Links,
         clock: Clock,
         background: Callable[[Coroutine[Any, Any, None]], None],
         tell: Tell,
     ) -> None:
         self._graph = graph
-        self._shell = shell
+        self._controller = controller
         self._links = links
         self._clock = clock
         self._background = background
@@ -119,7 +119,7 @@ class Observing:
 
         if self._elsewhere is not None:
             return Missing("Prometheus counts requests together")
-        workers = self._shell.fleet.workers.values()
+        workers = self._controller.fleet.workers.values()
         expected = frozenset(worker.name for worker in workers if worker.ready and worker.role is Role.FRONTEND)
         heard = await self._ask(Question(requests_s=window_s), expected)
         told = {name: one for name, one in heard.items() if one.requests is not None}
@@ -174,7 +174,9 @@ class Observing:
         from dynamo_local.transport.observation import Question
 
         async with self._asking:
-            ready = [worker for worker in self._shell.fleet.workers.values() if worker.ready and self._counts(worker)]
+            ready = [
+                worker for worker in self._controller.fleet.workers.values() if worker.ready and self._counts(worker)
+            ]
             expected = frozenset(worker.name for worker in ready)
             try:
                 heard = await self._ask(Question(counters=True), expected)
@@ -201,7 +203,7 @@ class Observing:
 
     def _ready(self) -> dict[str, Worker]:
         """The workers with an engine that serve, by name."""
-        workers = self._shell.fleet.workers
+        workers = self._controller.fleet.workers
         return {name: worker for name, worker in workers.items() if worker.ready and self._has_engine(worker)}
 
     async def _ask_benchmarks(self) -> None:
@@ -220,7 +222,7 @@ class Observing:
 
     def _measured_itself(self, worker: Worker, one: Any) -> None:
         if one.benchmark is not None:
-            self._measured.setdefault(worker.component, {})[worker.launched] = one.benchmark
+            self._measured.setdefault(worker.component, {})[worker.start.launched] = one.benchmark
 
     async def _ask_passes(self, expected: Mapping[str, Worker]) -> None:
         from dynamo_local.transport.observation import Question
@@ -248,7 +250,7 @@ class Observing:
         """One worker of each component and configuration that has not said yet what it measured of itself."""
         by_component: dict[str, dict[str, str]] = {}
         for worker in ready:
-            by_component.setdefault(worker.component, {}).setdefault(worker.launched, worker.name)
+            by_component.setdefault(worker.component, {}).setdefault(worker.start.launched, worker.name)
         for component, current in by_component.items():
             known = self._measured.get(component, {})
             self._measured[component] = {launched: told for launched, told in known.items() if launched in current}
@@ -295,7 +297,7 @@ class ArbiterWorld:
 
     def __init__(
         self,
-        shell: Shell,
+        controller: FleetController,
         sampling: Sampling,
         links: Links,
         prefill: str | None,
@@ -303,7 +305,7 @@ class ArbiterWorld:
         clock: Clock,
         times: ScalingTimes,
     ) -> None:
-        self._shell = shell
+        self._controller = controller
         self._sampling = sampling
         self._links = links
         self._prefill = prefill
@@ -320,16 +322,20 @@ class ArbiterWorld:
 
     def worker_pools(self) -> WorkerPools:
         """Counted now. A draining worker whose keys are still in etcd can be given requests yet."""
-        workers = self._shell.fleet.workers.values()
+        workers = self._controller.fleet.workers.values()
         routed = {w.name for w in workers if TRAITS[w.state].drains and w.lease is not None}
         pools = pools_of(
-            self._shell.fleet, decode=self._decode, prefill=self._prefill, routed=routed, actuators=self.actuators()
+            self._controller.fleet,
+            decode=self._decode,
+            prefill=self._prefill,
+            routed=routed,
+            actuators=self.actuators(),
         )
         return replace(self._times.told(pools), pending=self.pending())
 
     def ready(self) -> tuple[str, ...]:
         """Names of the ready decode workers."""
-        return tuple(worker.name for worker in self._shell.fleet.ready(self._decode))
+        return tuple(worker.name for worker in self._controller.fleet.ready(self._decode))
 
     def blind(self) -> str | None:
         """While etcd is away nobody knows who serves; while NATS is, nobody can be asked."""
@@ -360,7 +366,7 @@ class ArbiterWorld:
         if sample.failed is not None:
             return sample.failed
         waiting, taken_s = 0, self._clock.now_s()
-        for worker in [worker for worker in self._shell.fleet.workers.values() if worker.ready]:
+        for worker in [worker for worker in self._controller.fleet.workers.values() if worker.ready]:
             field = self.waiting_in.get(worker.component)
             if field is None:
                 continue

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
-from dynamo_local.arbiter.commands import Orders
-from dynamo_local.arbiter.controller import Shell
+from dynamo_local.arbiter.commands import Commands
+from dynamo_local.arbiter.controller import FleetController
 from dynamo_local.arbiter.links import Links
 from dynamo_local.arbiter.logged_decisions import LoggedDecisions, LoggedTicks
 from dynamo_local.arbiter.planner_following import connected_virtually
@@ -62,8 +62,8 @@ class Planning:
         graph: GraphSpec,
         options: PlannerConfig,
         *,
-        orders: Orders,
-        shell: Shell,
+        commands: Commands,
+        controller: FleetController,
         statefile: Statefile,
         sampling: Sampling,
         links: Links,
@@ -74,14 +74,14 @@ class Planning:
         plugins: PlannerPlugins | None = None,
     ) -> None:
         self._graph = graph
-        self._shell = shell
+        self._controller = controller
         self._statefile = statefile
         self._clock = clock
-        self._orders = orders
+        self._commands = commands
         self._sampling = sampling
         self._links = links
         self._background = background
-        self.observing = Observing(lambda: self._graph, shell, links, clock, background, tell)
+        self.observing = Observing(lambda: self._graph, controller, links, clock, background, tell)
         self._tell = tell
         self._refused = False
         self._forecaster = ArbiterForecaster()
@@ -93,7 +93,7 @@ class Planning:
         self._virtual: VirtualConnector | None = None
         self._changing = asyncio.Lock()
         self.times = ScalingTimes(clock.now_s)
-        shell.observers.append(self.times)  # from the first start on
+        controller.observers.append(self.times)  # from the first start on
         self._log_path = decision_log_path(logs)
         self.options = options
         self.observers: list[PlannerObserver] = []
@@ -302,7 +302,7 @@ class Planning:
         """What carries its decisions out. Raises `EtcdUnavailable`."""
         match options.environment:
             case "local":
-                return LocalConnector(self._orders, actuators=lambda: actuators(self.options))
+                return LocalConnector(self._commands.run, actuators=lambda: actuators(self.options))
             case "virtual":
                 self._virtual = await connected_virtually(
                     options, self._graph, world, links=self._links, clock=self._clock, tell=self._tell
@@ -332,7 +332,7 @@ class Planning:
     def world(self) -> ArbiterWorld:
         """What a planner sees of the arbiter. Raises `ConfigError` for a graph that no planner can scale."""
         prefill, decode = planned_components(self._graph)
-        world = ArbiterWorld(self._shell, self._sampling, self._links, prefill, decode, self._clock, self.times)
+        world = ArbiterWorld(self._controller, self._sampling, self._links, prefill, decode, self._clock, self.times)
         world.waiting_in = prefills_wait_in(self._graph, prefill)
         world.actuators = lambda: actuators(self.options)
         return world
@@ -353,7 +353,7 @@ class Planning:
                 passes=self.observing,
                 requests=self.observing,
             ),
-            LocalConnector(self._orders),
+            LocalConnector(self._commands.run),
             self._clock,
             last_number=logged.log.last_seq,
             tell=self._tell,
@@ -362,7 +362,7 @@ class Planning:
         )
         loop.observers = self.observers
         self.observers.insert(0, logged)
-        self._orders.on_manual.append(lambda _: loop.on_manual_change())
+        self._commands.on_manual.append(lambda _: loop.on_manual_change())
         return loop
 
     def _running(self, what: str) -> PlannerLoop:
@@ -385,7 +385,7 @@ class Planning:
     async def _keep(self) -> None:
         """What the statefile says of it: an arbiter that adopts the run goes on from there."""
         self._note()
-        await self._statefile.write_head(lambda: self._shell.fleet)
+        await self._statefile.write_head(lambda: self._controller.fleet)
 
     def _note(self) -> None:
         options = self.options.model_dump(mode="json", exclude_unset=True, exclude={"enabled"})

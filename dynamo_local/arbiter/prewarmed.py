@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
-from dynamo_local.arbiter.controller import Shell
+from dynamo_local.arbiter.controller import FleetController
 from dynamo_local.arbiter.deployment import Deployment, Launcher
 from dynamo_local.arbiter.marks import marks
 from dynamo_local.arbiter.prewarmed_kinds import Kind, Kinds, secrets_of
 from dynamo_local.arbiter.tasks import Tasks
 from dynamo_local.clock import Clock
 from dynamo_local.core.fleet.effects import Transition
-from dynamo_local.core.fleet.events import Stimulus
+from dynamo_local.core.fleet.events import Event
 from dynamo_local.core.fleet.fleet import Fleet, Worker
 from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.notes import Elsewhere, Tell
@@ -350,7 +350,7 @@ def resident_bytes(pid: int) -> int | None:
 
 
 # --- starting
-# Starts processes for the shell: of a spare where one fits, else anew.
+# Starts processes for the controller: of a spare where one fits, else anew.
 
 REMEMBERED = 1024
 
@@ -398,13 +398,13 @@ class SparedHost:
 
 
 class Spared:
-    """The spares of one run, and the host of its workers, which uses them. An observer of its shell."""
+    """The spares of one run, and the host of its workers, which uses them. An observer of its controller."""
 
     def __init__(
         self, deployment: Deployment, launcher: Launcher, host: ProcessHost, clock: Clock, tasks: Tasks, tell: Tell
     ) -> None:
         self._launcher = launcher
-        self._shell: Shell | None = None
+        self._controller: FleetController | None = None
         self._env: Callable[[], Mapping[str, str]] = dict
         self._kinds = Kinds(launcher, lambda: self._env(), deployment.gpus)
         self._impossible = not hasattr(host, "rename_process")
@@ -436,10 +436,10 @@ class Spared:
             tell=tell,
         )
 
-    def connect(self, shell: Shell, env: Callable[[], Mapping[str, str]]) -> None:
+    def connect(self, controller: FleetController, env: Callable[[], Mapping[str, str]]) -> None:
         """Whose workers these are, and what those are told of etcd and NATS."""
-        self._shell, self._env = shell, env
-        shell.observers.append(self)
+        self._controller, self._env = controller, env
+        controller.observers.append(self)
 
     def begin(self, tasks: Tasks, on_change: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """The run is ready: from now on spares are started. `on_change` writes them down."""
@@ -471,17 +471,18 @@ class Spared:
             await self.spares.close()
 
     def _kind_of(self, name: str) -> Kind | None:
-        worker = None if self._shell is None else self._shell.fleet.workers.get(name)
+        worker = None if self._controller is None else self._controller.fleet.workers.get(name)
         return None if worker is None else self._kinds.of(self._launcher.factory.service(worker.component))
 
     def _calm(self) -> bool:
-        return self._shell is None or not any(
-            TRAITS[worker.state].comes_up and TRAITS[worker.state].runs for worker in self._shell.fleet.workers.values()
+        return self._controller is None or not any(
+            TRAITS[worker.state].comes_up and TRAITS[worker.state].runs
+            for worker in self._controller.fleet.workers.values()
         )
 
     # --- control.effects.Observer ------------------------------------------------------------------
 
-    def on_stimulus(self, stimulus: Stimulus) -> None:
+    def on_event(self, event: Event) -> None:
         """Of no interest here."""
 
     def on_transition(self, worker: Worker, transition: Transition) -> None:

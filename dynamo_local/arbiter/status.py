@@ -100,8 +100,10 @@ def _drain_status(worker: Worker, fleet: Fleet, now_s: float) -> dict[str, Any] 
     """What a draining worker has left, and how long it may and will probably take, seconds from now."""
     if not TRAITS[worker.state].drains:
         return None
-    allowed_s = drains.leave_deadline_s(fleet.template_of(worker).drain_deadline_s, served=worker.served)
-    deadline_s = None if worker.asked_s is None else round(worker.asked_s + allowed_s - now_s, 3)
+    allowed_s = drains.leave_deadline_s(fleet.template_of(worker).drain_deadline_s, served=worker.health.served)
+    deadline_s = (
+        None if worker.leave.requested_at_s is None else round(worker.leave.requested_at_s + allowed_s - now_s, 3)
+    )
     left = drains.left(worker.load)
     if isinstance(left, Missing):
         return {"left_requests": None, "left_tokens": None, "eta_s": None, "deadline_s": deadline_s}
@@ -162,7 +164,7 @@ def ready_facts(parts: Parts, seconds: float) -> dict[str, Any]:
 
 def run_status(parts: Parts, state: str, following: Following | None) -> dict[str, Any]:
     """`state` is the run's own: starting, adopting, ready (told as degraded where something is missing), leaving."""
-    head, fleet = parts.statefile.head, parts.shell.fleet
+    head, fleet = parts.statefile.head, parts.controller.fleet
     waits_for = parts.starts.waits_for.get
     now_s, log_file = parts.clock.now_s(), parts.deployment.paths.log_file
     return {
@@ -193,7 +195,12 @@ def run_status(parts: Parts, state: str, following: Following | None) -> dict[st
         "notes": parts.notes.as_json(fleet),
         "workers": [
             worker_status(
-                each, fleet, log_file(each.born_as), now_s, waits_for(each.name), parts.sampling.dispatch.get(each.name)
+                each,
+                fleet,
+                log_file(each.spawn_name),
+                now_s,
+                waits_for(each.name),
+                parts.sampling.dispatch.get(each.name),
             )
             for each in fleet.workers.values()
         ],

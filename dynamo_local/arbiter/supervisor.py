@@ -1,7 +1,7 @@
 """One run, from its start to its end: brings a deployment up, answers for it, and takes it down again.
 
 One asyncio loop, which nothing here may block: files, NVML and fsync go through threads, etcd and NATS through
-async clients, waits have deadlines. What becomes of workers is decided by `core.fleet.step` and done by the shell.
+async clients, waits have deadlines. What becomes of workers is decided by `core.fleet.step` and done by the controller.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from dynamo_local.arbiter.adoption import Adoption, Found
 from dynamo_local.arbiter.apply import Applying
-from dynamo_local.arbiter.composition import Parts, compose
+from dynamo_local.arbiter.composition import compose
 from dynamo_local.arbiter.controller import PULSE_EVERY_S
 from dynamo_local.arbiter.deployment import Deployment, WatcherFactory
 from dynamo_local.arbiter.links import INFRA_TIMEOUT_S
@@ -30,7 +30,7 @@ from dynamo_local.arbiter.statefile import arbiter_facts, policy
 from dynamo_local.arbiter.status import ready_facts, row, run_status
 from dynamo_local.clock import Clock, sleep_to_next
 from dynamo_local.core.fleet import draining as leaving
-from dynamo_local.core.fleet.events import Leave, Resume, StartAll
+from dynamo_local.core.fleet.events import ApplyDeployment, Command, Leave, Resume, StartAll
 from dynamo_local.core.fleet.fleet import Fleet, Worker
 from dynamo_local.core.types import GraphSpec, Role, WorkerState, suffix_of
 from dynamo_local.errors import DynamoError, StartTimedOut, WorkerDied
@@ -74,90 +74,12 @@ def waited_for(worker: Worker, fleet: Fleet, graph: GraphSpec) -> Worker:
     return culprit
 
 
-# --- commands
-# What people and circus may have a run do: each command is answered only while the run is ready.
-
-
-class RunCommands:
-    """The commands of a `Supervisor`, which has what is named here. Each raises `DynamoError` while it is not ready."""
-
-    state: str
-    parts: Parts
-    _applying: Applying
-
-    async def scale(
-        self,
-        component: str,
-        target: str,
-        *,
-        force: bool,
-        victim_policy: str | None,
-        stimulus_id: str,
-        wake: bool = True,
-    ) -> dict[str, Any]:
-        """`dynamo scale`: returns once the intent is committed."""
-        self._check_running()
-        return await self.parts.orders.scale(
-            component, target, force=force, victim_policy=victim_policy, stimulus_id=stimulus_id, wake=wake
-        )
-
-    async def sleep(self, name: str, *, level: int, force: bool, stimulus_id: str) -> dict[str, Any]:
-        """`dynamo sleep NAME`."""
-        self._check_running()
-        return await self.parts.orders.sleep(name, level=level, force=force, stimulus_id=stimulus_id)
-
-    async def wake(self, name: str, *, stimulus_id: str) -> dict[str, Any]:
-        """`dynamo wake NAME`."""
-        self._check_running()
-        return await self.parts.orders.wake(name, stimulus_id=stimulus_id)
-
-    async def drain(self, name: str, *, cancel: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
-        """`dynamo drain NAME [--cancel]`."""
-        self._check_running()
-        return await self.parts.orders.drain(name, cancel=cancel, force=force, stimulus_id=stimulus_id)
-
-    async def flip(self, name: str, *, cancel: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
-        """`dynamo flip NAME [--cancel]`."""
-        self._check_running()
-        if cancel:
-            return await self.parts.flips.cancel(name, stimulus_id=stimulus_id)
-        return await self.parts.flips.flip(name, force=force, stimulus_id=stimulus_id)
-
-    async def scale_flip(
-        self, gives: str, takes: str, count: int, *, force: bool, victim_policy: str | None, stimulus_id: str
-    ) -> dict[str, Any]:
-        """`dynamo scale GIVES -N TAKES +N --flip`."""
-        self._check_running()
-        return await self.parts.flips.scale(
-            gives, takes, count, force=force, victim_policy=victim_policy, stimulus_id=stimulus_id
-        )
-
-    async def restart(self, name_or_component: str, *, rolling: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
-        """`dynamo restart NAME|COMPONENT`."""
-        self._check_running()
-        return await self.parts.orders.restart(name_or_component, force=force, stimulus_id=stimulus_id)
-
-    async def apply(self, deployment: Any, *, dry_run: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
-        """`dynamo apply -f FILE`."""
-        self._check_running()
-        return await self._applying.apply(deployment, dry_run=dry_run, force=force, stimulus_id=stimulus_id)
-
-    def planner(self) -> Planning:
-        """Whom the `dynamo planner` commands speak to."""
-        self._check_running()
-        return self.parts.planning
-
-    def _check_running(self) -> None:
-        if self.state != "ready":
-            raise DynamoError(f"the graph is {self.state}; nothing can be changed now, see `dynamo status`")
-
-
 log = logging.getLogger(__name__)
 
 HEAL_EVERY_S = 2.0
 
 
-class Supervisor(RunCommands):
+class Supervisor:
     """One run of one namespace. `start`, then wait until it is asked to leave, then `leave`."""
 
     def __init__(
@@ -197,6 +119,29 @@ class Supervisor(RunCommands):
         arbiter.supervisor = self
         arbiter.on_exit = self._on_exit
 
+    # --- commands ------------------------------------------------------------------------------
+
+    async def run(self, command: Command) -> dict[str, Any]:
+        """Answer a command once its intent is committed. Raises its refusal, and `DynamoError` unless we are ready."""
+        self._check_running()
+        if isinstance(command, ApplyDeployment):
+            return await self._applying.apply(
+                command.deployment,
+                dry_run=command.dry_run,
+                force=command.force,
+                stimulus_id=command.stimulus_id,
+            )
+        return await self.parts.commands.run(command)
+
+    def planner(self) -> Planning:
+        """The planner, for the `dynamo planner` commands."""
+        self._check_running()
+        return self.parts.planning
+
+    def _check_running(self) -> None:
+        if self.state != "ready":
+            raise DynamoError(f"the graph is {self.state}; nothing can be changed now, see `dynamo status`")
+
     # --- coming up -----------------------------------------------------------------------------
 
     async def start(self, found: Found | None = None) -> None:
@@ -223,7 +168,7 @@ class Supervisor(RunCommands):
         self.view.ready(ready_facts(parts, self.clock.now_s() - self._started_s))
 
     async def _start_anew(self) -> None:
-        parts, fleet = self.parts, self.parts.shell.fleet
+        parts, fleet = self.parts, self.parts.controller.fleet
         servers, parts.effects.env = await choose_servers(self.deployment, parts.servers, parts.statefile.head)
         for origin in parts.servers.origins:
             self.view.event(origin)
@@ -235,9 +180,9 @@ class Supervisor(RunCommands):
             parts.pool.lock(plan.name, uuids)
             n = suffix_of(plan.name, fleet.namespace, plan.component)
             workers[plan.name] = Worker(plan.name, plan.component, plan.role, n, gpus=uuids)
-        parts.shell.fleet = replace(fleet, workers=workers)
+        parts.controller.fleet = replace(fleet, workers=workers)
         # All at once: order governs readiness, not spawning. Whoever needs a server waits for it.
-        parts.shell.feed(StartAll(stimulus_id="serve"))
+        parts.controller.feed(StartAll(stimulus_id="serve"))
         await asyncio.gather(*(parts.servers.spawn(name) for name in servers))
         self._show_logs(from_end=False)
         await self._unless_stopped(self._connect())
@@ -246,19 +191,19 @@ class Supervisor(RunCommands):
     async def _take_back(self, found: Found) -> None:
         """Until the very end the run is our predecessor's: its guardian watches, and a failure of ours ends nothing."""
         self.state = "adopting"
-        parts, shell = self.parts, self.parts.shell
+        parts, controller = self.parts, self.parts.controller
         parts.statefile.head = found.state.model_copy(update={"components": {}, **arbiter_facts(self.deployment)})
         adoption = Adoption(found, cast(AdoptingHost, parts.host))  # only ours is asked to
         parts.effects.env = adoption.env(self.deployment.nats_server)
-        shell.fleet = adoption.workers(shell.fleet, self.clock.now_s())
-        shell.fleet = adoption.watch(shell.fleet, parts.effects.spec)
+        controller.fleet = adoption.workers(controller.fleet, self.clock.now_s())
+        controller.fleet = adoption.watch(controller.fleet, parts.effects.spec)
         adoption.watch_servers(parts.servers, self.deployment.paths)
         self._show_logs(from_end=True)
         await self._unless_stopped(self._connect())
         await self._unless_stopped(parts.registrations.looked_through(INFRA_TIMEOUT_S))
-        shell.feed(Resume(stimulus_id="adopt", gone=adoption.gone))
-        await parts.statefile.write(shell.fleet.workers, self._fleet)
-        for restart in shell.fleet.restarts:
+        controller.feed(Resume(stimulus_id="adopt", gone=adoption.gone))
+        await parts.statefile.write(controller.fleet.workers, self._fleet)
+        for restart in controller.fleet.restarts:
             names = ", ".join(name for name, _ in restart.todo)
             parts.notes.tell(f"the restart that was under way goes on: {names}")
         await parts.guarding.replace()
@@ -291,7 +236,7 @@ class Supervisor(RunCommands):
     async def _beat(self) -> None:
         while True:
             await sleep_to_next(self.clock, PULSE_EVERY_S)
-            self.parts.shell.pulse()
+            self.parts.controller.pulse()
 
     async def _follow(self) -> None:
         """Begin to carry out another planner's decisions, if we are to. The run is ready, its own planner not begun."""
@@ -307,7 +252,7 @@ class Supervisor(RunCommands):
             fleet=parts.planning.world().worker_pools,
             waiting=parts.waiting,
             record=parts.events.record,
-            scaler=parts.orders,
+            run=parts.commands.run,
             clock=self.clock,
             tell=parts.notes.tell,
         )
@@ -316,7 +261,7 @@ class Supervisor(RunCommands):
 
     async def _all_ready(self) -> None:
         def late() -> list[str]:
-            workers = self.parts.shell.fleet.workers.values()
+            workers = self.parts.controller.fleet.workers.values()
             return [worker.name for worker in workers if not (worker.ready or worker.stands_by)]
 
         longest_s = max((plan.start_deadline_s for plan in self.deployment.workers), default=0.0)
@@ -340,7 +285,7 @@ class Supervisor(RunCommands):
         raise InterruptedStart(f"left before it was ready: {self._asked_down.result()}")
 
     def _fleet(self) -> Fleet:
-        return self.parts.shell.fleet
+        return self.parts.controller.fleet
 
     # --- watching ------------------------------------------------------------------------------
 
@@ -368,14 +313,14 @@ class Supervisor(RunCommands):
     def _show_logs(self, *, from_end: bool) -> None:
         """Progress, log lines and rotation, for as long as we live."""
         parts = self.parts
-        workers, servers = lambda: parts.shell.fleet.workers, lambda: parts.servers.names
+        workers, servers = lambda: parts.controller.fleet.workers, lambda: parts.servers.names
         shown = ShownLogs(self.view, self.clock, workers, servers, self.deployment.paths.log_file, self._rows)
         if from_end:
             shown.skip_to_end()
         parts.tasks.keep("log display", partial(shown.run, changing=lambda: self.state != "ready"))
 
     def _rows(self) -> None:
-        now_s, fleet = self.clock.now_s(), self.parts.shell.fleet
+        now_s, fleet = self.clock.now_s(), self.parts.controller.fleet
         waits_for = self.parts.starts.waits_for.get
         self.view.rows(self.state, [row(each, fleet, now_s, waits_for(each.name)) for each in fleet.workers.values()])
 
@@ -389,8 +334,8 @@ class Supervisor(RunCommands):
 
     def request_down(self, why: str, *, now: bool = False) -> int:
         """Ask to leave, however often; with `now`, to end at once, cutting what streams. Returns our pid."""
-        if now and self.parts.shell.fleet.leaving is not None:
-            self.parts.shell.feed(Leave(stimulus_id="down", now=True))
+        if now and self.parts.controller.fleet.leaving is not None:
+            self.parts.controller.feed(Leave(stimulus_id="down", now=True))
         self._now = self._now or now
         if not self._asked_down.done():
             self._asked_down.set_result(why)
@@ -428,13 +373,13 @@ class Supervisor(RunCommands):
         self.state = "leaving"
         await parts.spared.close()
         try:
-            parts.shell.feed(Leave(stimulus_id="down", now=self._now))
-            await parts.waiting.until(lambda: leaving.has_left(parts.shell.fleet))
+            parts.controller.feed(Leave(stimulus_id="down", now=self._now))
+            await parts.waiting.until(lambda: leaving.has_left(parts.controller.fleet))
         finally:
             await self._let_go()
 
     async def _close(self, *, for_good: bool) -> None:
-        self.parts.shell.stopped = True
+        self.parts.controller.stopped = True
         await self.parts.tasks.close()
         self._spare.close()
         await self.parts.effects.close()
@@ -447,7 +392,7 @@ class Supervisor(RunCommands):
         self._rows()
         await parts.effects.written()
         await self._close(for_good=True)
-        for name in parts.shell.fleet.workers:
+        for name in parts.controller.fleet.workers:
             await parts.host.forget(name)
         await parts.system.end_what_is_left()
         await parts.servers.stop()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import median
 
 from dynamo_local.core.fleet.effects import Transition
-from dynamo_local.core.fleet.events import Stimulus
+from dynamo_local.core.fleet.events import Event
 from dynamo_local.core.fleet.fleet import Fleet, Worker
 from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.types import WorkerState
@@ -19,7 +19,7 @@ KEPT = 5
 
 
 class ScalingTimes:
-    """Watches a shell (`arbiter.effects.Observer`). A drain that was taken back, or a start that failed, is none.
+    """Watches a controller (`arbiter.effects.Observer`). A drain that was taken back, or a start that failed, is none.
 
     `known` says what a start of that component has taken in earlier runs (None: nobody knows); it counts until this run
     has seen one. `leads` says what each way to one more of it takes, by its rung.
@@ -47,7 +47,7 @@ class ScalingTimes:
             leads=self.leads(pool.component),
         )
 
-    def on_stimulus(self, stimulus: Stimulus) -> None:
+    def on_event(self, event: Event) -> None:
         """See `Observer`."""
 
     def on_transition(self, worker: Worker, transition: Transition) -> None:

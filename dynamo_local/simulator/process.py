@@ -177,7 +177,7 @@ class What(enum.IntEnum):
     EXIT = 2
     """A leaving process may be done; `index` is the instance."""
     DEADLINE = 3
-    """Something that the shell of the fleet waits for is due."""
+    """Something that the controller of the fleet waits for is due."""
     STARTED = 4
     """A process is ready to serve; `index` is the instance."""
     FLIPPED = 5

@@ -113,7 +113,7 @@ class Simulation:
         self.fleet = VirtualFleet(options, self._agenda, self.flow.make_process, 0.0)
         self.flow.attach(self.fleet)
         self._times = ScalingTimes(self.fleet.now_s)
-        self.fleet.shell.observers.append(self._times)
+        self.fleet.controller.observers.append(self._times)
         self._times.leads = options.medians
         if options.leads is not None:  # as a host knows them from earlier runs
             self._times.known = options.start_up_known_s

@@ -59,7 +59,7 @@ class ProcessHost(Protocol):
 class SupervisedHost(ProcessHost, Protocol):
     """A host with a control endpoint: our own arbiter, or the plugin under somebody's stock circusd.
 
-    `supervisor` is whoever answers the commands (`circus_plugins.commands.Commanded`).
+    `supervisor` answers the commands (`arbiter.supervisor.Supervisor`).
     """
 
     supervisor: Any

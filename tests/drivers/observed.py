@@ -58,8 +58,8 @@ async def observing(
         work.close()
 
     links: Any = SimpleNamespace(nats=nats)
-    shell: Any = fleet
-    made = Observing(lambda: graph, shell, links, AsyncioClock(), background, lambda text, about=None: None)
+    controller: Any = fleet
+    made = Observing(lambda: graph, controller, links, AsyncioClock(), background, lambda text, about=None: None)
     made.follow(PlannerConfig(policy="throughput-load" if counting else "load"))
     try:
         yield made, fleet

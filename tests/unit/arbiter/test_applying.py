@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dynamo_local.arbiter.apply import Applying
-from dynamo_local.arbiter.commands import Orders
+from dynamo_local.arbiter.commands import Commands
 from dynamo_local.arbiter.deployment import Launcher
 from dynamo_local.arbiter.deployment_spec import Wish
 from dynamo_local.config.planner import PlannerConfig
@@ -63,7 +63,7 @@ class Run:
         templates = self.launcher.factory.templates()
         made = [worker(n, "ready", templates[1], launched=templates[1].fingerprint) for n in (0, 1)]
         frontend = worker(0, "ready", templates[0], launched=templates[0].fingerprint)
-        self.shell = shell_of(on_ledger([frontend, *made], 4, templates))
+        self.controller = shell_of(on_ledger([frontend, *made], 4, templates))
         self.head = State(namespace="dynamo", run_id="01J")
         self.planning = Planning()
         self.refused: list[str] = []
@@ -75,8 +75,8 @@ class Run:
         parts: Any = SimpleNamespace(
             deployment=began,
             launcher=self.launcher,
-            orders=Orders(self.shell, pool.look),
-            shell=self.shell,
+            commands=Commands(self.controller, pool.look),
+            controller=self.controller,
             planning=self.planning,
             statefile=SimpleNamespace(head=self.head),
             host=SimpleNamespace(refuses_to_apply=lambda file, overrides: self.refused),
@@ -87,7 +87,7 @@ class Run:
 
     @property
     def fleet(self) -> Fleet:
-        return self.shell.fleet
+        return self.controller.fleet
 
     async def apply(self, *services: ServiceSpec, **more: Any) -> dict[str, Any]:
         """The graph with these services, and what else the file says."""
@@ -173,7 +173,7 @@ async def test_a_planner_that_plans_keeps_its_components() -> None:
 async def test_what_an_apply_that_had_stopped_left_is_gone_on_with() -> None:
     run, other = Run(), replace(DECODE, config={"speed": 2})
     await run.apply(FRONTEND, other)
-    run.shell.fleet = replace(run.fleet, restarts=())
+    run.controller.fleet = replace(run.fleet, restarts=())
     said = await run.apply(FRONTEND, other)
     assert (said["changes"], said["components"]) == ([], {"VllmWorker": None})
     assert "dynamo_VllmWorker" in said["workers"]["renew"]

@@ -1,4 +1,4 @@
-"""What each way to a worker took: noted by whoever watches the shell, for the machine's own transitions."""
+"""What each way to a worker took: noted by whoever watches the controller, for the machine's own transitions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from dynamo_local.arbiter.lead_times import LeadWatch
 from dynamo_local.core.fleet import effects as ins
 from dynamo_local.core.fleet import events as st
+from dynamo_local.core.fleet.events import Change
 from dynamo_local.core.fleet.fleet import Fleet, StandbyFacts, Template
-from dynamo_local.core.fleet.scaling import Change
 from dynamo_local.core.fleet.step import step
 from tests.fakes.arbiter.fleet_views import DECODE, PREFILL, lease_of, name, on_ledger, pid_of, worker
 
@@ -26,10 +26,10 @@ class Watched:
         self.noted: list[tuple[str, str, float]] = []
         self.watch = LeadWatch(lambda: self.now_s, lambda *note: self.noted.append(note), lambda pid: pid in spares)
 
-    def feed(self, stimulus: st.Stimulus, after_s: float = 0.0) -> None:
+    def feed(self, event: st.Event, after_s: float = 0.0) -> None:
         self.now_s += after_s
         before = self.fleet
-        self.fleet, done = step(before, stimulus, self.now_s)
+        self.fleet, done, _ = step(before, event, self.now_s)
         for commit in (each for each in done if isinstance(each, ins.Commit)):
             for transition in commit.transitions:
                 found = self.fleet.workers.get(transition.name) or before.workers[transition.name]
@@ -97,7 +97,7 @@ def test_a_wake_of_one_that_is_still_falling_asleep_is_none() -> None:
 def test_a_start_is_of_a_spare_or_cold(spare: bool, rung: str) -> None:
     pid = 4711
     watched = Watched(fleet("ready"), frozenset({pid}) if spare else frozenset())
-    watched.feed(st.Scale(stimulus_id="command:1", component=D, change=Change(1, relative=True)))
+    watched.feed(st.Scale(stimulus_id="command:1", component=D, target=Change(1, relative=True)))
     watched.feed(st.GpusSeen(stimulus_id="gpus", devices=watched.fleet.gpus.devices))
     made = st.ProcessMade(stimulus_id="spawn", name=name(1), pid=pid, start_time=None, started_at=0.0)
     watched.feed(made, 1.0)

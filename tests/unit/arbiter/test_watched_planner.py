@@ -22,8 +22,8 @@ async def test_gauges_follow_it_and_its_end_writes_a_report(tmp_path: Path) -> N
     await arbiter.statefile.create()
     tasks, socket = Tasks(clock, arbiter.told), tmp_path / "m.sock"
     exporter = Exporter(
-        arbiter.shell,
-        Sampling("dynamo", arbiter.shell, Links("dynamo", "01J"), clock),
+        arbiter.controller,
+        Sampling("dynamo", arbiter.controller, Links("dynamo", "01J"), clock),
         clock,
         components=("VllmWorker", "PrefillWorker"),
         state=lambda: "ready",

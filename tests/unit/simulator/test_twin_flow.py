@@ -41,8 +41,7 @@ def test_process_and_twin_decide_by_the_same_functions() -> None:
     assert {
         "decide_prefill",
         "LeastLoaded",
-        "Shell",
-        "decide_scale",
+        "FleetController",
         "GpuLedger",
         "policy_of",
         "PolicyDriver",

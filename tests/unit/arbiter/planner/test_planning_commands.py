@@ -51,11 +51,11 @@ async def waiting(loads: dict[str, tuple[Load, float]], failed: Missing | None =
     async def sample() -> LoadsSample:
         return LoadsSample(loads, failed)
 
-    shell: Any = SimpleNamespace(fleet=Fleet("dynamo", (), {w.name: w for w in FLEET}))
+    controller: Any = SimpleNamespace(fleet=Fleet("dynamo", (), {w.name: w for w in FLEET}))
     sampling: Any = SimpleNamespace(loads=sample)
     nothing: Any = None
     clock = HandClock()
-    world = ArbiterWorld(shell, sampling, nothing, "Prefill", "Decode", clock, ScalingTimes(clock.now_s))
+    world = ArbiterWorld(controller, sampling, nothing, "Prefill", "Decode", clock, ScalingTimes(clock.now_s))
     world.waiting_in = prefills_wait_in(GRAPH, "Prefill")
     return await world.depth()
 
