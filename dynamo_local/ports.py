@@ -279,15 +279,14 @@ class Engine(Protocol):
 
 
 class ResponseStream(Protocol):
-    """A streaming answer. Iterate it to the end, or `aclose()` it: that cancels the handler."""
+    """A streaming answer. Read it to the end, or `aclose()` it: that cancels the handler.
+
+    Product code reads it with `transport.requests.stream.pump`; user code may iterate.
+    """
 
     instance_id: int
 
     def __aiter__(self) -> AsyncIterator[Any]: ...
-
-    def batches(self) -> AsyncIterator[list[Any]]:
-        """Items in the groups that arrived together (one frame each): cheaper than one by one."""
-        ...
 
     async def aclose(self) -> None:
         """Give the rest up: the worker stops computing it."""

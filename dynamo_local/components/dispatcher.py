@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -195,38 +195,24 @@ class Dispatcher:
         self._max_tries = max_tries
         self._clock = clock or AsyncioClock()
 
-    async def send(
+    async def pump(
         self,
         payload: Mapping[str, Any],
+        take: Take,
         *,
         request_id: str,
         tokens: int,
         timeout_s: float | None,
         max_tries: int | None = None,
-    ) -> AsyncGenerator[Batch, None]:
-        """The worker's items as they arrived together. `tokens` bounds what the request may generate, `max_tries` is
-        for this request alone.
-
-        Raises `NoWorkers`, `WorkerBusy` (every worker refused; `details["retry_after_s"]` is the shortest that
-        one of them named) or what the last worker failed with. Close the generator to cancel the request.
-        """
-        asked = _Asked(payload, request_id, tokens, self._until_s(timeout_s), max_tries or self._max_tries)
-        while (routed := await self._choose(asked)) is not None:
-            attempt = _Attempt()
-            async with self._trying(asked, routed.worker, attempt):
-                stream = await self._call(asked, routed)
-                async with _batches(stream) as batches:
-                    async for batch in batches:
-                        attempt.produced = attempt.produced or self._produced(batch)
-                        yield batch
-                return
-        raise _verdict(asked.failures, self._client)
-
-    async def pump(
-        self, payload: Mapping[str, Any], take: Take, *, request_id: str, tokens: int, timeout_s: float | None
     ) -> None:
-        """As `send`: `take` is called with each batch as it arrives. Raises what `take` raises, too."""
-        asked = _Asked(payload, request_id, tokens, self._until_s(timeout_s), self._max_tries)
+        """Calls `take` with the worker's items as they arrive. `tokens` bounds what the request may generate.
+
+        `max_tries` is for this request alone. Raises `NoWorkers`, `WorkerBusy` (every worker refused;
+        `details["retry_after_s"]` is the shortest that one of them named), what the last worker failed with, or what
+        `take` raises. Cancel it to cancel the request.
+        """
+        deadline_s = None if timeout_s is None else self._clock.now_s() + timeout_s
+        asked = _Asked(payload, request_id, tokens, deadline_s, max_tries or self._max_tries)
         while (routed := await self._choose(asked)) is not None:
             attempt = _Attempt(self._produced, take)
             async with self._trying(asked, routed.worker, attempt):
@@ -237,9 +223,6 @@ class Dispatcher:
                     await stream.aclose()
                 return
         raise _verdict(asked.failures, self._client)
-
-    def _until_s(self, timeout_s: float | None) -> float | None:
-        return None if timeout_s is None else self._clock.now_s() + timeout_s
 
     async def _call(self, asked: _Asked, routed: Routed) -> ResponseStream:
         now_s = self._clock.now_s()
@@ -309,30 +292,16 @@ class _Attempt:
 
     __slots__ = ("_produced", "_take", "produced")
 
-    def __init__(self, produced: Callable[[Batch], bool] | None = None, take: Take | None = None) -> None:
+    def __init__(self, produced: Callable[[Batch], bool], take: Take) -> None:
         self.produced = False
         self._produced = produced
         self._take = take
 
     def take(self, batch: Batch) -> Awaitable[None] | None:
-        """One batch of a stream that is pumped."""
-        assert self._produced is not None
-        assert self._take is not None
-        before, self.produced = self.produced, True  # what `take` raises is no failure of the worker
+        before, self.produced = self.produced, True  # an error of `take` is no failure of the worker
         room = self._take(batch)
         self.produced = before or self._produced(batch)
         return room
-
-
-@contextlib.asynccontextmanager
-async def _batches(stream: ResponseStream) -> AsyncIterator[AsyncIterator[Batch]]:
-    """The stream's batches; leaving the block closes both, which cancels the handler if it still runs."""
-    batches = cast(AsyncGenerator[Batch, None], stream.batches())
-    try:
-        async with contextlib.aclosing(batches):
-            yield batches
-    finally:
-        await stream.aclose()
 
 
 def _failed(failures: Mapping[int, DynamoError]) -> int:

@@ -18,6 +18,7 @@ from dynamo_local.components.messages import ApiRequest
 from dynamo_local.components.models_view import ModelsView
 from dynamo_local.errors import ConfigError, DynamoError, EngineError, NoWorkers
 from dynamo_local.transport.requests.handlers import current_request
+from dynamo_local.transport.requests.stream import Take, batches_of
 
 if TYPE_CHECKING:
     from dynamo_local.engines.vllm.api_server import VllmApi
@@ -246,11 +247,13 @@ class ApiHost:
             "prefill_here": call.prefill_here,
         }
         timeout_s = None if request is None else request.remaining_s()
-        batches = self._dispatcher.send(
-            payload, request_id=request_id, tokens=call.sampling.max_tokens, timeout_s=timeout_s
-        )
+        tokens = call.sampling.max_tokens
+
+        async def pumping(take: Take) -> None:
+            await self._dispatcher.pump(payload, take, request_id=request_id, tokens=tokens, timeout_s=timeout_s)
+
         try:
-            async with contextlib.aclosing(batches):
+            async with contextlib.aclosing(batches_of(pumping)) as batches:
                 async for batch in batches:
                     exchange.came(batch)
                     yield batch

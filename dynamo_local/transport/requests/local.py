@@ -125,13 +125,8 @@ class LocalStream:
             raise StopAsyncIteration
         return item
 
-    async def batches(self) -> AsyncIterator[list[Any]]:
-        """Each item by itself: what arrived together was put together where it came from."""
-        while not self._ended and (item := await self._step()) is not _END:
-            yield [item]
-
     async def pump(self, take: Take) -> None:
-        """Call `take` with the items as they arrive, until the end; see `pumping`."""
+        """Call `take` with the items as they arrive, until the end."""
         if self._ended:
             return
 

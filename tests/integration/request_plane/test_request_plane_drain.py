@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from dynamo_local.transport.requests.client import DependencyClient
 from dynamo_local.transport.requests.handlers import RequestContext
 from dynamo_local.transport.requests.plane import RequestPlane
 from dynamo_local.transport.requests.server import EndpointServer
+from dynamo_local.transport.requests.stream import pump
 from tests.drivers.eventually import eventually
 from tests.drivers.servers import RealEtcd, RealNats
 from tests.drivers.without_arbiter.request_plane import Bench, count, request_bench
@@ -217,9 +218,12 @@ async def scenario(nats_server: RealNats, namespace: str) -> None:
 
         assert await asyncio.gather(*(one(n) for n in range(200))) == [list(range(n)) for n in range(200)]
         slow, found = await bench.client.call(200_000), []
-        async for batch in slow.batches():
-            found += batch
-            await asyncio.sleep(0.001)
+
+        def slowly(batch: list[int]) -> Awaitable[None]:
+            found.extend(batch)
+            return asyncio.sleep(0.001)
+
+        await pump(slow, slowly)
         assert found == list(range(200_000))
         server = await bench.serve(guarded, 2)
         stream = await bench.client.call(None, instance_id=2)
@@ -230,12 +234,12 @@ async def scenario(nats_server: RealNats, namespace: str) -> None:
         await asyncio.wait_for(ended.wait(), 0.5)
         late = await bench.client.call(None, instance_id=2, timeout_s=0.05)
         with pytest.raises(errors.DeadlineExceeded):
-            [len(batch) async for batch in late.batches()]
+            [item async for item in late]
         lost = await bench.client.call(None, instance_id=2)
         await anext(lost)
         await server.close()
         with pytest.raises(errors.WorkerLost):
-            [len(batch) async for batch in lost.batches()]
+            [item async for item in lost]
 
 
 def test_everything_holds_under_uvloop(nats_server: RealNats, namespace: str) -> None:

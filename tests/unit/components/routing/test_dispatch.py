@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -47,11 +46,17 @@ def dispatcher(client: FakeEndpointClient, max_tries: int = 3) -> Dispatcher:
 
 async def collect(subject: Dispatcher, timeout_s: float | None = 5) -> list[int]:
     """All tokens of one request."""
+    return await pumped(subject, {}, timeout_s)
+
+
+async def pumped(subject: Dispatcher, payload: dict[str, Any], timeout_s: float | None = 5) -> list[int]:
     tokens: list[int] = []
-    async with contextlib.aclosing(subject.send({}, request_id="r", tokens=9, timeout_s=timeout_s)) as batches:
-        async for batch in batches:
-            for item in batch:
-                tokens += item["token_ids"]
+
+    def take(batch: list[Any]) -> None:
+        for item in batch:
+            tokens.extend(item["token_ids"])
+
+    await subject.pump(payload, take, request_id="r", tokens=9, timeout_s=timeout_s)
     return tokens
 
 
@@ -140,7 +145,7 @@ async def test_deadline_reaches_the_worker_and_shrinks() -> None:
     assert 0 < second <= first <= 5
 
 
-async def test_closing_cancels_the_handler_and_frees_its_place() -> None:
+async def test_a_cancelled_request_ends_its_handler_and_frees_its_place() -> None:
     ended = asyncio.Event()
 
     async def endless(payload: Any, _context: Any) -> AsyncIterator[Any]:
@@ -153,10 +158,12 @@ async def test_closing_cancels_the_handler_and_frees_its_place() -> None:
 
     client, picker = FakeEndpointClient({1: endless}), LeastLoaded()
     subject = Dispatcher(client, picker, lambda ids: {})
-    batches = subject.send({}, request_id="r", tokens=9, timeout_s=None)
-    assert await anext(batches)
+    begun = asyncio.Event()
+    pumping = asyncio.create_task(subject.pump({}, lambda _: begun.set(), request_id="r", tokens=9, timeout_s=None))
+    await begun.wait()
     assert picker.in_flight(1) == (1, 9)
-    await batches.aclose()
+    pumping.cancel()
+    await asyncio.wait([pumping])
     assert ended.is_set()
     assert picker.in_flight(1) == (0, 0)
 
@@ -176,9 +183,7 @@ class Noted:
 async def routed(client: FakeEndpointClient, router: Noted) -> list[int]:
     """Tokens of one request through a dispatcher with that Router."""
     subject = Dispatcher(client, RoundRobin(), lambda ids: {}, router=router)
-    sending = subject.send({"token_ids": [1]}, request_id="r", tokens=9, timeout_s=5)
-    async with contextlib.aclosing(sending) as batches:
-        return [token for batch in [b async for b in batches] for item in batch for token in item["token_ids"]]
+    return await pumped(subject, {"token_ids": [1]})
 
 
 async def test_the_routers_worker_gets_the_request_with_its_hit_rate() -> None:
