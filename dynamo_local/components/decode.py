@@ -54,7 +54,8 @@ class DecodeService:
         """
         asked = messages.parse_generate_request(payload)
         self._refuse_if_full()
-        yield {"token_ids": ()}
+        hit_rate = asked.prefix_hit_rate
+        yield {"token_ids": ()} if hit_rate is None else {"token_ids": (), "kv_hit_rate": hit_rate}
         # A client may send the same request id twice, and a retry does: the engine needs one of its own.
         name = f"{asked.request_id}-{secrets.token_hex(4)}"
         request = EngineRequest(name, asked.token_ids, asked.sampling, core=asked.core)
@@ -116,6 +117,8 @@ class DecodeService:
             self._counts.decided(remote=False, why=Why.CANNOT_TRAVEL)
             return None
         hit_rate = asked.prefix_hit_rate
+        if hit_rate is None and asked.lora_id:
+            hit_rate = 0.0  # the engine would look the base model's blocks up
         if hit_rate is None:  # no Router was asked: use what the engine itself knows
             hit_rate = self._engine.prefix_hit_rate(request.prompt_token_ids)
         return await self._remote.prefill(request, hit_rate)

@@ -118,12 +118,14 @@ class RouterClient:
         self._away = False
 
     async def choose(
-        self, token_ids: Sequence[int], request_id: str, tokens: int, avoid: Sequence[int]
+        self, token_ids: Sequence[int], request_id: str, tokens: int, avoid: Sequence[int], lora_id: int = 0
     ) -> Routed | None:
         """Within `timeout_s`. Raises nothing of its own."""
         if self._clock.now_s() < self._away_until_s:
             return None
         request = {"token_ids": token_ids, "request_id": request_id, "max_tokens": tokens, "avoid": list(avoid)}
+        if lora_id:
+            request["lora_id"] = lora_id
         began_s = self._clock.now_s()
         try:
             stream = await self._client.call(request, request_id=request_id, timeout_s=self._timeout_s)
@@ -161,7 +163,7 @@ class Chooser(Protocol):
     """Chooses a worker ahead of the picker: a Router."""
 
     async def choose(
-        self, token_ids: Sequence[int], request_id: str, tokens: int, avoid: Sequence[int]
+        self, token_ids: Sequence[int], request_id: str, tokens: int, avoid: Sequence[int], lora_id: int = 0
     ) -> Routed | None:
         """The worker, or None if there is no answer in time. Raises nothing of its own."""
         ...
@@ -256,7 +258,10 @@ class Dispatcher:
             return None
         untried = self._untried(failures)
         if self._router is not None and untried:
-            routed = await self._router.choose(payload["token_ids"], asked.request_id, asked.tokens, tuple(failures))
+            lora_id = payload.get("lora_id", 0)
+            routed = await self._router.choose(
+                payload["token_ids"], asked.request_id, asked.tokens, tuple(failures), lora_id
+            )
             untried = self._untried(failures)
             if routed is not None and routed.worker in untried:
                 return routed

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import accumulate
 from typing import Literal
 
@@ -29,9 +30,12 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from dynamo_local.core.traffic import HISTOGRAMS, REQUESTS, RecentRequests
+from dynamo_local.core.traffic import HISTOGRAMS, HIT_RATE, HIT_RATE_METRIC, REQUESTS, RecentRequests
 
 PREFIX = "dynamo_frontend"
+ROUTER_PREFIX = "dynamo_component_router"
+"""Dynamo's routers count under this name, on the page of the frontend that they run in. Ours counts the requests whose
+worker a Router chose."""
 UNKNOWN_MODEL = "unknown"
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -121,6 +125,7 @@ class RequestObserver:
         self._prompt_tokens: int | None = None
         self._tokens = 0
         self._ended = False
+        self._routed = False
         series.inflight.inc()
         series.queued.inc()
         metrics.queued += 1
@@ -154,6 +159,12 @@ class RequestObserver:
         """Prompt tokens that were found in a KV cache."""
         self._series.cached.observe(cached_tokens)
 
+    def on_routed(self, kv_hit_rate: float) -> None:
+        """A Router chose the worker, and knew this share of the prompt to be cached there."""
+        if not self._routed:
+            self._routed = True
+            self._metrics.router.began(self._labels[0], kv_hit_rate)
+
     def end(self, status: Status, now_s: float) -> None:
         """Once: a second call changes nothing."""
         if self._ended:
@@ -168,6 +179,11 @@ class RequestObserver:
             series.osl.observe(self._tokens)
             self._remember(status)
         series.duration.observe(now_s - self._started_s)
+        if self._routed:
+            ttft_s = None if self._first_s is None else self._first_s - self._started_s
+            streamed_s = 0.0 if self._first_s is None or self._last_s is None else self._last_s - self._first_s
+            lengths = (self._prompt_tokens or 0, self._tokens)
+            self._metrics.router.ended(self._labels[0], now_s - self._started_s, ttft_s, streamed_s, lengths)
         self._metrics.requests.labels(*self._labels, status).inc()
 
     def _remember(self, status: Status) -> None:
@@ -177,6 +193,51 @@ class RequestObserver:
             return
         itl_s = (last_s - first_s) / (self._tokens - 1) if self._tokens > 1 else None
         self._metrics.recent.answered(last_s, isl, self._tokens, first_s - self._started_s, itl_s)
+
+
+class RouterMetrics:
+    """The requests that a Router placed, under Dynamo's names. Gaps between tokens are counted at a request's end."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def histogram(name: str, text: str, low: float, high: float, count: int) -> Histogram:
+            bounds = log_buckets(low, high, count)
+            return Histogram(f"{ROUTER_PREFIX}_{name}", text, ["model"], buckets=bounds, registry=registry)
+
+        self._started = Counter(f"{ROUTER_PREFIX}_requests_started", "Requests placed", ["model"], registry=registry)
+        self._requests = Counter(f"{ROUTER_PREFIX}_requests", "Requests that have ended", ["model"], registry=registry)
+        self._ttft = histogram("time_to_first_token_seconds", "Time to first token", 0.001, 480.0, 18)
+        self._duration = histogram("request_duration_seconds", "Duration of requests", 1.0, 256.0, 10)
+        self._isl = histogram("input_sequence_tokens", "Prompt length in tokens", 50.0, 128000.0, 12)
+        self._osl = histogram("output_sequence_tokens", "Generated length in tokens", 50.0, 32000.0, 10)
+        name = f"{ROUTER_PREFIX}_inter_token_latency_seconds"
+        self._itl = GapHistogram(name, "Time between tokens after the first", log_buckets(0.001, 2.0, 13))
+        registry.register(self._itl)
+        bounds = [n / 20 for n in range(21)]
+        text = "Share of the prompt that the chosen worker has cached"
+        self._hit_rate = Histogram(HIT_RATE_METRIC, text, ["model"], buckets=bounds, registry=registry)
+
+    def began(self, model: str, kv_hit_rate: float) -> None:
+        self._started.labels(model).inc()
+        self._hit_rate.labels(model).observe(kv_hit_rate)
+
+    def ended(
+        self, model: str, duration_s: float, ttft_s: float | None, streamed_s: float, lengths: tuple[int, int]
+    ) -> None:
+        """`streamed_s` is the time from the first token to the last, `lengths` those of prompt and answer."""
+        self._requests.labels(model).inc()
+        self._duration.labels(model).observe(duration_s)
+        isl, osl = lengths
+        if ttft_s is None:
+            return
+        self._ttft.labels(model).observe(ttft_s)
+        self._isl.labels(model).observe(isl)
+        self._osl.labels(model).observe(osl)
+        if osl > 1:
+            self._itl.labels(model).observe(streamed_s / (osl - 1), osl - 1)
+
+    def hit_rates(self) -> tuple[float, float]:
+        """(sum, count) over all models."""
+        return _sum(self._hit_rate, "_sum"), _sum(self._hit_rate, "_count")
 
 
 class HttpMetrics:
@@ -249,7 +310,14 @@ class HttpMetrics:
         for name, suffix in HISTOGRAMS.items():
             histogram = self._histograms[suffix]
             told[f"{name}_sum"], told[f"{name}_count"] = _sum(histogram, "_sum"), _sum(histogram, "_count")
+        if "router" in self.__dict__:
+            told[f"{HIT_RATE}_sum"], told[f"{HIT_RATE}_count"] = self.router.hit_rates()
         return told
+
+    @cached_property
+    def router(self) -> RouterMetrics:
+        """On the page from the first request on that a Router placed."""
+        return RouterMetrics(self.registry)
 
     def exposition(self) -> bytes:
         """The text format, for `CONTENT_TYPE`."""

@@ -4,15 +4,16 @@ Requests are checked by msgspec when they arrive (once per request); response it
 without it (once per frame of tokens, on the hot path).
 
     generate request  {"request_id", "token_ids": [int], "sampling": {SamplingParams}, "prefix_hit_rate"?: 0..1,
-                       "core"?: [bytes], "prefill_here"?: str}
+                       "core"?: [bytes], "prefill_here"?: str, "lora_id"?: int}
     generate item     {"token_ids": [int], "finish_reason"?: str, "num_cached_tokens"?: int, "logprobs"?,
-                       "prompt_logprobs"?, "core"?: [bytes]}
+                       "prompt_logprobs"?, "core"?: [bytes]}; the first has no tokens, and the Router's
+                       "kv_hit_rate" if one chose the worker
     prefill entry     {"token_ids", "sampling", "reply_subject"}
     prefill reply     {"kv_transfer_params": {…}, "num_cached_tokens"?: int}; a failure travels as PrefillReplies' error
     route request     {"token_ids", "request_id", "max_tokens", "avoid": [instance ids], "lora_id"}, to the Router
     route answer      {"worker_id", "prefix_hit_rate": 0..1, "router": the policy}
-    response item     {"text", "num_tokens", "finish_reason", "usage"}, to the Frontend; of a request with extras also
-                      what `extras.choices` adds
+    response item     {"text", "num_tokens", "finish_reason", "usage"}, to the Frontend; the first also has
+                      "prompt_tokens" and "kv_hit_rate"?; `sim_api.choices` adds what requests with extras need
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     """The request in the engine's own words; see `ports.EngineRequest`."""
     prefill_here: str | None = None
     """Why no prefill worker can compute the prompt; None: one can."""
+    lora_id: int = 0
+    """The number of the LoRA adapter in the engine, by which its KV blocks are hashed; 0: no adapter."""
 
 
 class RouteRequest(msgspec.Struct, frozen=True):

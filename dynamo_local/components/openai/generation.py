@@ -329,6 +329,8 @@ class GenerationProgress:
             tokens += item.get("num_tokens", 0)
             if (prompt_tokens := item.get("prompt_tokens")) is not None:
                 self._on_prompt(prompt_tokens)
+                if (hit_rate := item.get("kv_hit_rate")) is not None:
+                    self._observer.on_routed(hit_rate)
             if (finish_reason := item.get("finish_reason")) is not None:
                 self._on_finish(finish_reason, item.get("usage"))
         if tokens:
@@ -341,6 +343,8 @@ class GenerationProgress:
         for item in batch:
             if (prompt_tokens := item.get("prompt_tokens")) is not None:
                 self._on_prompt(prompt_tokens)
+                if (hit_rate := item.get("kv_hit_rate")) is not None:
+                    self._observer.on_routed(hit_rate)
             _check_finish(item.get("finish_reason"))
         if tokens := sum(item.get("num_tokens", 0) for item in batch):
             self._tokens += tokens

@@ -99,7 +99,7 @@ def _checker(schema: Any) -> Any:
     `oneOf` counts as `anyOf`, as in xgrammar.
     """
     from jsonschema import Draft202012Validator, validators
-    from jsonschema_specifications import REGISTRY
+    from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
     steps = MAX_STEPS
 

@@ -50,6 +50,7 @@ class Exchange:
         self._tokens = 0
         self._prompt_tokens = 0
         self._cached_tokens: int | None = None
+        self._kv_hit_rate: float | None = None
 
     def next_id(self) -> str:
         """A name for one more request to a worker: the client's for the first, so that logs can be followed."""
@@ -64,14 +65,18 @@ class Exchange:
         """From a worker."""
         for item in items:
             self._tokens += len(item["token_ids"])
+            self._kv_hit_rate = item.get("kv_hit_rate", self._kv_hit_rate)
             if (cached := item.get("num_cached_tokens")) is not None:
                 self._cached_tokens = max(cached, self._cached_tokens or 0)
 
-    def news(self) -> dict[str, int]:
+    def news(self) -> dict[str, Any]:
         """What has been counted since the last call."""
         counted = {"tokens": self._tokens, "prompt_tokens": self._prompt_tokens, "cached_tokens": self._cached_tokens}
-        self._tokens, self._prompt_tokens, self._cached_tokens = 0, 0, None
-        return {name: count for name, count in counted.items() if count}
+        told: dict[str, Any] = {name: count for name, count in counted.items() if count}
+        if self._kv_hit_rate is not None:
+            told["kv_hit_rate"] = self._kv_hit_rate
+        self._tokens, self._prompt_tokens, self._cached_tokens, self._kv_hit_rate = 0, 0, None, None
+        return told
 
 
 current: ContextVar[Exchange] = ContextVar("dynamo_exchange")
@@ -245,6 +250,7 @@ class ApiHost:
             **messages.generate_request(request_id, list(call.token_ids), call.sampling),
             "core": call.core,
             "prefill_here": call.prefill_here,
+            "lora_id": call.lora_id,
         }
         timeout_s = None if request is None else request.remaining_s()
         tokens = call.sampling.max_tokens

@@ -199,6 +199,8 @@ class EngineApiRoute(ModelRoute[RawRequest | ParsedRequest]):
     def _observe(self, item: Mapping[str, Any], observer: RequestObserver) -> None:
         if (prompt_tokens := item.get("prompt_tokens")) is not None:
             observer.on_prompt(prompt_tokens)
+        if (hit_rate := item.get("kv_hit_rate")) is not None:
+            observer.on_routed(hit_rate)
         if (cached := item.get("cached_tokens")) is not None:
             observer.on_cached(cached)
         if tokens := item.get("tokens"):

@@ -174,9 +174,11 @@ class Noted:
     def __init__(self, *answers: Routed | None) -> None:
         self.answers = list(answers)
         self.avoided: list[tuple[int, ...]] = []
+        self.adapters: list[int] = []
 
-    async def choose(self, token_ids: Any, request_id: str, tokens: int, avoid: Any) -> Routed | None:
+    async def choose(self, token_ids: Any, request_id: str, tokens: int, avoid: Any, lora_id: int = 0) -> Routed | None:
         self.avoided.append(tuple(avoid))
+        self.adapters.append(lora_id)
         return self.answers.pop(0)
 
 
@@ -192,6 +194,13 @@ async def test_the_routers_worker_gets_the_request_with_its_hit_rate() -> None:
     assert await routed(client, Noted(Routed(2, 0.75))) == [1, 2]
     (call,) = client.calls
     assert (call.instance_id, call.payload) == (2, {"token_ids": [1], "prefix_hit_rate": 0.75})
+
+
+async def test_the_router_is_told_the_adapter_whose_blocks_count() -> None:
+    client, router = FakeEndpointClient({1: good}), Noted(Routed(1, 0.5))
+    subject = Dispatcher(client, RoundRobin(), lambda ids: {}, router=router)
+    assert await pumped(subject, {"token_ids": [1], "lora_id": 3}) == [1, 2]
+    assert router.adapters == [3]
 
 
 @pytest.mark.parametrize("answer", [None, Routed(9, 0.75)])
