@@ -8,7 +8,7 @@ without it (once per frame of tokens, on the hot path).
     generate item     {"token_ids": [int], "finish_reason"?: str, "num_cached_tokens"?: int, "logprobs"?,
                        "prompt_logprobs"?, "core"?: [bytes]}; the first has no tokens, and the Router's
                        "kv_hit_rate" if one chose the worker
-    prefill entry     {"token_ids", "sampling", "reply_subject"}
+    prefill entry     {"token_ids", "sampling", "reply_subject", "cached_tokens"?: int}
     prefill reply     {"kv_transfer_params": {…}, "num_cached_tokens"?: int}; a failure travels as PrefillReplies' error
     route request     {"token_ids", "request_id", "max_tokens", "avoid": [instance ids], "lora_id"}, to the Router
     route answer      {"worker_id", "prefix_hit_rate": 0..1, "router": the policy}
@@ -109,6 +109,8 @@ class PrefillEntry(msgspec.Struct, frozen=True):
     token_ids: list[int]
     sampling: SamplingParams
     reply_subject: str
+    cached_tokens: int = 0
+    """Tokens of the prompt whose KV the decode worker has already. The prefill worker cannot read that KV."""
 
 
 class CanaryRequest(msgspec.Struct, frozen=True):
@@ -189,12 +191,13 @@ def generate_item(output: EngineOutput) -> dict[str, Any]:
     return item
 
 
-def prefill_entry(request: EngineRequest, reply_subject: str) -> dict[str, Any]:
+def prefill_entry(request: EngineRequest, reply_subject: str, cached_tokens: int = 0) -> dict[str, Any]:
     """The queue entry for a request; the prefill worker answers on `reply_subject`."""
     return {
         "token_ids": list(request.prompt_token_ids),
         "sampling": _sampling(request.sampling),
         "reply_subject": reply_subject,
+        "cached_tokens": cached_tokens,
     }
 
 

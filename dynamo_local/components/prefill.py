@@ -43,6 +43,9 @@ class PrefillCounts:
     unwanted: int = 0
     refused: int = 0
     given_back: int = 0
+    recomputed_tokens: int = 0
+    """Prompt tokens that were computed here although the decode worker had their KV. vLLM's connector moves KV from
+    the prefill worker to the decode worker alone, so the remote rule subtracts what only a local prefill saves."""
 
 
 class Prefiller:
@@ -184,6 +187,7 @@ class Prefiller:
             if last is None or last.finish_reason in (None, "error", "abort"):
                 raise EngineError(f"the prefill of {pulled.task.request_id} ended without a result")
             self._times.prefills.append(self._clock.now_s() - began_s)
+            self.counts.recomputed_tokens += max(0, entry.cached_tokens - (last.num_cached_tokens or 0))
             return entry, messages.prefill_reply(last)
         except InvalidRequest as error:
             return entry, error

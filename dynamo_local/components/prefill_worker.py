@@ -91,6 +91,7 @@ class PrefillWorker:
             "unwanted": counts.unwanted,
             "refused": counts.refused,
             "given_back": counts.given_back,
+            "recomputed_tokens": counts.recomputed_tokens,
         }
 
     @endpoint()

@@ -192,7 +192,8 @@ class RemotePrefill:
         self.waiting += 1
         settled = False
         try:
-            params = await self._away(request, choice)
+            cached_tokens = int(len(request.prompt_token_ids) * prefix_hit_rate)
+            params = await self._away(request, choice, cached_tokens)
             settled = True
             return params
         except DynamoError as error:
@@ -229,10 +230,10 @@ class RemotePrefill:
         side.follow(request.request_id, ask, choice, now_s)
         return choice
 
-    async def _away(self, request: EngineRequest, choice: Choice | None) -> Mapping[str, Any]:
+    async def _away(self, request: EngineRequest, choice: Choice | None, cached_tokens: int) -> Mapping[str, Any]:
         deadline_s = self._clock.now_s() + self._timeout_s
         with self._replies.expect(request.request_id) as expected:
-            entry = messages.prefill_entry(request, self._replies.reply_subject)
+            entry = messages.prefill_entry(request, self._replies.reply_subject, cached_tokens)
             start_by_s = None if choice is None else choice.start_by_s
             start_within_s = None if start_by_s is None else start_by_s - self._clock.now_s()
             await self._queue.enqueue(
