@@ -172,11 +172,11 @@ class Chooser(Protocol):
 class Dispatcher:
     """Chooses among a component's workers and repeats what failed before its first token.
 
-    `loads` gives the latest sample of each instance id; `max_tries` bounds how many workers may *fail* one
-    request (a full or leaving worker only refuses, which costs nothing, so all of them may be asked). If all known
-    workers are leaving, it waits for others: a scale-down fails no request. A `router` is asked first; the picker
-    decides if the Router has no answer, or names a worker that is not registered. `produced` says whether the client
-    may have got a part of a batch.
+    `loads` gives the latest sample of each instance id. `max_tries` bounds how many workers may *fail* one request.
+    A full or draining worker only refuses, which costs nothing, so all of them may be asked. If all known workers
+    are draining, the dispatcher waits for others: a scale-down fails no request. A `router` is asked first. The
+    picker decides if the Router has no answer, or names a worker that is not registered. `produced` says whether the
+    client may have got a part of a batch.
     """
 
     def __init__(
@@ -293,7 +293,7 @@ class _Asked:
 
 
 class _Attempt:
-    """What one worker has given. `produced`: the client may have got a part of it, or has failed by itself."""
+    """One worker's attempt. `produced`: the client may have got a part of the answer, or has failed by itself."""
 
     __slots__ = ("_produced", "_take", "produced")
 

@@ -1,12 +1,12 @@
 """`/metrics` of the Frontend, under Dynamo's names, labels and bucket bounds.
 
-Source: ai-dynamo `lib/llm/src/http/service/metrics.rs`. What is kept from there because planners and dashboards
-count on it: the label `model` is in lower case; a request is *queued* from its admission until its first token and
-*in flight* until its end; a response's first tokens give the TTFT alone; tokens that come together share the time
-since the last ones evenly; ISL is recorded with the first token, OSL at the end.
+Source: ai-dynamo `lib/llm/src/http/service/metrics.rs`. Planners and dashboards count on these: the label `model` is
+in lower case. A request is *queued* from its admission until its first token, and *in flight* until its end. A
+response's first tokens give the TTFT alone. Tokens that come together share the time since the last ones evenly. ISL
+is recorded with the first token, OSL at the end.
 
-Requests that were refused before a model could be told from them count under `model="unknown"`: what a client
-invents must not become a label value.
+Requests that were refused before their model was known count under `model="unknown"`: a client's invention must not
+become a label value.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class RequestObserver:
         metrics.queued += 1
 
     def on_prompt(self, prompt_tokens: int) -> None:
-        """The Processor has sent the prompt's length; it is recorded once, and only for requests that get tokens."""
+        """The Processor has sent the prompt's length. It is recorded once, and only for requests that get tokens."""
         if self._prompt_tokens is None:
             self._prompt_tokens = prompt_tokens
             if self._last_s is not None:
@@ -187,7 +187,7 @@ class RequestObserver:
         self._metrics.requests.labels(*self._labels, status).inc()
 
     def _remember(self, status: Status) -> None:
-        """What was cut short says nothing of lengths."""
+        """A request that was cut short says nothing of lengths."""
         first_s, last_s, isl = self._first_s, self._last_s, self._prompt_tokens
         if status != "success" or first_s is None or last_s is None or isl is None:
             return
@@ -252,7 +252,7 @@ class HttpMetrics:
         self.queued = 0
         """Requests of all models that still wait for their first token."""
         self.recent = RecentRequests()
-        """Of all models, one by one."""
+        """The requests of all models, one by one."""
         model = ["model"]
         self.requests = Counter(
             f"{PREFIX}_requests",
@@ -305,7 +305,7 @@ class HttpMetrics:
         self.requests.labels(label, endpoint, request_type, "error").inc()
 
     def counters(self) -> dict[str, float]:
-        """Of all models, under the names of `core.traffic`: what a planner counts by."""
+        """The sums over all models, under the names of `core.traffic`: a planner counts by them."""
         told = {REQUESTS: _sum(self.requests_started, "_total")}
         for name, suffix in HISTOGRAMS.items():
             histogram = self._histograms[suffix]

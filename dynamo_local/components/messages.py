@@ -1,4 +1,4 @@
-"""What Processor, VllmWorker and PrefillWorker send to each other. Plain dicts: the data plane packs them as they are.
+"""The messages between Processor, VllmWorker and PrefillWorker. Plain dicts: the data plane packs them as they are.
 
 Requests are checked by msgspec when they arrive (once per request); response items are built and read
 without it (once per frame of tokens, on the hot path).
@@ -46,9 +46,10 @@ class ChatMessage(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class TextRequest(msgspec.Struct, frozen=True):
-    """What a Frontend sends: the validated body, with a `request_id`. None means that the client did not say.
+    """A Frontend's message to a Processor: the validated body, with a `request_id`. None means that the client did
+    not say.
 
-    It is read from the wire as this, so that whatever else somebody may send is skipped, not made.
+    It is read from the wire as this, so that anything else that somebody may send is skipped, not made.
     """
 
     request_id: RequestId = ""
@@ -70,7 +71,7 @@ class TextRequest(msgspec.Struct, frozen=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
-    """What `VllmWorker.generate` takes."""
+    """The request of `VllmWorker.generate`."""
 
     request_id: RequestId
     token_ids: list[int]
@@ -86,7 +87,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 
 
 class RouteRequest(msgspec.Struct, frozen=True):
-    """What `Router.generate` takes. `avoid` are workers that have failed this request already."""
+    """The request of `Router.generate`. `avoid` are workers that have failed this request already."""
 
     token_ids: list[int]
     request_id: RequestId = ""
@@ -96,7 +97,8 @@ class RouteRequest(msgspec.Struct, frozen=True):
 
 
 class RouteAnswer(msgspec.Struct, frozen=True):
-    """What `Router.generate` answers: the worker, the share of the prompt that it has cached, and by which policy."""
+    """The answer of `Router.generate`: the worker, the share of the prompt that it has cached, and the policy that
+    chose."""
 
     worker_id: int
     prefix_hit_rate: float
@@ -114,14 +116,14 @@ class PrefillEntry(msgspec.Struct, frozen=True):
 
 
 class CanaryRequest(msgspec.Struct, frozen=True):
-    """What `PrefillWorker.canary` takes; it answers one prefill reply."""
+    """The request of `PrefillWorker.canary`, which answers one prefill reply."""
 
     request_id: RequestId
     token_ids: Annotated[list[int], Meta(max_length=1024)]
 
 
 class PrefillReply(msgspec.Struct, frozen=True):
-    """What a prefill worker answers: the KV's identity."""
+    """A prefill worker's answer: the KV's identity."""
 
     kv_transfer_params: dict[str, Any]
     num_cached_tokens: int | None = None
@@ -228,7 +230,7 @@ def parse_prefill_reply(payload: Any) -> dict[str, Any]:
 
 
 # --- messages
-# What Frontend and Processor send each other about an HTTP exchange that the Frontend does not read.
+# Frontend and Processor exchange these about an HTTP request that the Frontend does not read.
 #
 # request  ApiRequest
 # items    {"status", "headers"?: {str: str}, "stream": bool}, then {"body": bytes}; each may also tell

@@ -2,10 +2,10 @@
 
 It takes prompts from the prefill queue, computes their KV, and hands it to the worker that decodes.
 
-What "hand-off" means for the queue: an entry is acked once the decode worker has *confirmed* the reply with the
-KV's identity. Up to then a crash has the entry delivered to another prefill worker after `ack_wait`; from then on the
-decode worker knows whom to pull from, and prefills locally at once should the pull fail. Waiting for the pull
-itself would make that recovery slower, not safer. A leaving worker waits for the pulls (`engine.wait_handoffs`).
+An entry is acked once the decode worker has *confirmed* the reply with the KV's identity. Until then a crash has the
+entry delivered to another prefill worker after `ack_wait`. From then on the decode worker knows the source of the
+KV, and prefills locally at once if the pull fails. Waiting for the pull itself would make that recovery slower, not
+safer. A draining worker waits for the pulls (`engine.wait_handoffs`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NAK_DELAY_S = 0.2
 
 @dataclass(slots=True)
 class PrefillCounts:
-    """What became of the entries that this worker pulled."""
+    """The fate of the entries that this worker pulled."""
 
     done: int = 0
     unwanted: int = 0
@@ -81,11 +81,11 @@ class Prefiller:
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """Of the entries in hand."""
+        """The ids of the entries in hand."""
         return tuple(self._serving.values())
 
     async def pull(self, stop: asyncio.Event) -> None:
-        """Pull until `stop` has been set, even if it was cleared at once. What is in hand goes on."""
+        """Pull until `stop` has been set, even if it was cleared at once. Work in hand goes on."""
         stopped = asyncio.create_task(stop.wait(), name="prefill stop")
         try:
             while not stopped.done():

@@ -25,13 +25,14 @@ from dynamo_local.sdk.context import PrefillReplies
 from dynamo_local.system.executors import ended
 
 # --- counts
-# What a worker's dispatch did, in numbers that only grow: decisions and why, estimates, deferrals, refusals.
+# A worker's dispatch in numbers that only grow: decisions and why, estimates, deferrals, refusals.
 
 
 @dataclass(slots=True)
 class DispatchCounts:
-    """Of one decode worker. `fallbacks` are decisions that `slo` was to make, and the seed's rule made: with no profile
-    (`lacking`), or because the queue's length was not known. `refused` are requests that it answered by 429."""
+    """The counts of one decode worker. `fallbacks` are decisions that the thresholds made instead of `slo`, because
+    there was no profile (`lacking`) or the queue's length was not known. `refused` are requests that it answered by
+    429."""
 
     prefills: Prefills = field(default_factory=Prefills)
     fallbacks: int = 0

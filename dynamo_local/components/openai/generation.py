@@ -86,7 +86,7 @@ class FrontendDeps(HttpDeps):
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """What differs between the routes."""
+    """The differences between the routes."""
 
     endpoint: Endpoint
     parse: Parser
@@ -119,10 +119,10 @@ class GenerationRoute(ModelRoute[ParsedRequest]):
 
 
 async def until_answered(once: Callable[[], Awaitable[Whole | None]], reply: Reply, request_id: str) -> Whole | None:
-    """What `once` gives. It is tried again if a worker or a Processor was lost and the client has got nothing.
+    """The result of `once`. It is tried again if a worker or a Processor was lost and the client has got nothing.
 
-    So a request that is not streamed may be repeated after its first token; the Processor cannot know that nobody has
-    seen it. If several workers failed before their first token, the Dispatcher has tried enough of them.
+    So a request that is not streamed may be repeated after its first token. The Processor cannot know that nobody
+    has seen it. If several workers failed before their first token, the Dispatcher has tried enough of them.
     """
     for _ in range(MAX_ATTEMPTS - 1):
         try:
@@ -301,7 +301,7 @@ class RichAnswer:
 
 
 class GenerationProgress:
-    """What has arrived of a response so far."""
+    """The part of a response that has arrived."""
 
     def __init__(self, observer: RequestObserver, clock: Clock) -> None:
         self._observer = observer
@@ -339,7 +339,7 @@ class GenerationProgress:
         return texts
 
     def take_counts(self, batch: Sequence[dict[str, Any]]) -> None:
-        """Of several choices: the numbers alone. Raises as `take`."""
+        """Takes the numbers alone, for several choices. Raises as `take`."""
         for item in batch:
             if (prompt_tokens := item.get("prompt_tokens")) is not None:
                 self._on_prompt(prompt_tokens)

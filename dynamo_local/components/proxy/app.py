@@ -1,8 +1,8 @@
 """The application of a Frontend before HTTP servers: requests go on as they came, answers come back as they are.
 
-While the client has got nothing of an answer, its request may be sent to another server
-(`components.dispatcher`); with prefill servers it is handed over in two steps (`core.routing.disagg`), and whatever
-goes wrong there costs time, not the request: it is prefilled where it is decoded.
+While the client has got nothing of an answer, its request may be sent to another server (`components.dispatcher`).
+With prefill servers it is handed over in two steps (`core.routing.disagg`). A failure there costs time, not the
+request: the decode server then computes the prompt.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ _one_prompt_decoders = tuple(msgspec.json.Decoder(kind) for kind in (str, list[i
 
 
 def _members(body: bytes) -> dict[str, Any]:
-    """The body's members. What is long stays as it is written: it goes on, and nobody looks at it."""
+    """The body's members. Long ones stay as they are written, because they go on unread."""
     raw = _members_decoder.decode(body)
     small = {name: msgspec.json.decode(value) for name, value in raw.items() if len(bytes(value)) <= _SMALL_BYTES}
     return {**raw, **small}

@@ -179,7 +179,7 @@ class _Maker:
         return found
 
     def _merged(self, one: Any, other: Any) -> Any:
-        """The keywords of both. What this loses is found when the value is checked."""
+        """The keywords of both. The check of the value finds what this loses."""
         if not isinstance(one, Mapping) or not isinstance(other, Mapping):
             return one if other is True else False
         self._pay(0, len(other))

@@ -50,7 +50,7 @@ _embedding_fields = Fields({"model", *_Embeddings.__struct_fields__}, {})
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the Processor is asked, and how its answer becomes the client's."""
+    """A question to the Processor, and how its answer becomes the client's."""
 
     model: str
     payload: Mapping[str, Any]

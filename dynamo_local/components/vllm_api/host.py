@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 # One HTTP request that vLLM's API answers in this process, and what became of its requests to workers.
 #
 # An ASGI application sends its status before it knows whether there will be an answer. The status is held until the
-# first
-# bytes of the body, and what a worker or the graph failed with comes in their place: "full" must be able to become a
-# 429.
+# first bytes of the body. An error of a worker or the graph comes in their place: "full" must be able to become a 429.
 
 _KEPT: Final = frozenset({"content-length", "transfer-encoding", "connection"})
 """Headers that whoever sends the answer to the client says itself."""
@@ -41,7 +39,7 @@ MAX_UNREAD: Final = 256
 
 
 class Exchange:
-    """What is known of one HTTP request, by the task that answers it and those that ask workers."""
+    """One HTTP request, as the task that answers it and those that ask workers know it."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -70,7 +68,7 @@ class Exchange:
                 self._cached_tokens = max(cached, self._cached_tokens or 0)
 
     def news(self) -> dict[str, Any]:
-        """What has been counted since the last call."""
+        """The counts since the last call."""
         counted = {"tokens": self._tokens, "prompt_tokens": self._prompt_tokens, "cached_tokens": self._cached_tokens}
         told: dict[str, Any] = {name: count for name, count in counted.items() if count}
         if self._kv_hit_rate is not None:
@@ -160,7 +158,7 @@ def _scope(request: ApiRequest) -> dict[str, Any]:
 
 
 # --- logs
-# What vLLM does to everybody's log when its API is made. Imports no vLLM.
+# Undoes vLLM's effect on everybody's log when its API is made. Imports no vLLM.
 
 
 @contextlib.contextmanager

@@ -49,7 +49,7 @@ PATHS: Final[Mapping[str, Endpoint]] = {
     "/tokenize": "tokenize",
     "/detokenize": "tokenize",
 }
-"""What `vllm serve` answers about a model, and how it is counted."""
+"""The paths on which `vllm serve` answers about a model, and how each is counted."""
 
 _CONNECTION: Final = frozenset(
     {"authorization", "proxy-authorization", "cookie", "connection", "host", "transfer-encoding", "expect", "upgrade"}
@@ -77,7 +77,7 @@ PLAIN: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class RawRequest:
-    """What is passed on. `model` is one that is served: which one the client named is for the engine's API to judge."""
+    """The request that is passed on. `model` is a served one. The engine's API judges the one that the client named."""
 
     model: str
     stream: bool
@@ -119,7 +119,8 @@ def _either(engine: EngineApiRoute, light: ASGIApp | None) -> ASGIApp:
 
 
 def is_plain(body: bytes) -> bool:
-    """Whether it says only what any engine understands. What is no JSON object is not plain: the engine says why."""
+    """Whether it says only what any engine understands. A body that is no JSON object is not plain: the engine says
+    why."""
     try:
         return _keys.decode(body).keys() <= PLAIN
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -219,7 +220,7 @@ class StoredResponseRoute(EngineApiRoute):
 
 
 class NothingIsKept:
-    """What other engines say to that, in the words that vLLM has for it."""
+    """The answer of other engines, in vLLM's words."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = shortened(scope["path_params"]["response_id"])

@@ -110,7 +110,7 @@ class InboundStream(asyncio.Protocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._who = "a worker"
         self.subject = ""
-        """Of the endpoint that answers."""
+        """The subject of the endpoint that answers."""
         self.refusal: errors.DynamoError | None = None
         """With what a worker that was asked again has refused."""
         self.taken: asyncio.Future[bool] | None = None
@@ -325,7 +325,7 @@ class InboundStream(asyncio.Protocol):
 
 
 class _Taker:
-    """Whoever takes a stream's items as they arrive. `done` at the end of the stream, or when `take` has raised."""
+    """The consumer of a stream's items as they arrive. `done` at the end of the stream, or when `take` has raised."""
 
     __slots__ = ("_context", "_inbound", "_room", "_take", "done")
 
