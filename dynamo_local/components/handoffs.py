@@ -212,13 +212,10 @@ class HandoffTimes:
 # --- canary
 # A worker that begins to decode tries out a hand-off first: a few tokens, prefilled by another one, decoded here.
 #
-# They do not go through the prefill queue, in which they would wait behind everybody else's. Each is given time by
-# what
+# They do not go through the prefill queue, in which they would wait behind everybody else's. Each is given time by what
 # this engine's hand-offs have taken so far (`prefilling.handoff_times`). Where a prefill worker does not answer soon
-# the
-# next one is asked, too; only where none can do it, the flip has failed. Where there is no other prefill worker at
-# all
-# (somebody has forced it), the engine has only itself to show.
+# the next one is asked, too; only where none can do it, the flip has failed. Where there is no other prefill worker at
+# all (somebody has forced it), the engine has only itself to show.
 
 PROMPT_TOKENS = 33
 """More than a block of the usual size of 32: a whole one is moved."""

@@ -323,14 +323,10 @@ async def _beat(pulled: PulledTask, every_s: float) -> None:
 # * a run's start purges the subjects of other runs of its namespace (lesson 18), and nothing else.
 #
 # Two lines. An entry that says when it has to be begun (`start_within_s`) and comes to its turn after that, while
-# others
-# wait, is moved to the stream `{ns}_prefill_late`: copied, then removed, so that a death in between loses nothing,
-# and
-# the copy's message id makes the second one a duplicate. That stream is pulled from when the first has nothing, and
-# at
-# every eighth turn (`core.routing.prompts`). Nobody has to wait on both: who moves an entry looks for work just then,
-# and
-# ends at the second line before it waits.
+# others wait, is moved to the stream `{ns}_prefill_late`: copied, then removed, so that a death in between loses
+# nothing, and the copy's message id makes the second one a duplicate. That stream is pulled from when the first has
+# nothing, and at every eighth turn (`core.routing.prompts`). Nobody has to wait on both: who moves an entry looks for
+# work just then, and ends at the second line before it waits.
 #
 # Dead letters. A server-side `max_deliver` leaves the message in the stream for ever, in no count. It says so once, in
 # a core-NATS advisory that is lost if nobody is connected just then: the worker that would listen is the one that died.

@@ -38,11 +38,9 @@ if TYPE_CHECKING:
 # --- role_switch
 # A server that changes its role, prefill or decode, when it is asked to over HTTP.
 #
-# SGLang's `POST /pd_role_switch` (0.5.21, sgl-project/sglang#28403) answers `{"success", "message", …}`, 200 or 400.
-# It
+# SGLang's `POST /pd_role_switch` (0.5.21, sgl-project/sglang#28403) answers `{"success", "message", …}`, 200 or 400. It
 # refuses while anything runs or is kept, and while another change is under way; the role that it has already it takes
-# for
-# a success.
+# for a success.
 
 log = logging.getLogger("dynamo_local.worker")
 

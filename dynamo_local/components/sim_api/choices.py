@@ -272,8 +272,10 @@ class Choices:
         return self._until_free(room)
 
     async def _until_free(self, room: Awaitable[None]) -> None:
-        await room
-        self._free.set()
+        try:
+            await room
+        finally:  # also when its worker is lost and the stream ends: the next attempt must not wait for ever
+            self._free.set()
 
     async def _later(self, items: list[Any], take: Take) -> None:
         await self._free.wait()

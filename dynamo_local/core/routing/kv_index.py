@@ -280,8 +280,7 @@ def _pieces(blocks: Sequence[int], marked: set[int]) -> list[int]:
 #     2 × score × block_size / token_length − gpu_cache_usage_perc − num_requests_waiting / max over workers
 #
 # `score` counts blocks matched in a row from the start, so the first term is twice the prefix hit rate. The last term
-# is
-# 0 where nobody waits. The highest value wins; ties are left to chance, which the caller brings along.
+# is 0 where nobody waits. The highest value wins; ties are left to chance, which the caller brings along.
 
 PREFIX_WEIGHT = 2.0
 

@@ -86,11 +86,9 @@ class Request:
 # --- line
 # In which order prefills are pulled: what can keep its target before what cannot, which never starves.
 #
-# Entries that can keep it are pulled in the order in which they came: their targets are alike, so that is the order
-# of
+# Entries that can keep it are pulled in the order in which they came: their targets are alike, so that is the order of
 # their deadlines. One whose latest start has passed when its turn comes, while others wait, goes to a second line,
-# behind
-# all of the first. That line has every `LATE_EVERY`-th turn, and every turn that the first leaves.
+# behind all of the first. That line has every `LATE_EVERY`-th turn, and every turn that the first leaves.
 
 LATE_EVERY = 8
 """One turn in this many in a row is for late entries."""
