@@ -129,7 +129,7 @@ class Prefiller:
         except InfraUnavailable as error:
             log.warning("no prefills until the queue answers: %s", error)
             await _first(asyncio.sleep(RETRY_PAUSE_S), stopped)
-        except Exception:  # a loop that ends would leave a registered worker that does nothing (lesson 15)
+        except Exception:  # a loop that ends would leave a registered worker that does nothing
             log.exception("pulling from the prefill queue failed unexpectedly; trying again")
             await _first(asyncio.sleep(RETRY_PAUSE_S), stopped)
         finally:

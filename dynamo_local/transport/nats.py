@@ -268,7 +268,7 @@ async def flush(nats: Client) -> None:
     """Return when the server has processed what was sent before, e.g. a subscription.
 
     nats-py (2.16) writes its PING past its own buffer of commands, so one `flush()` can be answered before a SUB has
-    even left. By the time of the answer the buffer has been written, and the second PING comes after it. With one, 1
+    even left. When the answer comes the buffer has been written, and the second PING comes after it. With one, 1
     in 10 requests still reached a listener that had "unsubscribed and flushed".
     """
     for _ in range(2):

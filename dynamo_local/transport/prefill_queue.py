@@ -320,10 +320,10 @@ async def _beat(pulled: PulledTask, every_s: float) -> None:
 #
 # * `cancel` purges the subject: in one round trip, from any process, also when the answer to `enqueue` was lost.
 #   The server takes the entry out of `num_pending` (or of what is in flight: then its ack is a no-op).
-# * a run's start purges the subjects of other runs of its namespace (lesson 18), and nothing else.
+# * a run's start purges the subjects of other runs of its namespace, and nothing else.
 #
-# Two lines. An entry that says when it has to be begun (`start_within_s`) and comes to its turn after that, while
-# others wait, is moved to the stream `{ns}_prefill_late`: copied, then removed, so that a death in between loses
+# Two lines. An entry may say when a worker has to begin it (`start_within_s`). If its turn comes later than that, and
+# others wait, it is moved to the stream `{ns}_prefill_late`: copied, then removed, so that a death in between loses
 # nothing, and the copy's message id makes the second one a duplicate. That stream is pulled from when the first has
 # nothing, and at every eighth turn (`core.routing.prompts`). Nobody has to wait on both: who moves an entry looks for
 # work just then, and ends at the second line before it waits.

@@ -116,7 +116,7 @@ class SentRequests:
         self._sent: dict[int, dict[str, Sent]] = {}
         self._ended: dict[int, deque[tuple[float, float]]] = {}
         self._asked: dict[int, tuple[float, int]] = {}
-        """By worker: the moment that was last asked about, and how many of those in flight then have ended. Going
+        """For each worker: the moment that was last asked about, and how many of those in flight then have ended. Going
         through all that have ended at each request was a tenth of a Frontend's work at 500 requests per second."""
 
     def routed(self, instance_id: int, request_id: str, tokens: int, now_s: float) -> None:

@@ -1,8 +1,8 @@
-"""Prefill here, or in a prefill worker? By what each will cost, in requests that miss a target.
+"""Prefill here, or in a prefill worker? The expected number of requests that miss a target decides.
 
 Local: the prompt waits for those before it here, and every stream that runs here pauses while it is computed.
-Remote: it waits for its turn in the prefill queue, and nobody pauses. What costs fewer expected misses is done; where
-both cost the same, what makes people wait less.
+Remote: it waits for its turn in the prefill queue, and nobody pauses. The way with
+fewer expected misses is taken. If both cost the same, the way with the shorter wait is taken.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _believed(share: float) -> float:
 
 
 class DecodeSide:
-    """What one decode worker knows of its requests, and its decisions.
+    """One decode worker's record of its requests, and its decisions.
 
     It is told of each request's way: `began`, then `went_local` or `went_remote` (and `handed_over`), then `tokens`,
     and `ended` whatever came of it. Calls for requests that it does not know are no errors: they may have ended.

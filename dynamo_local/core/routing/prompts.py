@@ -22,7 +22,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is done, and why: estimates in seconds from now to the first token, costs in expected misses.
+    """The choice, and its reason: estimates in seconds from now to the first token, costs in expected misses.
 
     `start_by_s` is when (same clock as `decide`'s) a prefill worker has to begin for the target to be kept; None: there
     is no target. `remote_s` and `local_s` are None where that way is closed. `estimated_s` is the uncorrected estimate
