@@ -32,7 +32,7 @@ ENGINE = "engine"
 
 
 class EngineConfig(BaseModel):
-    """What the sections of all workers with an engine have in common.
+    """The options that the sections of all workers with an engine share.
 
     Keys that are not named here are the engine's: vLLM takes its own arguments, the sim engine none (it has `sim`).
     """

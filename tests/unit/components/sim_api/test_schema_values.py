@@ -1,10 +1,9 @@
-"""Values made for a JSON schema fit it, are the same again, and cost no more than a budget."""
+"""Values for a JSON schema fit it, are the same again, and cost no more than a budget."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import random
 import re
 import time
 from typing import Any
@@ -14,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_local.components.sim_api.patterns import PatternError, text_matching
-from dynamo_local.components.sim_api.schema_values import MAX_CHARS, value_of
+from dynamo_local.components.sim_api.schema_values import MAX_CHARS, Unfit, text_matching, value_of
 from dynamo_local.errors import InvalidRequest
 
 NODE = {
@@ -43,9 +41,7 @@ SCHEMAS: list[Any] = [
     {"type": "string", "pattern": r"^(a|bc)+$", "minLength": 2},
     {"enum": [1, "a", None], "type": "string"},
     {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 3},
-    {"type": "object", "propertyNames": {"pattern": "^[a-z]{3}$"}, "minProperties": 2},
     {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a", "zz"], "maxProperties": 2},
-    {"type": "object", "properties": {"a": {}}, "required": ["a"], "dependentRequired": {"a": ["b"], "b": ["c"]}},
     {"allOf": [{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, {"required": ["b"]}]},
     {"allOf": [{"minimum": 3}, {"type": "number", "maximum": 4}]},
     {"type": "object", "properties": {"k": {"const": "cat"}, "n": {"$ref": "#/$defs/s", "maxLength": 4}},
@@ -57,16 +53,9 @@ SCHEMAS: list[Any] = [
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:60])
 def test_a_value_fits_its_schema(schema: Any):
     validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
-    for seed in range(50):
-        value = value_of(schema, random.Random(seed), "p")
-        validator.validate(value)
-        assert value == value_of(schema, random.Random(seed), "p")
-
-
-def test_several_values_are_told_apart_by_their_keys():
-    """`n` and the seed would be for nothing otherwise."""
-    schema = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}
-    assert len({json.dumps(value_of(schema, random.Random(seed), "p")) for seed in range(20)}) > 10
+    value = value_of(schema, "p")
+    validator.validate(value)
+    assert value == value_of(schema, "p")
 
 
 leaves = st.one_of(
@@ -96,9 +85,9 @@ schemas = st.recursive(
 
 
 @settings(max_examples=30)
-@given(schema=schemas, seed=st.integers(0, 2**32))
-def test_any_schema_of_the_usual_keywords_has_a_value(schema: Any, seed: int):
-    jsonschema.validate(value_of(schema, random.Random(seed), "p"), schema, cls=jsonschema.Draft202012Validator)
+@given(schema=schemas)
+def test_any_schema_of_the_usual_keywords_has_a_value(schema: Any):
+    jsonschema.validate(value_of(schema, "p"), schema, cls=jsonschema.Draft202012Validator)
 
 
 LOOP = {"$ref": "#"}
@@ -128,6 +117,25 @@ HOSTILE = {
         "required": ["p0"],
     },
     "members that nobody has": {"type": "object", "minProperties": 5000},
+    "a pattern that backtracks": {"const": "a" * 40 + "!", "oneOf": [{}, {"pattern": "^(a+)+$"}]},
+    "a pattern that backtracks behind $schema": {
+        "const": "a" * 40 + "!",
+        "oneOf": [{}, {"$schema": "https://json-schema.org/draft/2020-12/schema", "pattern": "^(a+)+$"}],
+    },
+    "a check that doubles": {
+        "oneOf": [{"const": 1}, {"$ref": "#/$defs/0"}],
+        "$defs": {str(n): {"oneOf": [{"$ref": f"#/$defs/{n + 1}"}] * 2, "type": "null"} for n in range(40)},
+    },
+    "a check that doubles elsewhere": {
+        "$ref": "#/$defs/0",
+        "$defs": {
+            **{
+                str(n): {"anyOf": [False, {"$ref": f"#/$defs/{n + 1}"}, {"$ref": f"#/$defs/{n + 1}"}]}
+                for n in range(25)
+            },
+            "25": {"allOf": [{"type": "integer"}, {"multipleOf": 0.7}, {"minimum": 3}]},
+        },
+    },
 }
 
 
@@ -136,46 +144,47 @@ def test_a_hostile_schema_ends_with_its_budget(schema: Any):
     """It is refused, or gives a value no larger than the bound, within the processor's seconds that a budget takes."""
     began_s = time.process_time()
     with contextlib.suppress(InvalidRequest):
-        assert len(json.dumps(value_of(schema, random.Random(1), "response_format"))) < 2 * MAX_CHARS
+        assert len(json.dumps(value_of(schema, "response_format"))) < 2 * MAX_CHARS
     assert time.process_time() - began_s < 2
 
 
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
-        (False, "must be an object"),
+        (False, "`false`"),
         ({"type": "strnig"}, "strnig"),
         ({"not": {}}, "`not`"),
         ({"if": {}}, "`if`"),
+        ({"propertyNames": {"pattern": "a"}}, "`propertyNames`"),
+        ({"type": "array", "contains": {}}, "`contains`"),
         ({"$ref": "https://example.com/x"}, "into the schema itself"),
         ({"$ref": "#/$defs/none"}, "points to nothing"),
-        ({"properties": []}, "`properties`"),
-        ({"required": [1]}, "names of members"),
-        ({"enum": []}, "`enum`"),
-        ({"type": "integer", "minimum": 5, "maximum": 4}, "bounds"),
-        ({"type": "integer", "minimum": "a"}, "a number"),
-        ({"type": "string", "minLength": -1}, "whole numbers"),
-        ({"type": "string", "pattern": "("}, "no regular expression"),
+        ({"properties": []}, "is not of type 'object'"),
+        ({"type": "integer", "minimum": 5, "maximum": 4}, "`minimum`"),
+        ({"type": "integer", "minimum": "a"}, "'a'"),
+        ({"type": "string", "minLength": -1}, "-1"),
+        ({"type": "string", "pattern": "("}, "'('"),
         ({"type": "string", "pattern": "(?=a)b"}, "ASSERT"),
-        ({"allOf": [{"const": 1}, {"const": 2}]}, "const"),
-        ({"type": "array", "items": {"enum": [1]}, "uniqueItems": True, "minItems": 2}, "cannot be made"),
+        ({"type": "string", "pattern": r"(a)\1"}, "GROUPREF"),
+        ({"allOf": [{"const": 1}, {"const": 2}]}, "`const`"),
+        ({"type": "array", "items": {"enum": [1]}, "uniqueItems": True, "minItems": 2}, "uniqueItems"),
     ],
 )
 def test_what_cannot_be_made_says_why(schema: Any, words: str):
     with pytest.raises(InvalidRequest, match=re.escape(words)):
-        value_of(schema, random.Random(0), "response_format")
+        value_of(schema, "response_format")
 
 
 @pytest.mark.parametrize(
     "pattern",
-    ["", "abc", "a|b|cd", r"\d{3}-\w+", "[^a-z]+", "(ab)?c*", r"(x|y)\1", "[A-Z][a-z]{2,5}", r"^\s\S$", "a{2}.?", "é+"],
+    ["", "abc", "a|b|cd", r"\d{3}-\w+", "[^a-z]+", "(ab)?c*", "[A-Z][a-z]{2,5}", r"^\s\S$", "a{2}.?", "é+", "[^\\d]"],
 )
 def test_a_text_is_matched_by_its_pattern(pattern: str):
-    for seed in range(50):
-        assert re.fullmatch(pattern, text_matching(pattern, random.Random(seed), 100)) is not None
+    for more in range(4):
+        assert re.fullmatch(pattern, text_matching(pattern, more, 100)) is not None
 
 
-@pytest.mark.parametrize("pattern", ["a$b", "a^b", r"a\bb", "a{200}", "(?<=a)b", "[" * 50, "x" * 5000])
+@pytest.mark.parametrize("pattern", ["a$b", "a^b", r"a\bb", "a{200}", "(?<=a)b", r"(x|y)\1", "[" * 50, "x" * 5000])
 def test_a_pattern_that_is_not_known_is_refused(pattern: str):
-    with pytest.raises(PatternError):
-        text_matching(pattern, random.Random(0), 100)
+    with pytest.raises(Unfit):
+        text_matching(pattern, 0, 100)
