@@ -187,9 +187,17 @@ class WorkerWatcher(Watcher):  # type: ignore[misc]
 class DynamoArbiter(Arbiter):  # type: ignore[misc]
     """The arbiter of one namespace. `supervisor` answers our commands (`arbiter.supervisor`)."""
 
-    def __init__(self, *, endpoint: str, pubsub_endpoint: str, check_delay_s: float = 1.0) -> None:
-        self.supervisor: Any = None
-        self.on_exit: ExitCallback | None = None
+    def __init__(
+        self,
+        *,
+        endpoint: str,
+        pubsub_endpoint: str,
+        supervisor: Any = None,
+        on_exit: ExitCallback | None = None,
+        check_delay_s: float = 1.0,
+    ) -> None:
+        self.supervisor = supervisor
+        self.on_exit = on_exit
         self._exit_fds: dict[int, int] = {}
         self._control_gate, self._events_gate = gate_of(endpoint), gate_of(pubsub_endpoint)
         super().__init__(

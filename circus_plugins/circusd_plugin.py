@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from dynamo_local.arbiter.deployment import Deployment
     from dynamo_local.arbiter.progress import Row
     from dynamo_local.arbiter.request import ServeOptions
+    from dynamo_local.circus_plugins.commands import Commanded
     from dynamo_local.circus_plugins.under_circusd import UnderCircusd
+    from dynamo_local.system.process_host import ExitCallback
 
 log = logging.getLogger(__name__)
 run_log = logging.getLogger("dynamo_local.run")
@@ -105,7 +107,7 @@ class DynamoPlugin(CircusPlugin):  # type: ignore[misc]
                 told = True
                 time.sleep(PREDECESSOR_POLL_S)
 
-    def _make_host(self, deployment: Deployment) -> UnderCircusd:
+    def _make_host(self, deployment: Deployment, supervisor: Commanded, on_exit: ExitCallback) -> UnderCircusd:
         from dynamo_local.circus_plugins.under_circusd import UnderCircusd
 
         drain_s = max((plan.drain_deadline_s for plan in deployment.workers), default=0.0)
@@ -117,6 +119,8 @@ class DynamoPlugin(CircusPlugin):  # type: ignore[misc]
             namespace=deployment.graph.namespace,
             leave_bound_s=len(STAGES) * drain_s + LEAVE_SLACK_S,
             deployment_file=self._deployment_file,
+            supervisor=supervisor,
+            on_exit=on_exit,
         )
         return self._host
 

@@ -62,10 +62,11 @@ class CircusClientHost:
         *,
         socket: Path,
         circusd_pid: int,
+        on_exit: ExitCallback | None = None,
         leave_bound_s: float = 0.0,
         reply_timeout_s: float = 30.0,
     ) -> None:
-        self.on_exit: ExitCallback | None = None
+        self.on_exit = on_exit
         self.circusd_endpoint = endpoint
         self.circusd_pid = circusd_pid
         self.hurried = False

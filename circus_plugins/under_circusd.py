@@ -27,6 +27,7 @@ from dynamo_local.circus_plugins.commands import Commanded
 from dynamo_local.circus_plugins.controller import WorkerController
 from dynamo_local.circus_plugins.gate import listen_again, socket_file
 from dynamo_local.errors import BadInput, DynamoError
+from dynamo_local.system.process_host import ExitCallback
 
 log = logging.getLogger(__name__)
 
@@ -83,14 +84,17 @@ class UnderCircusd(CircusClientHost):
         namespace: str,
         leave_bound_s: float,
         deployment_file: Path,
+        supervisor: Commanded,
+        on_exit: ExitCallback,
     ) -> None:
         super().__init__(
             endpoint,
             socket=control_socket.with_name("run.sock"),  # as long as ctl.sock, whose length is checked
             circusd_pid=os.getppid(),
+            on_exit=on_exit,
             leave_bound_s=leave_bound_s,
         )
-        self.supervisor: Commanded | None = None
+        self.supervisor = supervisor
         self._own_watcher = own_watcher
         self._deployment_file = deployment_file
         self._pubsub_endpoint = pubsub_endpoint
@@ -153,8 +157,7 @@ class UnderCircusd(CircusClientHost):
     def _asked_to_stop(self) -> None:
         """circusd holds its only slot until we are gone: no watcher can be removed any more, and none need be."""
         self.hurried = True
-        if self.supervisor is not None:
-            self.supervisor.request_down("circusd stops the plugin")
+        self.supervisor.request_down("circusd stops the plugin")
 
     def _run(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -181,22 +184,21 @@ class UnderCircusd(CircusClientHost):
         await asyncio.sleep(QUIT_GRACE_S)
         if self.hurried or pid not in {running.pid for running in self._running.values()}:
             return
-        if self.supervisor is not None:
-            for row in self.supervisor.status()["workers"]:
-                if row["pid"] == pid and await self._carried_out(self.supervisor, row["watcher_name"]):
-                    return
+        for row in self.supervisor.status()["workers"]:
+            if row["pid"] == pid and await self._carried_out(row["watcher_name"]):
+                return
         log.warning("circusd stops %s (pid %d), which cannot be drained now: SIGTERM", watcher, pid)
         os.kill(pid, signal.SIGTERM)
 
-    async def _carried_out(self, supervisor: Commanded, name: str) -> bool:
+    async def _carried_out(self, name: str) -> bool:
         """Drain or restart the worker, as circusd was asked to. False, and logged, if that cannot be done now."""
         try:
             if await self._is_stopping(name):
                 stimulus_id = new_stimulus_id("circusctl-stop")
-                await supervisor.drain(name, cancel=False, force=True, stimulus_id=stimulus_id)
+                await self.supervisor.drain(name, cancel=False, force=True, stimulus_id=stimulus_id)
             else:
                 stimulus_id = new_stimulus_id("circusctl-reload")
-                await supervisor.restart(name, rolling=False, force=True, stimulus_id=stimulus_id)
+                await self.supervisor.restart(name, rolling=False, force=True, stimulus_id=stimulus_id)
         except DynamoError as error:
             log.warning("circusd ends %s: %s", name, error)
             return False

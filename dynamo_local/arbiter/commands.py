@@ -13,7 +13,6 @@ from dynamo_local.arbiter.controller import Shell, Waiting
 from dynamo_local.core.fleet import flipping, scaling
 from dynamo_local.core.fleet import restarting as rolling
 from dynamo_local.core.fleet.commands import decide_scale, decide_scale_all, decide_sleep, decide_wake
-from dynamo_local.core.fleet.effects import Transition
 from dynamo_local.core.fleet.events import (
     CalledBack,
     CancelDrain,
@@ -29,7 +28,6 @@ from dynamo_local.core.fleet.events import (
     Stimulus,
     Wake,
 )
-from dynamo_local.core.fleet.fleet import Fleet, Worker
 from dynamo_local.core.fleet.moves import (
     BeginDrain,
     CallOffFlipOf,
@@ -70,7 +68,7 @@ class Orders:
     def __init__(self, shell: Shell, look: Callable[[], Awaitable[GpuSample]]) -> None:
         self._shell = shell
         self._look = look
-        shell.observers.append(self)
+        shell.subscribe(on_event=self._on_event)
         self._answers: dict[str, asyncio.Future[str | None]] = {}
         self._lock_refused: dict[str, bool] = {}
         self.on_manual: list[Callable[[str], None]] = []
@@ -241,20 +239,14 @@ class Orders:
         except TimeoutError:
             return f"it did not answer within {CALL_BACK_TIMEOUT_S:g} s; if it hears of it later, it stays"
 
-    def on_stimulus(self, stimulus: Stimulus) -> None:
-        """See `arbiter.effects.Observer`: what a worker answered goes to whoever waits for it."""
+    def _on_event(self, stimulus: Stimulus) -> None:
+        """A worker's answer goes to the command that waits for it."""
         if isinstance(stimulus, GpuReserved) and stimulus.stimulus_id in self._lock_refused:
             self._lock_refused[stimulus.stimulus_id] = True
         if isinstance(stimulus, CalledBack):
             answer = self._answers.pop(stimulus.asked_by or "", None)
             if answer is not None and not answer.done():
                 answer.set_result(stimulus.error)
-
-    def on_transition(self, worker: Worker, transition: Transition) -> None:
-        """See `arbiter.effects.Observer`."""
-
-    def on_fleet(self, fleet: Fleet) -> None:
-        """See `arbiter.effects.Observer`."""
 
     async def refresh_gpus(self, stimulus_id: str) -> None:
         """Let the fleet know how the devices are now."""

@@ -26,7 +26,6 @@ from dynamo_local.core.fleet.effects import (
     Signal,
     Spawn,
     Sweep,
-    Transition,
 )
 from dynamo_local.core.fleet.events import Stimulus
 from dynamo_local.core.fleet.fleet import Fleet, Worker
@@ -98,20 +97,4 @@ class Effects(Protocol):
         ...
 
 
-class Observer(Protocol):
-    """Who looks on: metrics, TensorBoard, whoever waits. Must return at once."""
-
-    def on_stimulus(self, stimulus: Stimulus) -> None:
-        """The machine has taken a step for it; what follows is told next."""
-        ...
-
-    def on_transition(self, worker: Worker, transition: Transition) -> None:
-        """An event of the lifecycle was applied to `worker`, which is given as it is after the step."""
-        ...
-
-    def on_fleet(self, fleet: Fleet) -> None:
-        """The fleet is another one now."""
-        ...
-
-
-__all__ = ["Act", "Done", "Effects", "GpuLocked", "Observer"]
+__all__ = ["Act", "Done", "Effects", "GpuLocked"]

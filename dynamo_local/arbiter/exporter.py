@@ -1,4 +1,4 @@
-"""The arbiter's exporter: serves `/metrics` for Prometheus, and feeds TensorBoard and reports while a planner runs.
+"""The arbiter's exporter: serves `/metrics` for Prometheus.
 
 Counters go up where the events happen; gauges are computed at each scrape. It runs on the arbiter's event loop, so
 it reads the fleet and the GPU ledger without locks; a scrape takes some hundred microseconds of the loop.
@@ -23,18 +23,11 @@ from dynamo_local.arbiter.metrics import (
     gpus_held,
     residue_by_component,
 )
-from dynamo_local.arbiter.planner_metrics import PlannerNow, PluginMetrics, PluginsNow
-from dynamo_local.arbiter.planner_report.schedule import ReportSchedule
-from dynamo_local.arbiter.planner_views import Board, PlannerMetrics
-from dynamo_local.arbiter.planning import Planning
 from dynamo_local.arbiter.sampler import Sampling
 from dynamo_local.arbiter.tasks import Tasks
 from dynamo_local.clock import Clock
-from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.fleet.degraded import READY, lacking, shown_state
-from dynamo_local.core.fleet.effects import Transition
-from dynamo_local.core.fleet.events import Stimulus
-from dynamo_local.core.fleet.fleet import Fleet, Worker
+from dynamo_local.core.fleet.fleet import Fleet
 from dynamo_local.core.secrets import parse_source
 from dynamo_local.system.key_files import ApiKeys
 
@@ -82,62 +75,15 @@ class Exporter:
         self._gpu_seconds = GpuSeconds()
         self._server: HttpServer | PrivateServer | None = None
         self._private: PrivateServer | None = None
-        self._reports: ReportSchedule | None = None
         self.metrics = ArbiterMetrics(self.now, components)
-        shell.observers.append(self)
+        shell.subscribe(on_transition=self.metrics.on_transition, on_fleet=self._on_fleet)
 
-    def on_stimulus(self, stimulus: Stimulus) -> None:
-        """See `arbiter.effects.Observer`."""
-
-    def on_transition(self, worker: Worker, transition: Transition) -> None:
-        """See `arbiter.effects.Observer`."""
-        self.metrics.on_transition(worker, transition)
-
-    def on_fleet(self, fleet: Fleet) -> None:
-        """See `arbiter.effects.Observer`."""
+    def _on_fleet(self, fleet: Fleet) -> None:
         self._gpu_seconds.settle(self._clock.now_s(), gpus_held(fleet.workers.values()))
 
-    def watch(self, planning: Planning, base: Path, logs: Path, tell: Callable[[str], None]) -> None:
-        """Show that planner's decisions in TensorBoard, in `/metrics` and in reports. See `Board`, `ReportSchedule`."""
-        board = Board(base, logs, self._clock, tell)
-        reports = self._reports = ReportSchedule(
-            planning.graph.namespace,
-            logs,
-            self._clock,
-            hours=lambda: planning.options.report_interval_hours,
-            written=planning.written,
-            tell=tell,
-        )
-
-        async def begin(options: PlannerConfig) -> None:
-            await board.open(options.log_dir)
-            reports.began()
-
-        async def end() -> None:
-            reports.ended()
-            await board.close()
-
-        def now() -> PlannerNow:
-            hours = self._gpu_hours(metrics.gauges.components)
-            drift = planning.observing.drift.figures()
-            return PlannerNow(planning.state, planning.counts, board.dropped, planning.since_s, hours, drift)
-
-        def plugins() -> PluginsNow:
-            found = planning.plugins
-            return PluginsNow() if found is None else PluginsNow(found.rows(), found.counters)
-
-        metrics = PlannerMetrics(self.metrics.registry, now)
-        PluginMetrics(self.metrics.registry, plugins)
-        planning.observers += [board, metrics]
-        planning.before_start, planning.after_stop = begin, end
-        planning.onlookers_say = lambda: {
-            "tensorboard": None if board.folder is None else str(board.folder),
-            "reports": str(reports.folder) if planning.options.report_interval_hours is not None else None,
-            **planning.observing.drift.status(),
-        }
-
-    def _gpu_hours(self, components: Iterable[str]) -> float | None:
-        self.on_fleet(self._shell.fleet)
+    def gpu_hours(self, components: Iterable[str]) -> float | None:
+        """Hours that the workers of these components have held GPUs so far; None if they have held none."""
+        self._on_fleet(self._shell.fleet)
         totals = self._gpu_seconds.totals()
         held_s = [totals[component] for component in components if component in totals]
         return sum(held_s) / 3600 if held_s else None
@@ -161,14 +107,9 @@ class Exporter:
             server = HttpServer(app, bind_socket(LOOPBACK, place.port, option=PORT_OPTION), idle=True)
         self._server = server
         await server.start()
-        if self._reports is not None:
-            self._tasks.keep("planner's reports", self._reports.run)
 
     async def stop(self) -> None:
-        """When the planner's last report is written, stop listening. Does nothing if `start` was not called, or
-        failed."""
-        if self._reports is not None:
-            await self._reports.close()
+        """Stop listening. Does nothing if `start` was not called, or failed."""
         server, self._server = self._server, None
         if server is not None:
             await server.stop()
@@ -192,7 +133,7 @@ class Exporter:
     def now(self) -> Now:
         """The values of the gauges at this moment."""
         fleet = self._shell.fleet
-        self.on_fleet(fleet)
+        self._on_fleet(fleet)
         workers = fleet.workers.values()
         queue = self._sampling.queue.as_json()
         return Now(

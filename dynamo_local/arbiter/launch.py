@@ -11,8 +11,9 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dynamo_local.arbiter.deployment import Deployment, WatcherFactory, base_environment, gpu_asks, key_environment
 from dynamo_local.arbiter.event_log import RunRecords
@@ -33,7 +34,7 @@ from dynamo_local.system.gpu_pool import GpuPool
 from dynamo_local.system.gpus import Inventory, open_inventory
 from dynamo_local.system.host_errors import ensure_descriptors, host_refused, telling
 from dynamo_local.system.paths import Paths
-from dynamo_local.system.process_host import SupervisedHost
+from dynamo_local.system.process_host import ExitCallback, SupervisedHost
 from dynamo_local.system.start_stages import notify
 from dynamo_local.transport.access import without_access
 
@@ -131,8 +132,11 @@ def _servers(config: Config, environ: Mapping[str, str]) -> tuple[str | None, st
     return etcd, environ.get("NATS_SERVER") or config.host.nats_server
 
 
-MakeHost = Callable[[Deployment], SupervisedHost]
-"""Called on the running loop. Our own process for `dynamo serve`, a stock circusd for the plugin."""
+MakeHost = Callable[[Deployment, Any, ExitCallback], SupervisedHost]
+"""Makes the host of a deployment, whose commands a supervisor answers. Called on the running event loop.
+
+The host is our own process for `dynamo serve`, a stock circusd for the plugin.
+"""
 
 
 def serve(options: ServeOptions, make_host: MakeHost, *, boot_report: Path | None = None) -> int:
@@ -258,9 +262,10 @@ async def _run(
         from dynamo_local.arbiter.supervisor import Supervisor
         from dynamo_local.state.store import StateStore
 
-        arbiter = make_host(deployment)
-    store = StateStore(deployment.paths.statefile)
-    supervisor = Supervisor(deployment, arbiter=arbiter, store=store, pool=pool, clock=AsyncioClock(), view=view)
+        store = StateStore(deployment.paths.statefile)
+        supervisor = Supervisor(
+            deployment, partial(make_host, deployment), store=store, pool=pool, clock=AsyncioClock(), view=view
+        )
     _handle_signals(supervisor.signalled, view)
     records = RunRecords(deployment, supervisor.parts.events, supervisor.clock.wall_s)
     code, why = EXIT_OK, ""
@@ -283,7 +288,7 @@ async def _run(
         notify("STOPPING=1")
         await supervisor.leave()
         await records.ended(why, code, ours=hold.ours)
-        await arbiter.close()
+        await supervisor.parts.host.close()
         on_left(code)
     return code
 

@@ -16,8 +16,7 @@ from dynamo_local.arbiter.deployment import Launcher
 from dynamo_local.arbiter.metrics import PREFIX
 from dynamo_local.components.text.model import TINY_MODEL
 from dynamo_local.core.fleet.effects import Transition
-from dynamo_local.core.fleet.events import Stimulus
-from dynamo_local.core.fleet.fleet import Fleet, Worker
+from dynamo_local.core.fleet.fleet import Worker
 from dynamo_local.core.fleet.lifecycle import Event, Flipped
 from dynamo_local.core.lead_times import LeadTimes, Rung
 from dynamo_local.core.prewarmed import engine_of
@@ -84,7 +83,7 @@ UNDER_WAY = frozenset({S.STARTING, S.FLIPPING, S.WAKING, S.FALLING_ASLEEP})
 
 
 class LeadWatch:
-    """Notes what each way to a worker took: an observer of the shell (`arbiter.effects.Observer`).
+    """Notes how long each way to a worker took.
 
     A start begins when its process is to be made, a flip, a wake and a sleep when they are ordered. What fails, is
     taken back or is overtaken by another order (a wake of one that is still falling asleep) says nothing, nor does
@@ -102,11 +101,8 @@ class LeadWatch:
         self._was_spare = was_spare
         self._began: dict[str, float] = {}
 
-    def on_stimulus(self, stimulus: Stimulus) -> None:
-        """See `Observer`."""
-
     def on_transition(self, worker: Worker, transition: Transition) -> None:
-        """See `Observer`."""
+        """Note it, if a way to a worker begins or ends with it."""
         before, after, event = transition.before, transition.after, transition.event
         if before is after:
             return
@@ -131,9 +127,6 @@ class LeadWatch:
             case S.FALLING_ASLEEP, S.SLEEPING:
                 return Rung.SLEEP_2 if level_2 else Rung.SLEEP_1
         return None
-
-    def on_fleet(self, fleet: Fleet) -> None:
-        """See `Observer`."""
 
 
 def what_it_runs(service: ServiceSpec) -> str:

@@ -11,9 +11,7 @@ from dynamo_local.arbiter.controller import Shell
 from dynamo_local.arbiter.links import Links
 from dynamo_local.arbiter.worker_requests import WorkerAsks
 from dynamo_local.clock import Clock, sleep_to_next
-from dynamo_local.core.fleet.effects import Transition
-from dynamo_local.core.fleet.events import Stimulus
-from dynamo_local.core.fleet.fleet import Fleet, Worker
+from dynamo_local.core.fleet.fleet import Fleet
 from dynamo_local.core.notes import About, Ailing, Note, noted, still_due
 from dynamo_local.core.types import WorkerState
 from dynamo_local.errors import DynamoError, RequestError
@@ -55,14 +53,6 @@ class Notes:
             }
             for note in self._kept
         ]
-
-    # --- control.effects.Observer --------------------------------------------------------------
-
-    def on_stimulus(self, stimulus: Stimulus) -> None:
-        """Of no interest here."""
-
-    def on_transition(self, worker: Worker, transition: Transition) -> None:
-        """Of no interest here."""
 
     def on_fleet(self, fleet: Fleet) -> None:
         """Forget what has passed."""

@@ -221,7 +221,7 @@ async def layout_to_follow(
 async def connected_virtually(
     options: PlannerConfig, graph: GraphSpec, world: ArbiterWorld, *, links: Links, clock: Clock, tell: Tell
 ) -> VirtualConnector:
-    """It follows the keys from now on; `world` says from now on whether a decision waits. Raises `EtcdUnavailable`."""
+    """A connector that follows the keys from now on. Raises `EtcdUnavailable`."""
     prefill, decode = planned_components(graph)
     virtual = VirtualConnector(
         VirtualKeys(links.kv, graph.namespace, Layout(options.virtual_keys)),
@@ -234,5 +234,4 @@ async def connected_virtually(
         tell=tell,
     )
     await virtual.start()
-    world.pending = virtual.pending
     return virtual

@@ -291,7 +291,12 @@ def _worker_id(worker: Worker) -> str:
 
 
 class ArbiterWorld:
-    """What the planner sees of its arbiter: `loop.World`, and both sources of metrics."""
+    """What the planner sees of its arbiter: `loop.World`, and both sources of metrics.
+
+    `pending` says whether another environment has yet to carry a decision out, `actuators` how decisions may be
+    carried out. Prefill workers that are commands have no queue of ours: `waiting_in` then names, by component, the
+    field of a worker's load that counts the requests that wait there for a prefill.
+    """
 
     def __init__(
         self,
@@ -302,6 +307,10 @@ class ArbiterWorld:
         decode: str,
         clock: Clock,
         times: ScalingTimes,
+        *,
+        waiting_in: Mapping[str, str] = {},
+        actuators: Callable[[], frozenset[Actuator]] = lambda: WAKES,
+        pending: Callable[[], bool] = lambda: False,
     ) -> None:
         self._shell = shell
         self._sampling = sampling
@@ -310,22 +319,18 @@ class ArbiterWorld:
         self._decode = decode
         self._clock = clock
         self._times = times
-        self.pending: Callable[[], bool] = lambda: False
-        """Whether another environment has yet to carry a decision out."""
-        self.actuators: Callable[[], frozenset[Actuator]] = lambda: WAKES
-        """By what the planner's decisions may be carried out."""
-        self.waiting_in: Mapping[str, str] = {}
-        """Where prefill workers are commands there is no queue of ours: component -> the field of its workers' loads
-        that says what waits there for a prefill."""
+        self._waiting_in = waiting_in
+        self._actuators = actuators
+        self._pending = pending
 
     def worker_pools(self) -> WorkerPools:
         """Counted now. A draining worker whose keys are still in etcd can be given requests yet."""
         workers = self._shell.fleet.workers.values()
         routed = {w.name for w in workers if TRAITS[w.state].drains and w.lease is not None}
         pools = pools_of(
-            self._shell.fleet, decode=self._decode, prefill=self._prefill, routed=routed, actuators=self.actuators()
+            self._shell.fleet, decode=self._decode, prefill=self._prefill, routed=routed, actuators=self._actuators()
         )
-        return replace(self._times.told(pools), pending=self.pending())
+        return replace(self._times.told(pools), pending=self._pending())
 
     def ready(self) -> tuple[str, ...]:
         """Names of the ready decode workers."""
@@ -348,7 +353,7 @@ class ArbiterWorld:
 
     async def depth(self) -> Sampled[int] | Missing:
         """See `QueueSource`."""
-        if self.waiting_in:
+        if self._waiting_in:
             return await self._prefills_waiting()
         depth = await self._sampling.depth()
         return depth if isinstance(depth, Missing) else Sampled(depth.pending, self._clock.now_s())
@@ -361,7 +366,7 @@ class ArbiterWorld:
             return sample.failed
         waiting, taken_s = 0, self._clock.now_s()
         for worker in [worker for worker in self._shell.fleet.workers.values() if worker.ready]:
-            field = self.waiting_in.get(worker.component)
+            field = self._waiting_in.get(worker.component)
             if field is None:
                 continue
             if worker.name not in sample.loads:

@@ -1,19 +1,23 @@
-"""Observers of the planner: TensorBoard and Prometheus. Both are called on the event loop, and never block it."""
+"""What shows the arbiter's planner: TensorBoard, Prometheus and reports. None of them blocks the event loop."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dynamo_local.arbiter.planner_metrics import PREFIX, PlannerGauges, PlannerNow
+from dynamo_local.arbiter.planner_metrics import PREFIX, PlannerGauges, PlannerNow, PluginMetrics, PluginsNow
+from dynamo_local.arbiter.planner_report.schedule import ReportSchedule
+from dynamo_local.arbiter.planning import Planning
 from dynamo_local.arbiter.tensorboard import ScalarFile, folder_for
 from dynamo_local.clock import Clock
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.errors import ConfigError
 from dynamo_local.planner.loop import PlannerState
 from dynamo_local.planner.records import figures as scalars
@@ -160,3 +164,64 @@ def _families(now: PlannerNow) -> Iterator[Metric]:
     yield CounterMetricFamily(
         f"{PREFIX}_tensorboard_dropped_points", "TensorBoard points that never reached the disk", now.dropped
     )
+
+
+class PlannerViews:
+    """Subscribes TensorBoard, metrics and reports to a planner. `reports.run` and `reports.close` are the caller's.
+
+    `base` is the folder that a relative log_dir is in. `gpu_hours` says how long components have held GPUs.
+    """
+
+    def __init__(
+        self,
+        planning: Planning,
+        registry: CollectorRegistry,
+        *,
+        gpu_hours: Callable[[Iterable[str]], float | None],
+        base: Path,
+        logs: Path,
+        clock: Clock,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._planning = planning
+        self._gpu_hours = gpu_hours
+        self._board = Board(base, logs, clock, tell)
+        self.reports = ReportSchedule(
+            planning.graph.namespace,
+            logs,
+            clock,
+            hours=lambda: planning.options.report_interval_hours,
+            written=planning.written,
+            tell=tell,
+        )
+        self._metrics = PlannerMetrics(registry, self._now)
+        PluginMetrics(registry, self._plugins)
+        planning.subscribe(
+            self._board, self._metrics, on_start=self._on_start, on_stop=self._on_stop, status=self._status
+        )
+
+    async def _on_start(self, options: PlannerConfig) -> None:
+        await self._board.open(options.log_dir)
+        self.reports.began()
+
+    async def _on_stop(self) -> None:
+        self.reports.ended()
+        await self._board.close()
+
+    def _status(self) -> dict[str, Any]:
+        folder = self._board.folder
+        return {
+            "tensorboard": None if folder is None else str(folder),
+            "reports": None if self._planning.options.report_interval_hours is None else str(self.reports.folder),
+            **self._planning.observing.drift.status(),
+        }
+
+    def _now(self) -> PlannerNow:
+        planning = self._planning
+        hours = self._gpu_hours(self._metrics.gauges.components)
+        drift = planning.observing.drift.figures()
+        return PlannerNow(planning.state, planning.counts, self._board.dropped, planning.since_s, hours, drift)
+
+    def _plugins(self) -> PluginsNow:
+        found = self._planning.plugins
+        return PluginsNow() if found is None else PluginsNow(found.rows(), found.counters)

@@ -71,6 +71,8 @@ class Planning:
         logs: Path,
         background: Callable[[Coroutine[Any, Any, Any]], None],
         tell: Tell,
+        times: ScalingTimes | None = None,
+        follows: Callable[[], dict[str, Any] | None] = lambda: None,
         plugins: PlannerPlugins | None = None,
     ) -> None:
         self._graph = graph
@@ -92,19 +94,31 @@ class Planning:
         self._world: ArbiterWorld | None = None
         self._virtual: VirtualConnector | None = None
         self._changing = asyncio.Lock()
-        self.times = ScalingTimes(clock.now_s)
-        shell.observers.append(self.times)  # from the first start on
+        self._times = ScalingTimes(clock.now_s) if times is None else times
+        shell.subscribe(on_transition=self._times.on_transition)  # from the first start on
         self._log_path = decision_log_path(logs)
         self.options = options
-        self.observers: list[PlannerObserver] = []
-        """Called with every reading and decision; whoever wants to look on adds itself before the graph is ready."""
-        self.before_start: Callable[[PlannerConfig], Awaitable[None]] = _nothing
-        """Called with the options of each start; a `DynamoError` refuses it."""
-        self.after_stop: Callable[[], Awaitable[None]] = _nothing
-        self.onlookers_say: Callable[[], dict[str, Any]] = dict
-        """What they add to the status."""
-        self.follows: Callable[[], dict[str, Any] | None] = lambda: None
-        """What is said of another planner whose decisions the run carries out: then this one stays stopped."""
+        self.follows = follows
+        self._observers: list[PlannerObserver] = []
+        self._on_start: list[Callable[[PlannerConfig], Awaitable[None]]] = []
+        self._on_stop: list[Callable[[], Awaitable[None]]] = []
+        self._status_parts: list[Callable[[], dict[str, Any]]] = []
+
+    def subscribe(
+        self,
+        *observers: PlannerObserver,
+        on_start: Callable[[PlannerConfig], Awaitable[None]] | None = None,
+        on_stop: Callable[[], Awaitable[None]] | None = None,
+        status: Callable[[], dict[str, Any]] | None = None,
+    ) -> None:
+        """Only before the first start. `observers` get every pull and decision; `status` adds to the planner's status.
+
+        `on_start` gets the options of each start, and refuses it with a `DynamoError`.
+        """
+        self._observers += observers
+        self._on_start += [] if on_start is None else [on_start]
+        self._on_stop += [] if on_stop is None else [on_stop]
+        self._status_parts += [] if status is None else [status]
 
     # --- with the run ----------------------------------------------------------------------------
 
@@ -251,8 +265,9 @@ class Planning:
             "follow": self.follows(),
             "virtual": None if self._virtual is None else self._virtual.status(),
             "plugins": dict(NOBODY) if self.plugins is None else self.plugins.status(),
-            **self.onlookers_say(),
         }
+        for part in self._status_parts:
+            told |= part()
         loop, now_s = self._loop, self._clock.now_s()
         if loop is None:
             return {**told, "last_decision": None, "trouble": None}
@@ -285,7 +300,8 @@ class Planning:
         connector = await self._connected(options, self._world)
         try:
             pipeline = None if self.plugins is None else await self.plugins.start(options)
-            await self.before_start(options)
+            for on_start in self._on_start:
+                await on_start(options)
         except BaseException:
             await self._disconnect()
             raise
@@ -318,7 +334,8 @@ class Planning:
         await asyncio.gather(loop.stop(), self._forecaster.close())
         self.observing.close()
         await self._disconnect()
-        await self.after_stop()
+        for on_stop in self._on_stop:
+            await on_stop()
 
     async def _disconnect(self) -> None:
         virtual, self._virtual = self._virtual, None
@@ -326,16 +343,22 @@ class Planning:
             await virtual.close()
         if self.plugins is not None:
             await self.plugins.stop()
-        if self._world is not None:
-            self._world.pending = lambda: False
 
     def world(self) -> ArbiterWorld:
         """What a planner sees of the arbiter. Raises `ConfigError` for a graph that no planner can scale."""
         prefill, decode = planned_components(self._graph)
-        world = ArbiterWorld(self._shell, self._sampling, self._links, prefill, decode, self._clock, self.times)
-        world.waiting_in = prefills_wait_in(self._graph, prefill)
-        world.actuators = lambda: actuators(self.options)
-        return world
+        return ArbiterWorld(
+            self._shell,
+            self._sampling,
+            self._links,
+            prefill,
+            decode,
+            self._clock,
+            self._times,
+            waiting_in=prefills_wait_in(self._graph, prefill),
+            actuators=lambda: actuators(self.options),
+            pending=lambda: self._virtual is not None and self._virtual.pending(),
+        )
 
     async def _made(self, world: ArbiterWorld) -> PlannerLoop:
         prefill, _ = planned_components(self._graph)
@@ -359,9 +382,8 @@ class Planning:
             tell=self._tell,
             forecaster=self._forecaster,
             recorder=self._ticks,
+            observers=[logged, *self._observers],
         )
-        loop.observers = self.observers
-        self.observers.insert(0, logged)
         self._orders.on_manual.append(lambda _: loop.on_manual_change())
         return loop
 
@@ -390,7 +412,3 @@ class Planning:
     def _note(self) -> None:
         options = self.options.model_dump(mode="json", exclude_unset=True, exclude={"enabled"})
         self._statefile.head.planner = PlannerEntry(state=self.state.value, options=options)
-
-
-async def _nothing(*_: Any) -> None:
-    """Nobody else cares."""

@@ -13,15 +13,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
-from dynamo_local.arbiter.controller import Shell
 from dynamo_local.arbiter.deployment import Deployment, Launcher
 from dynamo_local.arbiter.marks import marks
 from dynamo_local.arbiter.prewarmed_kinds import Kind, Kinds, secrets_of
 from dynamo_local.arbiter.tasks import Tasks
 from dynamo_local.clock import Clock
-from dynamo_local.core.fleet.effects import Transition
-from dynamo_local.core.fleet.events import Stimulus
-from dynamo_local.core.fleet.fleet import Fleet, Worker
+from dynamo_local.core.fleet.fleet import Fleet
 from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.notes import Elsewhere, Tell
 from dynamo_local.core.prewarmed import SOCKET_FD, SPARE
@@ -30,7 +27,7 @@ from dynamo_local.state.schema import SpareEntry
 from dynamo_local.system import fd_messages
 from dynamo_local.system.log_files import set_aside
 from dynamo_local.system.paths import Paths
-from dynamo_local.system.process_host import ExitCallback, ProcessHost, ProcessSpec, SpareHost
+from dynamo_local.system.process_host import ProcessHost, ProcessSpec, SpareHost
 from dynamo_local.system.processes import aend_session, start_time_s, wait_exit
 
 # --- pool
@@ -102,6 +99,7 @@ class Spares:
         wanted: Callable[[], tuple[Kind, ...]],
         calm: Callable[[], bool],
         background: Callable[[Coroutine[Any, Any, None]], object],
+        on_change: Callable[[], Coroutine[Any, Any, None]],
         tell: Tell,
         end: Callable[[int], Awaitable[None]] = end_process,
     ) -> None:
@@ -114,7 +112,7 @@ class Spares:
         self._background = background
         self._tell = tell
         self._end_process = end
-        self.on_change: Callable[[], Coroutine[Any, Any, None]] | None = None
+        self._on_change = on_change
         self._spares: dict[str, Spare] = {}
         self._failures = 0
         self._next_try_s = 0.0
@@ -187,7 +185,7 @@ class Spares:
                         inherited_fds=(theirs.fileno(),),
                     )
                 )
-            await self._changed()
+            await self._on_change()
             async with asyncio.timeout(rules.start_deadline_s):
                 answer = await fd_messages.areceive(ours)
             if "error" in answer:
@@ -197,7 +195,7 @@ class Spares:
             await self._give_up(spare, f"{why}")
             return
         spare.warm_s = self._clock.now_s()
-        await self._changed()
+        await self._on_change()
 
     async def _give_up(self, spare: Spare, why: str) -> None:
         """It is of no use: end it, and try again later."""
@@ -230,7 +228,7 @@ class Spares:
 
     async def _forgotten(self, name: str) -> None:
         await self._host.forget(name)
-        await self._changed()
+        await self._on_change()
 
     def _dismiss(self, spare: Spare) -> None:
         """It is not wanted any more: it ends when its socket is closed."""
@@ -246,10 +244,6 @@ class Spares:
         if self._spares.get(spare.name) is spare and spare.pid is None:
             del self._spares[spare.name]
         self._woken.set()
-
-    async def _changed(self) -> None:
-        if self.on_change is not None:
-            await self.on_change()
 
     async def close(self) -> None:
         """End all of them."""
@@ -280,7 +274,7 @@ class Spares:
         self._spares.pop(spare.name, None)
         spare.connection.close()
         self._woken.set()
-        self._background(self._changed())
+        self._background(self._on_change())
         return pid
 
     async def _order(self, spare: Spare, spec: ProcessSpec) -> None:
@@ -364,16 +358,6 @@ class SparedHost:
         self._kind_of = kind_of
         self._warm: deque[int] = deque(maxlen=REMEMBERED)
 
-    @property
-    def on_exit(self) -> ExitCallback | None:
-        """Who hears of exits: of this host and of the other one alike."""
-        return self._host.on_exit
-
-    @on_exit.setter
-    def on_exit(self, callback: ExitCallback | None) -> None:
-        """Hear of exits."""
-        self._host.on_exit = callback
-
     async def start_process(self, spec: ProcessSpec) -> int:
         """See `ProcessHost`."""
         kind = None if self._spares is None else self._kind_of(spec.name)
@@ -398,56 +382,64 @@ class SparedHost:
 
 
 class Spared:
-    """The spares of one run, and the host of its workers, which uses them. An observer of its shell."""
+    """The prewarmed processes of one run, and the host of its workers, which uses them.
+
+    `fleet` and `env` are read once the run has begun: its workers, and what they are told of etcd and NATS.
+    """
 
     def __init__(
-        self, deployment: Deployment, launcher: Launcher, host: ProcessHost, clock: Clock, tasks: Tasks, tell: Tell
+        self,
+        deployment: Deployment,
+        launcher: Launcher,
+        host: ProcessHost,
+        clock: Clock,
+        tasks: Tasks,
+        tell: Tell,
+        *,
+        fleet: Callable[[], Fleet],
+        env: Callable[[], Mapping[str, str]],
+        on_change: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
         self._launcher = launcher
-        self._shell: Shell | None = None
-        self._env: Callable[[], Mapping[str, str]] = dict
-        self._kinds = Kinds(launcher, lambda: self._env(), deployment.gpus)
+        self._fleet = fleet
+        self._kinds = Kinds(launcher, env, deployment.gpus)
         self._impossible = not hasattr(host, "rename_process")
         self._tell = tell
-        self.spares = self._pool(deployment, host, clock, tasks, tell) if deployment.settings.spares else None
+        settings, paths = deployment.settings, deployment.paths
+        self.spares: Spares | None = None
+        if settings.spares and not self._impossible:
+            rules = SpareRules(
+                count=settings.spares,
+                marks=partial(marks, deployment.graph.namespace, paths.statefile, deployment.run_id),
+                visible=self._kinds.visible,
+                log_level=os.environ.get("DYN_LOG"),
+                death_signal=None if settings.keep_on_arbiter_death else signal.SIGKILL,
+                start_deadline_s=settings.start_deadline_s,
+            )
+            self.spares = Spares(
+                cast(SpareHost, host),
+                paths,
+                rules,
+                clock,
+                wanted=self._kinds.wanted,
+                calm=self._calm,
+                background=tasks.run,
+                on_change=on_change,
+                tell=tell,
+            )
         self.host = SparedHost(host, self.spares, self._kind_of)
 
-    def _pool(self, deployment: Deployment, host: ProcessHost, clock: Clock, tasks: Tasks, tell: Tell) -> Spares | None:
-        if self._impossible:
-            return None
-        settings, paths = deployment.settings, deployment.paths
-        rules = SpareRules(
-            count=settings.spares,
-            marks=partial(marks, deployment.graph.namespace, paths.statefile, deployment.run_id),
-            visible=self._kinds.visible,
-            log_level=os.environ.get("DYN_LOG"),
-            death_signal=None if settings.keep_on_arbiter_death else signal.SIGKILL,
-            start_deadline_s=settings.start_deadline_s,
-        )
-        spare_host = cast(SpareHost, host)
-        return Spares(
-            spare_host,
-            paths,
-            rules,
-            clock,
-            wanted=self._kinds.wanted,
-            calm=self._calm,
-            background=tasks.run,
-            tell=tell,
-        )
-
-    def connect(self, shell: Shell, env: Callable[[], Mapping[str, str]]) -> None:
-        """Whose workers these are, and what those are told of etcd and NATS."""
-        self._shell, self._env = shell, env
-        shell.observers.append(self)
-
-    def begin(self, tasks: Tasks, on_change: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """The run is ready: from now on spares are started. `on_change` writes them down."""
+    def begin(self, tasks: Tasks) -> None:
+        """Start prewarmed processes from now on: the run is ready."""
         if self.spares is not None:
-            self.spares.on_change = on_change
             tasks.keep("spares", self.spares.run)
         elif self._launcher.factory.settings.spares:
             self._tell("Host: spares has no effect under a stock circusd, whose watchers cannot be renamed")
+
+    def wake(self) -> None:
+        """The fleet has changed: an apply may want other kinds."""
+        if self.spares is not None:
+            self.spares.wake()
 
     def exited(self, name: str, pid: int, code: int | None) -> bool:
         """Called with every exit. False if it was no spare."""
@@ -471,23 +463,9 @@ class Spared:
             await self.spares.close()
 
     def _kind_of(self, name: str) -> Kind | None:
-        worker = None if self._shell is None else self._shell.fleet.workers.get(name)
+        worker = self._fleet().workers.get(name)
         return None if worker is None else self._kinds.of(self._launcher.factory.service(worker.component))
 
     def _calm(self) -> bool:
-        return self._shell is None or not any(
-            TRAITS[worker.state].comes_up and TRAITS[worker.state].runs for worker in self._shell.fleet.workers.values()
-        )
-
-    # --- control.effects.Observer ------------------------------------------------------------------
-
-    def on_stimulus(self, stimulus: Stimulus) -> None:
-        """Of no interest here."""
-
-    def on_transition(self, worker: Worker, transition: Transition) -> None:
-        """Of no interest here."""
-
-    def on_fleet(self, fleet: Fleet) -> None:
-        """An apply may have changed what is wanted."""
-        if self.spares is not None:
-            self.spares.wake()
+        workers = self._fleet().workers.values()
+        return not any(TRAITS[worker.state].comes_up and TRAITS[worker.state].runs for worker in workers)

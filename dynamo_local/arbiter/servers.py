@@ -18,7 +18,7 @@ import secrets
 import shlex
 import shutil
 import signal
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -348,6 +348,7 @@ class ServerEvent:
 class EmbeddedServers:
     """Starts, watches and ends the servers that the user did not point us at.
 
+    `on_change` writes the new pid into the statefile, `on_event` a start or a death into the event log.
     `unit` gives random numbers in [0, 1) for the delays' jitter.
     """
 
@@ -358,12 +359,14 @@ class EmbeddedServers:
         clock: Clock,
         marks: Callable[[str], Mapping[str, str]],
         *,
+        on_change: Callable[[], Awaitable[None]],
+        on_event: Callable[[ServerEvent], None],
         unit: Callable[[], float] = random.random,
     ) -> None:
         self._host = host
         self._marks = marks
-        self.on_change: Callable[[], Coroutine[Any, Any, None]] | None = None
-        self.on_event: Callable[[ServerEvent], None] = lambda event: None
+        self._on_change = on_change
+        self._on_event = on_event
         self._paths = paths
         self._clock = clock
         self._unit = unit
@@ -424,9 +427,8 @@ class EmbeddedServers:
         server.started_s = self._clock.now_s()
         pid = server.pid = await self._host.start_process(self.process_spec(name, server.spec))
         before = "restarting" if server.failures else "pending"
-        self.on_event(ServerEvent(name, _kind(server.spec), "ServerStarted", before, "running", "serve", pid))
-        if self.on_change is not None:
-            await self.on_change()
+        self._on_event(ServerEvent(name, _kind(server.spec), "ServerStarted", before, "running", "serve", pid))
+        await self._on_change()
         return pid
 
     def process_spec(self, name: str, spec: EtcdSpec | NatsSpec) -> ProcessSpec:
@@ -499,7 +501,7 @@ class EmbeddedServers:
         before = "running" if event == "ServerDied" else "restarting"
         cause = "serve" if pid is None else f"exit:{pid}"
         kind, again_s = _kind(server.spec), round(delay_s, 3)
-        self.on_event(ServerEvent(name, kind, event, before, "restarting", cause, pid, reason, again_s))
+        self._on_event(ServerEvent(name, kind, event, before, "restarting", cause, pid, reason, again_s))
 
     async def _restart(self, name: str, server: _Server) -> None:
         """Try until it runs. If it exits while its start is recorded, `exited` has set the time of the next try."""

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -38,7 +38,7 @@ from dynamo_local.state.store import StateStore
 from dynamo_local.system.descriptors import SpareDescriptors
 from dynamo_local.system.gpu_pool import GpuPool
 from dynamo_local.system.prctl import become_subreaper
-from dynamo_local.system.process_host import AdoptingHost, SupervisedHost
+from dynamo_local.system.process_host import AdoptingHost, ExitCallback, SupervisedHost
 
 # --- start_failures
 # How a start can fail, and who is to blame.
@@ -163,8 +163,8 @@ class Supervisor(RunCommands):
     def __init__(
         self,
         deployment: Deployment,
+        make_host: Callable[[Supervisor, ExitCallback], SupervisedHost],
         *,
-        arbiter: SupervisedHost,
         store: StateStore,
         pool: GpuPool,
         clock: Clock,
@@ -177,13 +177,15 @@ class Supervisor(RunCommands):
         self.following: Following | None = None
         self.parts = compose(
             deployment,
-            host=arbiter,
+            host=make_host(self, self._on_exit),
             store=store,
             pool=pool,
             clock=clock,
             view=view,
             failed=self._failed,
             state=lambda: self.state,
+            follows=lambda: None if self.following is None else self.following.status(),
+            on_change=self._record_others,
         )
         self._applying = Applying(self.parts)
         self._spare = SpareDescriptors(self.parts.notes.tell)
@@ -193,9 +195,6 @@ class Supervisor(RunCommands):
         self._asked_down: asyncio.Future[str] = loop.create_future()
         self._signalled = self._now = False
         self._gone = asyncio.Event()
-        self.parts.servers.on_change = self._record_others
-        arbiter.supervisor = self
-        arbiter.on_exit = self._on_exit
 
     # --- coming up -----------------------------------------------------------------------------
 
@@ -209,12 +208,13 @@ class Supervisor(RunCommands):
         parts.leads.remember()
         parts.tasks.keep("descriptor check", partial(self._spare.run, self.clock))
         await parts.exporter.start()
+        parts.tasks.keep("planner's reports", parts.views.reports.run)
         await parts.control_api.start()
         await parts.host.start()
         parts.tasks.keep("runtime folder check", parts.runtime_folder.run)
         await (self._start_anew() if found is None else self._take_back(found))
         self.state = "ready"
-        parts.spared.begin(parts.tasks, self._record_others)
+        parts.spared.begin(parts.tasks)
         await self._follow()
         await parts.planning.begin(
             starts=self.deployment.load_planner_flag if self.following is None else False,
@@ -311,7 +311,6 @@ class Supervisor(RunCommands):
             clock=self.clock,
             tell=parts.notes.tell,
         )
-        parts.planning.follows = self.following.status
         self.following.start()
 
     async def _all_ready(self) -> None:
@@ -421,6 +420,7 @@ class Supervisor(RunCommands):
         if self.state == "adopting":
             await self._close(for_good=False)  # nothing was taken over: nothing is ended
             await parts.control_api.stop()
+            await parts.views.reports.close()
             await parts.exporter.stop()
             await parts.guarding.stop()
             self._gone.set()
@@ -452,6 +452,7 @@ class Supervisor(RunCommands):
         await parts.system.end_what_is_left()
         await parts.servers.stop()
         await parts.control_api.stop()
+        await parts.views.reports.close()
         await parts.exporter.stop()
         await parts.guarding.stop()  # last: until here it would have ended what we had not
         try:

@@ -46,7 +46,6 @@ from dynamo_local.core.fleet.events import (
     RequestsCounted,
     Scale,
     ScaleAll,
-    Stimulus,
     Swept,
 )
 from dynamo_local.core.fleet.fleet import Fleet, Process, Standby, StandbyFacts, Template, Worker
@@ -351,8 +350,9 @@ class VirtualFleet:
         for template in fleet.templates:
             for _ in range(template.standby or 0):
                 fleet = self._begun(fleet, template, asleep=True)
-        self.shell = Shell(fleet, self, self._clock, observers=[self])
-        self.on_fleet(fleet)
+        self.shell = Shell(fleet, self, self._clock)
+        self.shell.subscribe(on_transition=self._on_transition, on_fleet=self._on_fleet)
+        self._on_fleet(fleet)
 
     def _begun(self, fleet: Fleet, template: Template, *, asleep: bool) -> Fleet:
         """One more that has been there before: it serves, or sleeps; none where no device is free for one to sleep."""
@@ -578,17 +578,13 @@ class VirtualFleet:
     def report(self, worker: Worker, reason: str) -> None:
         """Nothing fails here."""
 
-    # --- control.effects.Observer --------------------------------------------------------------
+    # --- the shell's subscriber ----------------------------------------------------------------
 
-    def on_stimulus(self, stimulus: Stimulus) -> None:
-        """See `arbiter.effects.Observer`."""
-
-    def on_transition(self, worker: Worker, transition: Transition) -> None:
-        """Workers are counted by `on_fleet`; here what brought them there."""
+    def _on_transition(self, worker: Worker, transition: Transition) -> None:
         if (how := done_by(transition)) is not None:
             self.done_by[how] += 1
 
-    def on_fleet(self, fleet: Fleet) -> None:
+    def _on_fleet(self, fleet: Fleet) -> None:
         """Note how many there are of each kind, where that has changed."""
         counts = {component: _count(fleet.of(component)) for component in (PREFILL, DECODE)}
         held = sum(len(worker.gpus) for worker in fleet.workers.values())

@@ -91,7 +91,7 @@ class Arbiter(Successor):
         self._tasks: set[asyncio.Task[Any]] = set()
         self.host = SimHost(world)
         clock, tell = world.clock, self._tell
-        self.spares = SimSpares(world, self.host, self.factory.paths, run=self._background, tell=tell)
+        self.spares = self._spares()
         world.host, world.loop.on_crash = self.host, self.died
         head = State(namespace=NAMESPACE, run_id=run_id, circus_endpoint="ipc:///simulated/ctl.sock")
         store = MemoryStore(world.file, on_write=self._on_write)
@@ -112,7 +112,8 @@ class Arbiter(Successor):
             report=lambda worker, reason: tell(f"{worker.name} {reason}"),
             rng=world.rng,
         )
-        self.shell = WatchedShell(self._nobody(), self.effects, clock, observers=[self], validates=True)
+        self.shell = WatchedShell(self._nobody(), self.effects, clock, validates=True)
+        self.shell.subscribe(on_transition=self._on_transition, on_fleet=self._on_fleet)
         self.shell.on_moves = self._on_moves  # type: ignore[method-assign]
         self.shell.on_refused = self._on_refused  # type: ignore[method-assign]
         self.shell.on_apply = self._on_apply  # type: ignore[method-assign]
@@ -123,8 +124,18 @@ class Arbiter(Successor):
         self.sampling = Sampling(NAMESPACE, self.shell, self.links, clock)
         self.waiting = Waiting(self.shell, clock.now_s)
         self.flips = FlipOrders(self.shell, self.orders, self.waiting)
-        self.spares.connect(lambda: self.shell.fleet, self._record_spares)
         self.host.on_exit = self._guarded(self._exited)
+
+    def _spares(self) -> SimSpares:
+        return SimSpares(
+            self.world,
+            self.host,
+            self.factory.paths,
+            run=self._background,
+            tell=self._tell,
+            fleet=lambda: self.shell.fleet,
+            record=self._record_spares,
+        )
 
     def _nobody(self) -> Fleet:
         """The fleet before its first worker."""
@@ -304,8 +315,8 @@ class Arbiter(Successor):
             if worker.counts and (after is None or not after.counts):
                 self.wanted.discard(name)
 
-    def on_fleet(self, fleet: Fleet) -> None:
-        """See `arbiter.effects.Observer`. A worker whose substitute serves is not wanted any more."""
+    def _on_fleet(self, fleet: Fleet) -> None:
+        """A worker whose substitute serves is not wanted any more."""
         for plan in self._plans:
             for name in plan.substitutes:
                 worker = fleet.workers.get(name)
@@ -314,10 +325,7 @@ class Arbiter(Successor):
         self._plans = fleet.restarts
         self.wanted -= {worker.name for worker in fleet.workers.values() if worker.stands_by}
 
-    def on_stimulus(self, stimulus: Stimulus) -> None:
-        """See `arbiter.effects.Observer`."""
-
-    def on_transition(self, worker: Worker, transition: Transition) -> None:
+    def _on_transition(self, worker: Worker, transition: Transition) -> None:
         """Keep the books of what is wanted."""
         event, name, before = transition.event, transition.name, transition.before
         self.world.note(

@@ -100,10 +100,20 @@ class SimSpare:
 class SimSpares:
     """The spares of one arbiter: what `arbiter.prewarmed` is to a real one."""
 
-    def __init__(self, world: World, host: SimHost, paths: Paths, *, run: Run, tell: Tell) -> None:
+    def __init__(
+        self,
+        world: World,
+        host: SimHost,
+        paths: Paths,
+        *,
+        run: Run,
+        tell: Tell,
+        fleet: Callable[[], Fleet],
+        record: Callable[[], Coroutine[Any, Any, None]],
+    ) -> None:
         count = world.spares_wanted
         self._host = host
-        self._fleet: Callable[[], Fleet | None] = lambda: None
+        self._fleet = fleet
         self._count = count
         rules = SpareRules(count, lambda name: {}, None, None, None, WARM_WITHIN_S)
         self.pool = Spares(
@@ -114,14 +124,11 @@ class SimSpares:
             wanted=lambda: (KIND,) if count else (),
             calm=self._calm,
             background=run,
+            on_change=record,
             tell=tell,
             end=self._end,
         )
         self.host = _Spared(host, self.pool, self._kind_of)
-
-    def connect(self, fleet: Callable[[], Fleet], record: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Whose workers are made of them, and what writes them down."""
-        self._fleet, self.pool.on_change = fleet, record
 
     @property
     def full(self) -> bool:
@@ -129,14 +136,11 @@ class SimSpares:
         return self.pool.counts().get((KIND.engine, "warm"), 0) == self._count
 
     def _calm(self) -> bool:
-        fleet = self._fleet()
-        return fleet is None or not any(
-            TRAITS[worker.state].comes_up and TRAITS[worker.state].runs for worker in fleet.workers.values()
-        )
+        workers = self._fleet().workers.values()
+        return not any(TRAITS[worker.state].comes_up and TRAITS[worker.state].runs for worker in workers)
 
     def _kind_of(self, name: str) -> Kind | None:
-        fleet = self._fleet()
-        worker = None if fleet is None else fleet.workers.get(name)
+        worker = self._fleet().workers.get(name)
         return KIND if worker is not None and ROLES[worker.role].computes else None
 
     async def _end(self, pid: int) -> None:

@@ -53,7 +53,7 @@ class Arbiter:
         self.on_manual: list[Callable[[str], None]] = []
         self.planning = self.made(PlannerConfig())
 
-    def made(self, options: PlannerConfig, plugins: PlannerPlugins | None = None) -> Planning:
+    def made(self, options: PlannerConfig, plugins: PlannerPlugins | None = None, **more: Any) -> Planning:
         """The planner of an arbiter on this statefile."""
         return Planning(
             GRAPH,
@@ -68,6 +68,7 @@ class Arbiter:
             background=self.background,
             tell=self.told,
             plugins=plugins,
+            **more,
         )
 
     def background(self, work: Coroutine[Any, Any, Any]) -> None:

@@ -68,7 +68,7 @@ class House:
             tasks=self.tasks,
             place=place,
         )
-        self.exporter.on_fleet(self.shell.fleet)
+        self.exporter.now()
 
     def worker(self, n: int = 0) -> Worker:
         """A decode worker, as it is now."""

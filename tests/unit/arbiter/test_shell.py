@@ -28,8 +28,13 @@ class Bench:
         self.clock = HandClock()
         self.effects = FakeEffects(quick=quick)
         self.effects.locked = set(begun.gpus.holder_of)
-        self.shell = Shell(begun, self.effects, self.clock, observers=[self], validates=True)
+        self.shell = Shell(begun, self.effects, self.clock, validates=True)
         self.seen: list[str] = []
+        self.shell.subscribe(
+            on_event=lambda event: self.seen.append(type(event).__name__),
+            on_transition=self._on_transition,
+            on_fleet=lambda fleet: self.seen.append(f"{len(fleet.workers)} workers"),
+        )
 
     @property
     def journal(self) -> list[str]:
@@ -46,17 +51,8 @@ class Bench:
         """`dynamo drain`"""
         self.shell.feed(st.Drain(stimulus_id="drain", name=name(n)))
 
-    def on_stimulus(self, stimulus: st.Stimulus) -> None:
-        """See `Observer`."""
-        self.seen.append(type(stimulus).__name__)
-
-    def on_transition(self, worker: Worker, transition: Transition) -> None:
-        """See `Observer`."""
+    def _on_transition(self, worker: Worker, transition: Transition) -> None:
         self.seen.append(f"{type(transition.event).__name__} of one that is {worker.state}")
-
-    def on_fleet(self, fleet: Fleet) -> None:
-        """See `Observer`."""
-        self.seen.append(f"{len(fleet.workers)} workers")
 
 
 # --- in which order ----------------------------------------------------------------------------------

@@ -73,6 +73,10 @@ async def fails(connection: socket.socket) -> None:
         await fd_messages.asend(connection, {"error": "there is no vllm here"})
 
 
+async def nothing() -> None:
+    """Writes nothing down."""
+
+
 @asynccontextmanager
 async def pool(
     tmp_path: Path, host: Host, *, calm: Callable[[], bool] = lambda: True
@@ -90,6 +94,7 @@ async def pool(
         wanted=lambda: (KIND,),
         calm=calm,
         background=lambda work: tasks.add(asyncio.ensure_future(work)),
+        on_change=nothing,
         tell=lambda text, about=None: told.append(text),
     )
     running = asyncio.create_task(spares.run())
