@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from dynamo_local.arbiter.planner_metrics import PREFIX, PlannerGauges, PlannerNow, PluginMetrics, PluginsNow
-from dynamo_local.arbiter.planner_report.schedule import ReportSchedule
+from dynamo_local.arbiter.planner_report_schedule import ReportSchedule
 from dynamo_local.arbiter.planning import Planning
 from dynamo_local.arbiter.tensorboard import ScalarFile, folder_for
 from dynamo_local.clock import Clock

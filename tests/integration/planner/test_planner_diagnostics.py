@@ -8,7 +8,7 @@ import json
 import httpx
 import pytest
 
-from dynamo_local.arbiter.planner_report import reports_folder
+from dynamo_local.arbiter.planner_report_schedule import reports_folder
 from tests.drivers.planned import DECODE, PREFILL, decided, planner
 from tests.drivers.served import Served, auntil
 from tests.tools.scraped import Samples, by_label, samples

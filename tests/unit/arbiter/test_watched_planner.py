@@ -8,7 +8,7 @@ import httpx
 
 from dynamo_local.arbiter.exporter import Exporter, Place
 from dynamo_local.arbiter.links import Links
-from dynamo_local.arbiter.planner_report import reports_folder
+from dynamo_local.arbiter.planner_report_schedule import reports_folder
 from dynamo_local.arbiter.planner_views import PlannerViews
 from dynamo_local.arbiter.sampler import Sampling
 from dynamo_local.arbiter.tasks import Tasks
