@@ -79,7 +79,7 @@ class Commanded(Protocol):
 
     async def apply(self, deployment: Any, *, dry_run: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
         """What differs, and what is done about it, once committed. `deployment` is as
-        `arbiter.deployment_spec.Wish` writes it."""
+        `arbiter.deployment_spec.DeploymentSpec` writes it."""
         ...
 
     def planner(self) -> Planned:

@@ -23,9 +23,8 @@ from tornado.ioloop import IOLoop
 
 from dynamo_local.arbiter import leftovers
 from dynamo_local.arbiter.guarded_run import OPTION, GuardedRun, KeptFiles
-from dynamo_local.arbiter.leftovers import Known
+from dynamo_local.arbiter.leftovers import Known, revoke
 from dynamo_local.arbiter.marks import marked
-from dynamo_local.arbiter.revocation import revoke
 from dynamo_local.errors import NamespaceBusy, StateError
 from dynamo_local.system import collector
 from dynamo_local.system import liveness as living

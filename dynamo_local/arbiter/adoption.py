@@ -250,7 +250,7 @@ def _may_run(entry: ComponentEntry | ServerEntry) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class DeploymentSpec:
     """What the command line asks for, to be compared with what runs. Addresses are None where embedded.
 
     The statefile has no credentials in it, so none are compared (and none are in the error).
@@ -264,7 +264,7 @@ class Wish:
     nats_server: str | None
 
 
-def check_same(found: Found, wish: Wish) -> None:
+def check_same(found: Found, wish: DeploymentSpec) -> None:
     """Raises `ConfigError` naming each difference: adopted workers keep what they were started with."""
     state = found.state
     differences = [

@@ -13,7 +13,7 @@ from typing import Any
 
 from dynamo_local.arbiter.composition import Parts
 from dynamo_local.arbiter.deployment import base_environment
-from dynamo_local.arbiter.deployment_spec import Wish, options_of
+from dynamo_local.arbiter.deployment_spec import DeploymentSpec, options_of
 from dynamo_local.config.resolve import planned_components
 from dynamo_local.core.differences import Described, Differences, Live, differences, planner_goal
 from dynamo_local.core.fleet.applying import outdated
@@ -31,7 +31,7 @@ from dynamo_local.state.schema import Environment
 class _Plan:
     """A deployment that may be applied, and the step that does."""
 
-    wish: Wish
+    wish: DeploymentSpec
     differences: Differences
     order: Apply
     before: Fleet
@@ -44,7 +44,7 @@ class _Plan:
         return bool(self.differences.lines or outdated(self.before))
 
 
-class Applying:
+class ApplyCommand:
     """Applies deployments to a run that has begun."""
 
     def __init__(self, parts: Parts) -> None:
@@ -60,7 +60,7 @@ class Applying:
 
         Raises `BadInput` for what is no deployment, `NotApplicable` with every reason why it cannot be.
         """
-        wish = Wish.from_json(given)
+        wish = DeploymentSpec.from_json(given)
         async with self._one:
             await self._parts.orders.refresh_gpus(stimulus_id)
             plan = self._planned(wish, stimulus_id, force)
@@ -70,7 +70,7 @@ class Applying:
 
     # --- deciding --------------------------------------------------------------------------------
 
-    def _planned(self, wish: Wish, stimulus_id: str, force: bool) -> _Plan:
+    def _planned(self, wish: DeploymentSpec, stimulus_id: str, force: bool) -> _Plan:
         """Raises `NotApplicable` with all reasons, of every kind."""
         parts, live, wanted = self._parts, self._live(), wish.described
         found = differences(self._described, wanted, live)
@@ -135,7 +135,7 @@ class Applying:
         except DynamoError as error:  # workers get what was written all the same
             parts.notes.tell(f"apply: {error}")
 
-    def _switch(self, wish: Wish, policy: Policy[Any] | None) -> None:
+    def _switch(self, wish: DeploymentSpec, policy: Policy[Any] | None) -> None:
         """Everybody who starts workers, or says what runs, goes by the new deployment: before anything is written."""
         parts, launcher = self._parts, self._parts.launcher
         factory, here = launcher.factory, {spec.name for spec in wish.graph.services}

@@ -19,18 +19,17 @@ from dynamo_local.arbiter.controller import Shell, Waiting
 from dynamo_local.arbiter.deployment import Deployment, Launcher
 from dynamo_local.arbiter.event_log import EventLog, EventRecorder, event_log_path, server_record
 from dynamo_local.arbiter.exporter import Exporter, Place
-from dynamo_local.arbiter.guard import Guarding
+from dynamo_local.arbiter.guard import GuardianProcess
 from dynamo_local.arbiter.host_system import HostSystem
-from dynamo_local.arbiter.lead_times import LeadMetrics, Leads, LeadsNow, LeadWatch
+from dynamo_local.arbiter.lead_times import LeadTimeMetrics, LeadTimesNow, LeadTimeWatch, RunLeadTimes
 from dynamo_local.arbiter.links import Links
 from dynamo_local.arbiter.marks import marks
 from dynamo_local.arbiter.metrics import DispatchMetrics, dispatch_now
 from dynamo_local.arbiter.notes import Notes, StartWatch
 from dynamo_local.arbiter.planner_control_api import ControlApi
-from dynamo_local.arbiter.planner_plugins import PlannerPlugins
 from dynamo_local.arbiter.planner_views import PlannerViews
-from dynamo_local.arbiter.planning import Planning
-from dynamo_local.arbiter.prewarmed import Spared
+from dynamo_local.arbiter.planning import ArbiterPlanner, PlannerPlugins
+from dynamo_local.arbiter.prewarmed import PrewarmedPool
 from dynamo_local.arbiter.progress import View
 from dynamo_local.arbiter.registrations import Registrations
 from dynamo_local.arbiter.runtime_folder import RuntimeFolder
@@ -65,7 +64,7 @@ class Parts:
     events: EventRecorder
     links: Links
     servers: EmbeddedServers
-    guarding: Guarding
+    guardian: GuardianProcess
     system: HostSystem
     effects: ArbiterEffects
     shell: Shell
@@ -75,13 +74,13 @@ class Parts:
     registrations: Registrations
     sampling: Sampling
     starts: StartWatch
-    planning: Planning
+    planning: ArbiterPlanner
     exporter: Exporter
     control_api: ControlApi
     runtime_folder: RuntimeFolder
     views: PlannerViews
-    spared: Spared
-    leads: Leads
+    prewarmed: PrewarmedPool
+    leads: RunLeadTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +117,12 @@ def compose(
     `state` is the run's state, `follows` the status of another planner whose decisions the run carries out.
     """
     base = _base(deployment, store, clock, view)
-    spared, effects, shell = _shell(base, host, pool, failed, on_change)
-    leads = _leads(base, spared, shell)
+    prewarmed, effects, shell = _shell(base, host, pool, failed, on_change)
+    leads = _leads(base, prewarmed, shell)
     orders, waiting = Orders(shell, pool.look), Waiting(shell, clock.now_s)
     sampling = Sampling(deployment.graph.namespace, shell, base.links, clock)
     exporter = _exporter(base, shell, sampling, state)
-    LeadMetrics(exporter.metrics.registry, lambda: LeadsNow(leads.known, spared.counts()))
+    LeadTimeMetrics(exporter.metrics.registry, lambda: LeadTimesNow(leads.known, prewarmed.counts()))
     planning = _planning(base, orders, shell, sampling, leads, follows)
     control_api = _control_api(deployment, planning, state, base.tasks)
     servers = _servers(base, host, on_change)
@@ -139,7 +138,7 @@ def compose(
         events=base.events,
         links=base.links,
         servers=servers,
-        guarding=Guarding(host, deployment, clock, lambda: servers.files),
+        guardian=GuardianProcess(host, deployment, clock, lambda: servers.files),
         system=base.system,
         effects=effects,
         shell=shell,
@@ -154,7 +153,7 @@ def compose(
         control_api=control_api,
         runtime_folder=RuntimeFolder(deployment.paths, [host, exporter, control_api], servers, clock, base.notes.tell),
         views=_views(base, planning, exporter),
-        spared=spared,
+        prewarmed=prewarmed,
         leads=leads,
     )
 
@@ -183,10 +182,10 @@ def _shell(
     pool: GpuPool,
     failed: Callable[[Worker, str], None],
     on_change: Callable[[], Coroutine[Any, Any, None]],
-) -> tuple[Spared, ArbiterEffects, Shell]:
+) -> tuple[PrewarmedPool, ArbiterEffects, Shell]:
     """The shell and its effects know each other. The links tell the shell whether etcd and NATS answer."""
     clock, tell = base.clock, base.notes.tell
-    spared = Spared(
+    prewarmed = PrewarmedPool(
         base.deployment,
         base.launcher,
         host,
@@ -198,7 +197,7 @@ def _shell(
         on_change=on_change,
     )
     effects = ArbiterEffects(
-        host=spared.host,
+        host=prewarmed.host,
         system=base.system,
         pool=pool,
         launcher=base.launcher,
@@ -212,19 +211,19 @@ def _shell(
     shell = Shell(empty_fleet(base.deployment), effects, clock)
     effects.connect(shell.feed, shell.tick, lambda: shell.fleet)
     shell.subscribe(on_fleet=base.notes.on_fleet)
-    shell.subscribe(on_fleet=lambda _: spared.wake())
+    shell.subscribe(on_fleet=lambda _: prewarmed.wake())
 
     def answered(both: bool) -> None:
         if both is not shell.fleet.infra_ok:
             shell.feed(InfraSeen(stimulus_id="links", ok=both))
 
     base.links.on_answer = answered
-    return spared, effects, shell
+    return prewarmed, effects, shell
 
 
-def _leads(base: _Base, spared: Spared, shell: Shell) -> Leads:
-    leads = Leads(base.launcher, LeadFile(base.deployment.paths.statefile.parent), base.tasks.run)
-    shell.subscribe(on_transition=LeadWatch(base.clock.now_s, leads.note, spared.host.was_spare).on_transition)
+def _leads(base: _Base, prewarmed: PrewarmedPool, shell: Shell) -> RunLeadTimes:
+    leads = RunLeadTimes(base.launcher, LeadFile(base.deployment.paths.statefile.parent), base.tasks.run)
+    shell.subscribe(on_transition=LeadTimeWatch(base.clock.now_s, leads.note, prewarmed.host.was_spare).on_transition)
     return leads
 
 
@@ -233,11 +232,11 @@ def _planning(
     orders: Orders,
     shell: Shell,
     sampling: Sampling,
-    leads: Leads,
+    leads: RunLeadTimes,
     follows: Callable[[], dict[str, Any] | None],
-) -> Planning:
+) -> ArbiterPlanner:
     paths, clock, tell = base.deployment.paths, base.clock, base.notes.tell
-    planning = Planning(
+    planning = ArbiterPlanner(
         base.deployment.graph,
         base.deployment.load_planner,
         orders=orders,
@@ -257,7 +256,7 @@ def _planning(
     return planning
 
 
-def _views(base: _Base, planning: Planning, exporter: Exporter) -> PlannerViews:
+def _views(base: _Base, planning: ArbiterPlanner, exporter: Exporter) -> PlannerViews:
     return PlannerViews(
         planning,
         exporter.metrics.registry,
@@ -293,7 +292,9 @@ def _exporter(base: _Base, shell: Shell, sampling: Sampling, state: Callable[[],
     return exporter
 
 
-def _control_api(deployment: Deployment, planning: Planning, state: Callable[[], str], tasks: Tasks) -> ControlApi:
+def _control_api(
+    deployment: Deployment, planning: ArbiterPlanner, state: Callable[[], str], tasks: Tasks
+) -> ControlApi:
     """The planner's; it answers when the graph is ready."""
 
     def ready() -> None:

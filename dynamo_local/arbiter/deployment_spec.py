@@ -25,7 +25,7 @@ NOT_OPTIONS = frozenset({"enabled", "namespace"})
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class DeploymentSpec:
     """`sections` are those of the services, merged, as workers read them; secrets are in the clear: it is sent over a
     private socket, and is kept in memory only. `planner` is the section as given, None where there is none.
 
@@ -45,7 +45,7 @@ class Wish:
         return dict(msgspec.to_builtins(asdict(self)))
 
     @classmethod
-    def from_json(cls, given: Any) -> Wish:
+    def from_json(cls, given: Any) -> DeploymentSpec:
         """What `as_json` made. Raises `BadInput` that names what is wrong."""
         try:
             return msgspec.convert(given, cls)

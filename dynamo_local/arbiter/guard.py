@@ -37,7 +37,7 @@ STOP_TIMEOUT_S = 2.0
 PLUGIN = "dynamo_local.circus_plugins.guardian.Guardian"
 
 
-class Guarding:
+class GuardianProcess:
     """Keeps one guardian running. `files` says which files it has to write again if they go with the arbiter."""
 
     def __init__(

@@ -88,7 +88,7 @@ def plan_deployment(
     masked = config.service_config_json(masked=True)
     gpus_option = request.gpus_option or "all"
     if found is not None:
-        adoption.check_same(found, adoption.Wish(spec, request.cwd, gpus_option, masked, etcd, nats))
+        adoption.check_same(found, adoption.DeploymentSpec(spec, request.cwd, gpus_option, masked, etcd, nats))
         ledger = adoption.hold_gpus(found, ledger, pool)
         workers = adoption.adopted_plans(found, factory, ledger)
     else:

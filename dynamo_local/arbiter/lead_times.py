@@ -28,7 +28,7 @@ from dynamo_local.state.leads import LeadFile
 log = logging.getLogger(__name__)
 
 
-class Leads:
+class RunLeadTimes:
     """The lead times of one run. `background` runs what takes time."""
 
     def __init__(
@@ -50,7 +50,7 @@ class Leads:
             log.warning("the lead times of earlier runs are not known: %s", error)
 
     def note(self, rung: str, component: str, seconds: float) -> None:
-        """One more: from the decision until it serves (or sleeps). `LeadWatch` calls it."""
+        """One more: from the decision until it serves (or sleeps). `LeadTimeWatch` calls it."""
         self.known = self.known.noted(rung, component, seconds)
         self._background(self._keep(rung, component, seconds))
 
@@ -82,7 +82,7 @@ class Leads:
 UNDER_WAY = frozenset({S.STARTING, S.FLIPPING, S.WAKING, S.FALLING_ASLEEP})
 
 
-class LeadWatch:
+class LeadTimeWatch:
     """Notes how long each way to a worker took.
 
     A start begins when its process is to be made, a flip, a wake and a sleep when they are ordered. What fails, is
@@ -143,30 +143,30 @@ def what_it_runs(service: ServiceSpec) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class LeadsNow:
+class LeadTimesNow:
     """What is known at a scrape. `spares` by engine and state."""
 
     leads: LeadTimes = field(default_factory=LeadTimes)
     spares: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
 
-class LeadMetrics(Collector):
+class LeadTimeMetrics(Collector):
     """Registered as the collector of its families. `now` is called at each scrape."""
 
-    def __init__(self, registry: CollectorRegistry, now: Callable[[], LeadsNow] = LeadsNow) -> None:
+    def __init__(self, registry: CollectorRegistry, now: Callable[[], LeadTimesNow] = LeadTimesNow) -> None:
         self._now = now
         registry.register(self)
 
     def describe(self) -> Iterator[Metric]:
         """All families, without samples."""
-        return _families(LeadsNow())
+        return _families(LeadTimesNow())
 
     def collect(self) -> Iterator[Metric]:
         """With what is known now."""
         return _families(self._now())
 
 
-def _families(now: LeadsNow) -> Iterator[Metric]:
+def _families(now: LeadTimesNow) -> Iterator[Metric]:
     leads = GaugeMetricFamily(
         f"{PREFIX}_lead_seconds",
         "From a decision until the worker served, by the way it came about; of this host's latest",

@@ -10,7 +10,9 @@ those children too that were given another environment. A child that left both c
 
 from __future__ import annotations
 
+import http.client
 import itertools
+import json
 import logging
 import os
 import shutil
@@ -20,14 +22,17 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from dynamo_local.arbiter.marks import GUARDIAN, SERVERS, household, marked, ourselves
-from dynamo_local.arbiter.revocation import revoke
+from dynamo_local.core.fleet.states import STAGES
 from dynamo_local.core.types import watcher_name
-from dynamo_local.errors import DynamoError, StateError
+from dynamo_local.errors import ConfigError, DynamoError, StateError
 from dynamo_local.state.raw import StateMissing, read_raw
 from dynamo_local.system.paths import Paths
-from dynamo_local.system.processes import is_alive, is_resource_tracker, sessions, start_time_s
+from dynamo_local.system.processes import is_alive, is_resource_tracker, send_signal, sessions, start_time_s
+from dynamo_local.transport.access import EtcdAccess
+from dynamo_local.transport.certificates import Certificates
 
 log = logging.getLogger(__name__)
 
@@ -276,3 +281,75 @@ def end_run(paths: Paths) -> list[str]:
     ended += end_servers(paths, run)
     clear(paths, run)
     return ended
+
+
+log = logging.getLogger(__name__)
+
+REVOKE_TIMEOUT_S = 2.0
+"""For each call to etcd: one that does not answer lets the leases expire by themselves."""
+
+
+def revoke(endpoints: str | None, certificates: str | None, leases: Iterable[str]) -> None:
+    """Revoke leases (hex) while etcd still answers; a failure is logged, they expire by themselves.
+
+    `certificates` is the folder of those of the embedded etcd; an etcd of the user's (None) is reached with what our
+    environment says (`transport.access`).
+    """
+    leases = list(leases)
+    if not endpoints or not leases:
+        return
+    first = endpoints.split(",")[0].strip()
+    try:
+        _revoke_at(first, certificates, leases)
+    except (OSError, ValueError, http.client.HTTPException, ConfigError) as error:
+        log.warning("etcd at %s does not answer us, the leases expire by themselves: %s", first, error)
+
+
+def _revoke_at(endpoint: str, certificates: str | None, leases: list[str]) -> None:
+    env = Certificates(Path(certificates)).etcd_env if certificates else os.environ
+    access = EtcdAccess.of(env)
+    target = urlsplit(endpoint if "//" in endpoint else f"//{endpoint}")
+    host, port = target.hostname or "", target.port or 2379
+    connection = (
+        http.client.HTTPSConnection(host, port, timeout=REVOKE_TIMEOUT_S, context=access.tls.context())
+        if target.scheme == "https"
+        else http.client.HTTPConnection(host, port, timeout=REVOKE_TIMEOUT_S)
+    )
+
+    def ask(path: str, body: dict[str, Any], headers: Mapping[str, str]) -> tuple[int, str]:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **headers})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode("utf-8", "replace")
+
+    try:
+        headers = {}
+        if access.user is not None:
+            status, text = ask("/v3/auth/authenticate", {"name": access.user, "password": access.password}, {})
+            if status == http.client.OK:
+                headers["Authorization"] = json.loads(text)["token"]
+        for lease in leases:
+            status, text = ask("/v3/lease/revoke", {"ID": str(int(lease, 16))}, headers)
+            if status != http.client.OK and "lease not found" not in text:
+                log.warning("lease %s was not revoked (it expires by itself): %s", lease, text.strip())
+    finally:
+        connection.close()
+
+
+EXIT_POLL_S = 0.02
+
+
+def drain_without_arbiter(workers: Iterable[Known], tell: Callable[[str], None]) -> None:
+    """Drain workers whose arbiter is dead: asked by SIGTERM, waited for within each one's deadline.
+
+    Blocks. The caller ends what is still there afterwards.
+    """
+    workers = list(workers)
+    for stage in STAGES:
+        asked = [worker for worker in workers if worker.role in stage and worker.alive]
+        for worker in asked:
+            tell(f"{worker.name}: draining")
+            send_signal(worker.pid, signal.SIGTERM)
+        began_s = time.monotonic()
+        for worker in asked:
+            while worker.alive and time.monotonic() - began_s < worker.drain_deadline_s:
+                time.sleep(EXIT_POLL_S)

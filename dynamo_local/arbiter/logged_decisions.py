@@ -29,7 +29,7 @@ Made = Callable[[], dict[str, Any]]
 """Makes a record: in the thread that writes it."""
 
 
-class InOrder:
+class OrderedWriter:
     """Writes records of a log in a thread, one after the other."""
 
     def __init__(self, log: JsonLog, background: Background, tell: Tell, trouble: Trouble) -> None:
@@ -70,7 +70,7 @@ class LoggedDecisions:
 
     def __init__(self, make: Callable[[Path], DecisionLog], path: Path, background: Background, tell: Tell) -> None:
         self.log = make(path)
-        self._lines = InOrder(self.log, background, tell, UNWRITABLE)
+        self._lines = OrderedWriter(self.log, background, tell, UNWRITABLE)
 
     def on_pull(self, pull: Pull) -> None:
         """Of no interest here."""
@@ -89,7 +89,7 @@ class LoggedTicks:
     """A `Recorder` that writes the log of ticks, for `dynamo planner replay`. Made in a thread."""
 
     def __init__(self, make: Callable[[Path], TickLog], path: Path, background: Background, tell: Tell) -> None:
-        self._lines = InOrder(make(path), background, tell, TICKS_UNWRITABLE)
+        self._lines = OrderedWriter(make(path), background, tell, TICKS_UNWRITABLE)
         self._options: PolicyOptions | None = None
         self._since = 0
 

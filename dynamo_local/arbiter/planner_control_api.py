@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynamo_local.arbiter.planning import Planning
+from dynamo_local.arbiter.planning import ArbiterPlanner
 from dynamo_local.arbiter.tasks import Tasks
 from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.config.resolve import planned_components
@@ -111,7 +111,7 @@ class ControlApi:
     show a key, as a scrape of the metrics must."""
 
     def __init__(
-        self, planning: Planning, socket: Path, *, ready: Callable[[], None], api_key: str | None, tasks: Tasks
+        self, planning: ArbiterPlanner, socket: Path, *, ready: Callable[[], None], api_key: str | None, tasks: Tasks
     ) -> None:
         self._planning = planning
         self._socket = socket

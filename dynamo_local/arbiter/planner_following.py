@@ -41,7 +41,7 @@ _TRIED_AGAIN = frozenset({Phase.REFUSED, Phase.UNDER_WAY})
 """In every other phase only a change of the keys or of the fleet can be anything to it."""
 
 
-class Following:
+class DecisionFollower:
     """The follower of one namespace, from `start` to `stop`. `fleet` are the workers of both roles, counted now."""
 
     def __init__(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -197,6 +197,83 @@ def _engines(pull: Pull | None) -> Iterator[Metric]:
             if not isinstance(seen.last, Missing):
                 family.add_metric([engine.worker_id, str(engine.dp_rank)], tokens(seen.last))
         yield family
+
+
+LAG_BUCKETS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+
+
+class PlannerMetrics:
+    """The planner's part of `/metrics`, in the arbiter's registry. A `PlannerObserver`."""
+
+    def __init__(self, registry: CollectorRegistry, now: Callable[[], PlannerNow] = PlannerNow) -> None:
+        self.registry = registry
+        self._now = now
+        registry.register(_Gauges(now))
+        self.gauges = PlannerGauges(registry, now)
+        self.tick_lag = Histogram(
+            f"{PREFIX}_tick_lag_seconds", "By how much each tick came late", buckets=LAG_BUCKETS, registry=registry
+        )
+        self.decisions = Counter(
+            f"{PREFIX}_decisions",
+            "Decisions about each component, by the rule that decided; a hold is one, too",
+            ["component", "rule"],
+            registry=registry,
+        )
+        self.scale_actions = Counter(
+            f"{PREFIX}_scale_actions",
+            "Steps that were decided, and what came of them: committed, refused, no_operation or deferred; "
+            "in a virtual environment written or skipped",
+            ["component", "direction", "outcome"],
+            registry=registry,
+        )
+
+    def on_pull(self, pull: Pull) -> None:
+        """See `PlannerObserver`."""
+        self.gauges.on_pull(pull)
+        self.tick_lag.observe(self._now().counts.lag_s)
+
+    def on_decision(self, record: DecisionRecord) -> None:
+        """See `PlannerObserver`."""
+        self.gauges.on_decision(record)
+        for reason in record.decision.reasons:
+            self.decisions.labels(reason.component, reason.rule).inc()
+        for component, outcome in record.outcomes.items():
+            direction = "up" if record.decision.steps[component] > 0 else "down"
+            self.scale_actions.labels(component, direction, outcome.outcome).inc()
+
+
+class _Gauges(Collector):
+    def __init__(self, now: Callable[[], PlannerNow]) -> None:
+        self._now = now
+
+    def describe(self) -> Iterator[Metric]:
+        return _loop_families(PlannerNow())
+
+    def collect(self) -> Iterator[Metric]:
+        return _loop_families(self._now())
+
+
+def _loop_families(now: PlannerNow) -> Iterator[Metric]:
+    state = GaugeMetricFamily(f"{PREFIX}_state", "1 for the state that the planner is in", labels=["state"])
+    for each in PlannerState:
+        state.add_metric([each], float(each is now.state))
+    yield state
+    ticks, failed = now.counts.pulls, now.counts.failed_ticks
+    yield CounterMetricFamily(f"{PREFIX}_ticks", "Ticks: pulls of the metrics, failed ones included", ticks)
+    yield CounterMetricFamily(f"{PREFIX}_failed_ticks", "Ticks that raised; each was tried again", failed)
+    held = GaugeMetricFamily(
+        f"{PREFIX}_loop_held_max_seconds",
+        "The longest that one step of a tick, or of asking a source, held the arbiter's loop so far; on a busy host "
+        "the wall clock counts what others had of the core",
+        labels=["work", "clock"],
+    )
+    for work, longest in now.counts.held.longest.items():
+        held.add_metric([work, "wall"], longest.elapsed_s)
+        held.add_metric([work, "cpu"], longest.cpu_s)
+    yield held
+    yield CounterMetricFamily(
+        f"{PREFIX}_tensorboard_dropped_points", "TensorBoard points that never reached the disk", now.dropped
+    )
 
 
 # --- plugin_metrics

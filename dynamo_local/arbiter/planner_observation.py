@@ -16,7 +16,7 @@ from typing import Any
 from dynamo_local.arbiter.controller import Shell
 from dynamo_local.arbiter.links import Links
 from dynamo_local.arbiter.planner_options import prometheus_options
-from dynamo_local.arbiter.profile_check import Drifting
+from dynamo_local.arbiter.profile_check import ProfileDrift
 from dynamo_local.arbiter.sampler import Sampling
 from dynamo_local.clock import Clock, Turns
 from dynamo_local.components.commands.launch import DYNAMO_1X
@@ -41,7 +41,7 @@ ANSWER = frozenset({None, DYNAMO_1X})
 """The runtimes whose frontends and engines tell (None: our own components)."""
 
 
-class Observing:
+class ObservationSources:
     """`TrafficSource`, `RequestSource` and `PassSource` of one graph. `follow` says for what kind of planner, `close`
     that there is none any more. `background` runs what nobody waits for."""
 
@@ -68,7 +68,7 @@ class Observing:
         self._counting: asyncio.Task[None] | None = None
         self._asking = asyncio.Lock()
         self._elsewhere: PrometheusTraffic | None = None
-        self.drift = Drifting(self._passes_for, clock, tell)
+        self.drift = ProfileDrift(self._passes_for, clock, tell)
 
     # --- what is wanted ----------------------------------------------------------------------------
 

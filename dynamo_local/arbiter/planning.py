@@ -16,9 +16,8 @@ from dynamo_local.arbiter.controller import Shell
 from dynamo_local.arbiter.links import Links
 from dynamo_local.arbiter.logged_decisions import LoggedDecisions, LoggedTicks
 from dynamo_local.arbiter.planner_following import connected_virtually
-from dynamo_local.arbiter.planner_observation import ArbiterWorld, Observing, prefills_wait_in
+from dynamo_local.arbiter.planner_observation import ArbiterWorld, ObservationSources, prefills_wait_in
 from dynamo_local.arbiter.planner_options import actuators, changed_options, policy_of, policy_options
-from dynamo_local.arbiter.planner_plugins import NOBODY, PlannerPlugins
 from dynamo_local.arbiter.sampler import Sampling
 from dynamo_local.arbiter.statefile import Statefile
 from dynamo_local.clock import Clock
@@ -31,6 +30,9 @@ from dynamo_local.planner.collector import Puller
 from dynamo_local.planner.connectors import Connector, LocalConnector, VirtualConnector
 from dynamo_local.planner.forecasting.answers import ArbiterForecaster
 from dynamo_local.planner.loop import Counts, PlannerLoop, PlannerObserver, PlannerState
+from dynamo_local.planner.plugins.pipeline import PluginPipeline
+from dynamo_local.planner.plugins.registry import Counters, PluginRow
+from dynamo_local.planner.plugins.service import PluginService
 from dynamo_local.planner.policies.protocol import Policy
 from dynamo_local.planner.records import decision_log as decisions
 from dynamo_local.planner.records.decision_log import DecisionLog, decision_log_path
@@ -54,7 +56,7 @@ AT_START = {
 """What can be chosen at a start only, and its option there."""
 
 
-class Planning:
+class ArbiterPlanner:
     """The planner of one run. Made stopped; its commands raise `DynamoError`s fit for a person."""
 
     def __init__(
@@ -83,7 +85,7 @@ class Planning:
         self._sampling = sampling
         self._links = links
         self._background = background
-        self.observing = Observing(lambda: self._graph, shell, links, clock, background, tell)
+        self.sources = ObservationSources(lambda: self._graph, shell, links, clock, background, tell)
         self._tell = tell
         self._refused = False
         self._forecaster = ArbiterForecaster()
@@ -306,7 +308,7 @@ class Planning:
             await self._disconnect()
             raise
         self.options = options
-        self.observing.follow(options)
+        self.sources.follow(options)
         self._loop.act_through(connector, pipeline)
         self._loop.start(policy_options(options), policy, no_operation=options.no_operation, paused=paused)
         await self._keep()
@@ -332,7 +334,7 @@ class Planning:
             self._virtual.release()
         # Together: a tick that waits for a forecast ends with the process that makes it, not at its deadline.
         await asyncio.gather(loop.stop(), self._forecaster.close())
-        self.observing.close()
+        self.sources.close()
         await self._disconnect()
         for on_stop in self._on_stop:
             await on_stop()
@@ -372,9 +374,9 @@ class Planning:
                 world,
                 world if prefill is not None else None,
                 self._clock,
-                traffic=self.observing,
-                passes=self.observing,
-                requests=self.observing,
+                traffic=self.sources,
+                passes=self.sources,
+                requests=self.sources,
             ),
             LocalConnector(self._orders),
             self._clock,
@@ -398,7 +400,7 @@ class Planning:
     def _change(self, options: PlannerConfig, policy: Policy[Any]) -> None:
         self.options = options
         if self.state is not PlannerState.STOPPED:
-            self.observing.follow(options)
+            self.sources.follow(options)
         if self._loop is not None:
             self._loop.change(policy_options(options), policy, no_operation=options.no_operation)
         if self._virtual is not None:
@@ -412,3 +414,54 @@ class Planning:
     def _note(self) -> None:
         options = self.options.model_dump(mode="json", exclude_unset=True, exclude={"enabled"})
         self._statefile.head.planner = PlannerEntry(state=self.state.value, options=options)
+
+
+NOBODY: Mapping[str, Any] = {"plugins": [], "not_taken": {}, "gateway": None, "last_tick": None}
+
+
+class PlannerPlugins:
+    """Of one run. `runtime` is where the gateway's socket is; secrets are read from `environ` and files."""
+
+    def __init__(self, clock: Clock, *, environ: Mapping[str, str], runtime: Path, tell: Tell) -> None:
+        self._clock = clock
+        self._environ = environ
+        self._runtime = runtime
+        self._tell = tell
+        self._service: PluginService | None = None
+
+    async def start(self, options: PlannerConfig) -> PluginPipeline:
+        """Those of these options. Raises `ConfigError` where the gateway cannot listen, or a secret cannot be read."""
+        service = PluginService(
+            options.scheduling,
+            options.plugin_registration,
+            clock=self._clock,
+            environ=self._environ,
+            runtime=self._runtime,
+            tell=self._tell,
+        )
+        try:
+            await service.start()
+        except BaseException:
+            await service.stop()
+            raise
+        self._service = service
+        return service.pipeline
+
+    async def stop(self) -> None:
+        """All plugins leave."""
+        service, self._service = self._service, None
+        if service is not None:
+            await service.stop()
+
+    def status(self) -> dict[str, Any]:
+        """For the planner's status."""
+        return dict(NOBODY) if self._service is None else self._service.status()
+
+    def rows(self) -> tuple[PluginRow, ...]:
+        """For metrics."""
+        return () if self._service is None else self._service.rows()
+
+    @property
+    def counters(self) -> Counters:
+        """Of this start of the planner."""
+        return Counters() if self._service is None else self._service.registry.counters

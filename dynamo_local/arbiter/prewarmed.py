@@ -7,22 +7,25 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
 from dynamo_local.arbiter.deployment import Deployment, Launcher
 from dynamo_local.arbiter.marks import marks
-from dynamo_local.arbiter.prewarmed_kinds import Kind, Kinds, secrets_of
 from dynamo_local.arbiter.tasks import Tasks
 from dynamo_local.clock import Clock
+from dynamo_local.components.text.model import TINY_MODEL
 from dynamo_local.core.fleet.fleet import Fleet
-from dynamo_local.core.fleet.states import TRAITS
+from dynamo_local.core.fleet.states import ROLES, TRAITS
+from dynamo_local.core.gpus import GpuDevice, cuda_visible_devices
 from dynamo_local.core.notes import Elsewhere, Tell
-from dynamo_local.core.prewarmed import SOCKET_FD, SPARE
-from dynamo_local.core.types import how_it_ended, watcher_name
+from dynamo_local.core.prewarmed import ROOM, ROOM_BYTES, SOCKET_FD, SPARE, EngineName, early, engine_of
+from dynamo_local.core.secrets import is_secret_variable
+from dynamo_local.core.types import ServiceSpec, how_it_ended, watcher_name
 from dynamo_local.state.schema import SpareEntry
 from dynamo_local.system import fd_messages
 from dynamo_local.system.log_files import set_aside
@@ -49,11 +52,11 @@ CALM_BOUND_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
-class Spare:
+class PrewarmedProcess:
     """One process. `warm_s` is when its modules were imported, of the arbiter's clock."""
 
     name: str
-    kind: Kind
+    kind: PrewarmedKind
     connection: socket.socket
     started_s: float
     pid: int | None = None
@@ -68,7 +71,7 @@ class Spare:
 
 
 @dataclass(frozen=True, slots=True)
-class SpareRules:
+class PrewarmedRules:
     """How spares are run: so many of each kind, with these marks by which a run's processes are found."""
 
     count: int
@@ -85,7 +88,7 @@ async def end_process(pid: int) -> None:
     await wait_exit(pid, ENDED_TIMEOUT_S)
 
 
-class Spares:
+class PrewarmedProcesses:
     """`wanted` are the kinds, `calm` says that no worker is coming up; `on_change` is called, as a task of
     `background`, when there is another spare, or one less. `end` ends a process, and returns when it is gone."""
 
@@ -93,10 +96,10 @@ class Spares:
         self,
         host: SpareHost,
         paths: Paths,
-        rules: SpareRules,
+        rules: PrewarmedRules,
         clock: Clock,
         *,
-        wanted: Callable[[], tuple[Kind, ...]],
+        wanted: Callable[[], tuple[PrewarmedKind, ...]],
         calm: Callable[[], bool],
         background: Callable[[Coroutine[Any, Any, None]], object],
         on_change: Callable[[], Coroutine[Any, Any, None]],
@@ -113,7 +116,7 @@ class Spares:
         self._tell = tell
         self._end_process = end
         self._on_change = on_change
-        self._spares: dict[str, Spare] = {}
+        self._spares: dict[str, PrewarmedProcess] = {}
         self._failures = 0
         self._next_try_s = 0.0
         self._reason: str | None = None
@@ -138,7 +141,7 @@ class Spares:
         """What is wanted may have changed."""
         self._woken.set()
 
-    def _missing(self) -> Kind | None:
+    def _missing(self) -> PrewarmedKind | None:
         wanted = self._wanted()
         for spare in list(self._spares.values()):
             if spare.kind not in wanted and not spare.taken:
@@ -161,12 +164,12 @@ class Spares:
             n += 1
         return name
 
-    async def _start(self, kind: Kind) -> None:
+    async def _start(self, kind: PrewarmedKind) -> None:
         """One spare, until it is warm or has failed."""
         name = self._free_name()
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        spare = self._spares[name] = Spare(name, kind, ours, self._clock.now_s())
+        spare = self._spares[name] = PrewarmedProcess(name, kind, ours, self._clock.now_s())
         rules = self._rules
         env = kind.environment(rules.marks(name), rules.visible, rules.log_level)
         log_file = self._paths.log_file(name)
@@ -197,7 +200,7 @@ class Spares:
         spare.warm_s = self._clock.now_s()
         await self._on_change()
 
-    async def _give_up(self, spare: Spare, why: str) -> None:
+    async def _give_up(self, spare: PrewarmedProcess, why: str) -> None:
         """It is of no use: end it, and try again later."""
         if self._spares.get(spare.name) is spare:
             self._failed(f"{spare.name}: {why}")
@@ -230,12 +233,12 @@ class Spares:
         await self._host.forget(name)
         await self._on_change()
 
-    def _dismiss(self, spare: Spare) -> None:
+    def _dismiss(self, spare: PrewarmedProcess) -> None:
         """It is not wanted any more: it ends when its socket is closed."""
         spare.taken = True
         spare.connection.close()
 
-    async def _end(self, spare: Spare) -> None:
+    async def _end(self, spare: PrewarmedProcess) -> None:
         """End it, and return when it is gone."""
         spare.taken = True
         if spare.pid is not None:
@@ -254,7 +257,7 @@ class Spares:
 
     # --- using one -------------------------------------------------------------------------------
 
-    async def become(self, spec: ProcessSpec, kind: Kind) -> int | None:
+    async def become(self, spec: ProcessSpec, kind: PrewarmedKind) -> int | None:
         """The pid of a process that is that worker now, and was a spare; None if there is none, or it failed."""
         spare = next((each for each in self._spares.values() if each.kind == kind and each.state == "warm"), None)
         if spare is None or self._leaving:
@@ -277,7 +280,7 @@ class Spares:
         self._background(self._on_change())
         return pid
 
-    async def _order(self, spare: Spare, spec: ProcessSpec) -> None:
+    async def _order(self, spare: PrewarmedProcess, spec: ProcessSpec) -> None:
         """Tell it what it is now, and hear that it is. Raises OSError, TimeoutError, ValueError."""
         order = {"argv": list(spec.argv), "env": dict(spec.env), "cwd": spec.cwd, "secret": secrets_of(spec.env)}
         log_fd = os.open(spec.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -322,7 +325,7 @@ class Spares:
         return found
 
 
-def _status(spare: Spare, now_s: float) -> dict[str, Any]:
+def _status(spare: PrewarmedProcess, now_s: float) -> dict[str, Any]:
     return {
         "watcher_name": spare.name,
         "engine": spare.kind.engine,
@@ -349,10 +352,12 @@ def resident_bytes(pid: int) -> int | None:
 REMEMBERED = 1024
 
 
-class SparedHost:
+class PrewarmedHost:
     """A `ProcessHost` before another one. `kind_of` says of which kind of spare a worker of that name can be made."""
 
-    def __init__(self, host: ProcessHost, spares: Spares | None, kind_of: Callable[[str], Kind | None]) -> None:
+    def __init__(
+        self, host: ProcessHost, spares: PrewarmedProcesses | None, kind_of: Callable[[str], PrewarmedKind | None]
+    ) -> None:
         self._host = host
         self._spares = spares
         self._kind_of = kind_of
@@ -381,7 +386,7 @@ class SparedHost:
         return pid in self._warm
 
 
-class Spared:
+class PrewarmedPool:
     """The prewarmed processes of one run, and the host of its workers, which uses them.
 
     `fleet` and `env` are read once the run has begun: its workers, and what they are told of etcd and NATS.
@@ -402,13 +407,13 @@ class Spared:
     ) -> None:
         self._launcher = launcher
         self._fleet = fleet
-        self._kinds = Kinds(launcher, env, deployment.gpus)
+        self._kinds = PrewarmedKinds(launcher, env, deployment.gpus)
         self._impossible = not hasattr(host, "rename_process")
         self._tell = tell
         settings, paths = deployment.settings, deployment.paths
-        self.spares: Spares | None = None
+        self.spares: PrewarmedProcesses | None = None
         if settings.spares and not self._impossible:
-            rules = SpareRules(
+            rules = PrewarmedRules(
                 count=settings.spares,
                 marks=partial(marks, deployment.graph.namespace, paths.statefile, deployment.run_id),
                 visible=self._kinds.visible,
@@ -416,7 +421,7 @@ class Spared:
                 death_signal=None if settings.keep_on_arbiter_death else signal.SIGKILL,
                 start_deadline_s=settings.start_deadline_s,
             )
-            self.spares = Spares(
+            self.spares = PrewarmedProcesses(
                 cast(SpareHost, host),
                 paths,
                 rules,
@@ -427,7 +432,7 @@ class Spared:
                 on_change=on_change,
                 tell=tell,
             )
-        self.host = SparedHost(host, self.spares, self._kind_of)
+        self.host = PrewarmedHost(host, self.spares, self._kind_of)
 
     def begin(self, tasks: Tasks) -> None:
         """Start prewarmed processes from now on: the run is ready."""
@@ -462,10 +467,72 @@ class Spared:
         if self.spares is not None:
             await self.spares.close()
 
-    def _kind_of(self, name: str) -> Kind | None:
+    def _kind_of(self, name: str) -> PrewarmedKind | None:
         worker = self._fleet().workers.get(name)
         return None if worker is None else self._kinds.of(self._launcher.factory.service(worker.component))
 
     def _calm(self) -> bool:
         workers = self._fleet().workers.values()
         return not any(TRAITS[worker.state].comes_up and TRAITS[worker.state].runs for worker in workers)
+
+
+MODULE = "dynamo_local.worker.prewarmed"
+WORDS_ROOM = 160
+"""Padding behind the command line, so that `ps` can show the worker's."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrewarmedKind:
+    """What a spare has that cannot be given to it later. `env` is the early part of a worker's environment."""
+
+    engine: EngineName
+    cwd: str
+    env: tuple[tuple[str, str], ...]
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        """The command of such a spare."""
+        return (sys.executable, "-m", MODULE, self.engine, "." * WORDS_ROOM)
+
+    def environment(self, marks: Mapping[str, str], visible: str | None, log_level: str | None) -> dict[str, str]:
+        """Of a spare of this kind; `visible` are the devices of the run (None: the user pins)."""
+        env = {**dict(self.env), **marks, ROOM: "." * ROOM_BYTES}
+        if visible is not None:
+            env["CUDA_VISIBLE_DEVICES"] = visible
+        if log_level is not None:
+            env["DYN_LOG"] = log_level
+        return env
+
+
+class PrewarmedKinds:
+    """The kinds of spares that a run's services need; `env` is what every worker is told beside the factory's."""
+
+    def __init__(self, launcher: Launcher, env: Callable[[], Mapping[str, str]], gpus: Sequence[GpuDevice]) -> None:
+        self._launcher = launcher
+        self._env = env
+        self._alike = len({device.name for device in gpus}) <= 1
+        self.visible = cuda_visible_devices(gpus) if launcher.factory.settings.pin_gpus else None
+
+    def wanted(self) -> tuple[PrewarmedKind, ...]:
+        """One for each engine and environment of the graph's services, in its order."""
+        found = (self.of(spec) for spec in self._launcher.factory.graph.services)
+        return tuple(dict.fromkeys(kind for kind in found if kind is not None))
+
+    def of(self, spec: ServiceSpec) -> PrewarmedKind | None:
+        """The kind of spare that can become a worker of that service; None if none can: it is a command, it computes
+        nothing, or the devices differ and what was found out of one while importing would be used on another."""
+        if spec.runtime is not None or not ROLES[spec.role].computes:
+            return None
+        named = cast("EngineName | None", spec.config.get("engine"))
+        engine = engine_of(named, spec.config.get("model"), TINY_MODEL)
+        if engine == "vllm" and not self._alike:
+            return None
+        factory = self._launcher.factory
+        plan = factory.plan(spec, "", ())
+        kept = early({**plan.env, **self._env()}, factory.key_env.get(spec.name, {}))
+        return PrewarmedKind(engine, plan.cwd, tuple(sorted(kept.items())))
+
+
+def secrets_of(env: Mapping[str, str]) -> list[str]:
+    """Names of the variables that /proc need not show."""
+    return [name for name in env if is_secret_variable(name)]

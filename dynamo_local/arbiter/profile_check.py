@@ -90,7 +90,7 @@ log = logging.getLogger(__name__)
 EVERY_S = 10.0
 
 
-class Drifting:
+class ProfileDrift:
     """`ask` gives the ready engines' passes since the tracker's last ones. `follow` says by which options a planner
     runs, `close` that none does."""
 

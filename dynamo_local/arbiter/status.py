@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_local.arbiter.composition import Parts
-from dynamo_local.arbiter.planner_following import Following
+from dynamo_local.arbiter.planner_following import DecisionFollower
 from dynamo_local.arbiter.progress import Row
 from dynamo_local.core.fleet import draining as drains
 from dynamo_local.core.fleet.degraded import READY, lacking, shown_state
@@ -160,7 +160,7 @@ def ready_facts(parts: Parts, seconds: float) -> dict[str, Any]:
     return {"namespace": namespace, "frontend_url": url, "seconds": round(seconds, 3)}
 
 
-def run_status(parts: Parts, state: str, following: Following | None) -> dict[str, Any]:
+def run_status(parts: Parts, state: str, following: DecisionFollower | None) -> dict[str, Any]:
     """`state` is the run's own: starting, adopting, ready (told as degraded where something is missing), leaving."""
     head, fleet = parts.statefile.head, parts.shell.fleet
     waits_for = parts.starts.waits_for.get
@@ -171,7 +171,7 @@ def run_status(parts: Parts, state: str, following: Following | None) -> dict[st
         "state": shown_state(state, fleet),
         "missing": [lack.what for lack in lacking(fleet)] if state == READY else [],
         "arbiter_pid": os.getpid(),
-        "guardian_pid": parts.guarding.pid,
+        "guardian_pid": parts.guardian.pid,
         "on_arbiter_death": head.on_arbiter_death,
         "circus_endpoint": head.circus_endpoint,
         "etcd_endpoints": head.etcd_endpoints,
@@ -187,7 +187,7 @@ def run_status(parts: Parts, state: str, following: Following | None) -> dict[st
         "changes": [_change(plan) for plan in fleet.restarts],
         "planner": parts.planning.status(),
         "follow": None if following is None else following.status(),
-        "spares": parts.spared.status(),
+        "spares": parts.prewarmed.status(),
         "lead_times": parts.leads.status(),
         "tasks": parts.tasks.status(),
         "notes": parts.notes.as_json(fleet),

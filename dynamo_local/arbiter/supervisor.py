@@ -16,16 +16,15 @@ from functools import partial
 from typing import Any, cast
 
 from dynamo_local.arbiter.adoption import Adoption, Found
-from dynamo_local.arbiter.apply import Applying
+from dynamo_local.arbiter.apply import ApplyCommand
 from dynamo_local.arbiter.composition import Parts, compose
 from dynamo_local.arbiter.controller import PULSE_EVERY_S
 from dynamo_local.arbiter.deployment import Deployment, WatcherFactory
 from dynamo_local.arbiter.links import INFRA_TIMEOUT_S
-from dynamo_local.arbiter.planner_following import Following, layout_to_follow
-from dynamo_local.arbiter.planning import Planning
-from dynamo_local.arbiter.progress import View
-from dynamo_local.arbiter.server_choice import choose_servers
-from dynamo_local.arbiter.shown_logs import ShownLogs
+from dynamo_local.arbiter.planner_following import DecisionFollower, layout_to_follow
+from dynamo_local.arbiter.planning import ArbiterPlanner
+from dynamo_local.arbiter.progress import ShownLogs, View
+from dynamo_local.arbiter.servers import choose_servers
 from dynamo_local.arbiter.statefile import arbiter_facts, policy
 from dynamo_local.arbiter.status import ready_facts, row, run_status
 from dynamo_local.clock import Clock, sleep_to_next
@@ -83,7 +82,7 @@ class RunCommands:
 
     state: str
     parts: Parts
-    _applying: Applying
+    _applying: ApplyCommand
 
     async def scale(
         self,
@@ -142,7 +141,7 @@ class RunCommands:
         self._check_running()
         return await self._applying.apply(deployment, dry_run=dry_run, force=force, stimulus_id=stimulus_id)
 
-    def planner(self) -> Planning:
+    def planner(self) -> ArbiterPlanner:
         """Whom the `dynamo planner` commands speak to."""
         self._check_running()
         return self.parts.planning
@@ -174,7 +173,7 @@ class Supervisor(RunCommands):
         self.clock = clock
         self.view = view
         self.state = "starting"
-        self.following: Following | None = None
+        self.following: DecisionFollower | None = None
         self.parts = compose(
             deployment,
             host=make_host(self, self._on_exit),
@@ -187,7 +186,7 @@ class Supervisor(RunCommands):
             follows=lambda: None if self.following is None else self.following.status(),
             on_change=self._record_others,
         )
-        self._applying = Applying(self.parts)
+        self._applying = ApplyCommand(self.parts)
         self._spare = SpareDescriptors(self.parts.notes.tell)
         self._started_s = clock.now_s()
         loop = asyncio.get_running_loop()
@@ -214,7 +213,7 @@ class Supervisor(RunCommands):
         parts.tasks.keep("runtime folder check", parts.runtime_folder.run)
         await (self._start_anew() if found is None else self._take_back(found))
         self.state = "ready"
-        parts.spared.begin(parts.tasks)
+        parts.prewarmed.begin(parts.tasks)
         await self._follow()
         await parts.planning.begin(
             starts=self.deployment.load_planner_flag if self.following is None else False,
@@ -228,7 +227,7 @@ class Supervisor(RunCommands):
         for origin in parts.servers.origins:
             self.view.event(origin)
         await parts.statefile.create()
-        await parts.guarding.start()  # before there is anything to be guarded
+        await parts.guardian.start()  # before there is anything to be guarded
         workers = {}
         for plan in self.deployment.workers:
             uuids = fleet.gpus.held_uuids.get(plan.name, ())
@@ -261,14 +260,14 @@ class Supervisor(RunCommands):
         for restart in shell.fleet.restarts:
             names = ", ".join(name for name, _ in restart.todo)
             parts.notes.tell(f"the restart that was under way goes on: {names}")
-        await parts.guarding.replace()
+        await parts.guardian.replace()
         parts.statefile.head.on_arbiter_death = policy(self.deployment)
         await self._record_others()
 
     async def _record_others(self) -> None:
         """Pids of servers and spares may change with every restart; an adoption needs those of now."""
         self.parts.statefile.head.servers = self.parts.servers.records() or None
-        self.parts.statefile.head.spares = self.parts.spared.records() or None
+        self.parts.statefile.head.spares = self.parts.prewarmed.records() or None
         await self.parts.statefile.write_head(self._fleet)
 
     async def _connect(self) -> None:
@@ -300,7 +299,7 @@ class Supervisor(RunCommands):
         layout = await layout_to_follow(parts.statefile, self._fleet, deployment.follow, plans=plans)
         if layout is None:
             return
-        self.following = Following(
+        self.following = DecisionFollower(
             parts.links.kv,
             deployment.graph.namespace,
             layout,
@@ -345,8 +344,8 @@ class Supervisor(RunCommands):
 
     def _on_exit(self, name: str, pid: int, code: int | None) -> None:
         parts = self.parts
-        ours = parts.servers.exited(name, code) or parts.guarding.exited(name, code)
-        if not ours and not parts.spared.exited(name, pid, code):
+        ours = parts.servers.exited(name, code) or parts.guardian.exited(name, code)
+        if not ours and not parts.prewarmed.exited(name, pid, code):
             parts.effects.exited(name, pid, code)
 
     def _failed(self, worker: Worker, reason: str) -> None:
@@ -422,11 +421,11 @@ class Supervisor(RunCommands):
             await parts.control_api.stop()
             await parts.views.reports.close()
             await parts.exporter.stop()
-            await parts.guarding.stop()
+            await parts.guardian.stop()
             self._gone.set()
             return
         self.state = "leaving"
-        await parts.spared.close()
+        await parts.prewarmed.close()
         try:
             parts.shell.feed(Leave(stimulus_id="down", now=self._now))
             await parts.waiting.until(lambda: leaving.has_left(parts.shell.fleet))
@@ -454,7 +453,7 @@ class Supervisor(RunCommands):
         await parts.control_api.stop()
         await parts.views.reports.close()
         await parts.exporter.stop()
-        await parts.guarding.stop()  # last: until here it would have ended what we had not
+        await parts.guardian.stop()  # last: until here it would have ended what we had not
         try:
             await asyncio.to_thread(parts.statefile.store.remove_if_owned, self.deployment.run_id)
         except DynamoError as error:

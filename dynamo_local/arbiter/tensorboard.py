@@ -6,6 +6,7 @@ blocks when full, and dies silently of the first `OSError`.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import logging
@@ -20,7 +21,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from dynamo_local.clock import Clock
 from dynamo_local.errors import ConfigError, how_to_install
+from dynamo_local.planner.records import figures
+from dynamo_local.planner.records.decision_log import DecisionRecord
+from dynamo_local.planner.values import Pull
 
 log = logging.getLogger(__name__)
 
@@ -167,3 +172,68 @@ def _event(points: Mapping[str, float], step: int, wall_s: float) -> Any:
 
     values = [Summary.Value(tag=name, simple_value=value) for name, value in points.items()]
     return Event(wall_time=wall_s, step=step, summary=Summary(value=values))
+
+
+class Board:
+    """A `PlannerObserver` that writes TensorBoard scalars from `open` to `close`, and nothing before or after.
+
+    `base` is the folder that a relative log_dir is in, `logs` the run's own.
+    """
+
+    def __init__(self, base: Path, logs: Path, clock: Clock, tell: Callable[[str], None]) -> None:
+        self._base = base
+        self._logs = logs
+        self._clock = clock
+        self._tell = tell
+        self._log_dir: Path | None = None
+        self._file: ScalarFile | None = None
+        self._began_s = 0.0
+        self._dropped_before = 0
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the scalars go; None while they go nowhere."""
+        return None if self._file is None else self._file.folder
+
+    @property
+    def dropped(self) -> int:
+        """Points that never reached the disk, of all files so far."""
+        return self._dropped_before + (0 if self._file is None else self._file.dropped)
+
+    async def open(self, log_dir: Path | None) -> None:
+        """The planner starts, or its log_dir is changed. Raises `ConfigError`, with the old file still open."""
+        if self._file is not None and log_dir == self._log_dir:
+            return
+        now = datetime.fromtimestamp(self._clock.wall_s()).astimezone()
+        folder = folder_for(log_dir, base=self._base, logs=self._logs, now=now)
+        try:
+            file = None if folder is None else await asyncio.to_thread(ScalarFile, folder)
+        except ConfigError as error:
+            if log_dir is not None:
+                raise
+            self._tell(f"no TensorBoard scalars: {error}")  # the user named no log_dir: no reason to fail
+            file = None
+        await self.close()
+        self._file, self._log_dir, self._began_s = file, log_dir, self._clock.now_s()
+
+    async def close(self) -> None:
+        """Write what is buffered, and close the file."""
+        file, self._file = self._file, None
+        if file is not None:
+            await asyncio.to_thread(file.close)
+            self._dropped_before += file.dropped
+
+    def on_pull(self, pull: Pull) -> None:
+        """See `PlannerObserver`."""
+        if self._file is not None:
+            points = figures.of_reading(pull.reading, pull.pools)
+            self._file.add(points, step=self._second(pull.at_s), wall_s=self._clock.wall_s())
+
+    def on_decision(self, record: DecisionRecord) -> None:
+        """See `PlannerObserver`."""
+        if self._file is not None:
+            points = figures.of_decision(record.decision.reasons, record.inputs.fleet)
+            self._file.add(points, step=self._second(record.decision.now_s), wall_s=record.wall_s)
+
+    def _second(self, at_s: float) -> int:
+        return max(0, int(at_s - self._began_s))

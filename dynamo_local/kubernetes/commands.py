@@ -15,7 +15,7 @@ from dynamo_local.errors import BadInput
 from dynamo_local.kubernetes.manifests import Kind, Note
 
 if TYPE_CHECKING:
-    from dynamo_local.kubernetes.export import Wish
+    from dynamo_local.kubernetes.export import ExportRequest
 
 PLANNER_IMAGE = (
     "the configuration has a Planner section, and its pod needs an image with dynamo-local in it: say --planner-image "
@@ -94,15 +94,15 @@ def export_kubernetes(
         click.echo(f"before it is applied: kubectl create secret generic {wish.secret} {literals}", err=True)
 
 
-def _wish(namespace: str, planner: bool, words: dict[str, Any]) -> Wish:
-    from dynamo_local.kubernetes.export import Wish, graph_name
+def _wish(namespace: str, planner: bool, words: dict[str, Any]) -> ExportRequest:
+    from dynamo_local.kubernetes.export import ExportRequest, graph_name
 
     image = words["planner_image"]
     if planner and image is None:
         raise BadInput(PLANNER_IMAGE)
     name = words["name"] or graph_name(namespace)
     secret = words["secret"] or f"{name}-secrets"
-    return Wish(name, words["image"], secret, planner_image=image if planner else None)
+    return ExportRequest(name, words["image"], secret, planner_image=image if planner else None)
 
 
 def _write(path: Path, text: str) -> str:

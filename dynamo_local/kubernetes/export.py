@@ -161,7 +161,7 @@ _ARGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ExportRequest:
     """What the command line adds. `planner_image` is None where no planner is wanted."""
 
     name: str
@@ -199,7 +199,7 @@ def graph_name(namespace: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", namespace.lower()).strip("-")
 
 
-def export(loaded: LoadedGraph, spec: GraphSpec, config: Config, wish: Wish) -> Exported:
+def export(loaded: LoadedGraph, spec: GraphSpec, config: Config, wish: ExportRequest) -> Exported:
     """The manifest of the graph. Raises `NotCarried` with everything that stands against it."""
     router = _router(spec)
     parts = [_part(service, _settings(loaded, service, config), router, config, wish) for service in spec.components]
@@ -230,7 +230,7 @@ def export(loaded: LoadedGraph, spec: GraphSpec, config: Config, wish: Wish) -> 
     return Exported(graph, tuple(dict.fromkeys(notes)), beside)
 
 
-def _account(wish: Wish) -> str:
+def _account(wish: ExportRequest) -> str:
     return f"{wish.name}-planner"
 
 
@@ -245,7 +245,7 @@ def _settings(loaded: LoadedGraph, service: ServiceSpec, config: Config) -> Any:
     return None if model is None else validate_section(model, f"{config.source}: {service.name}", service.config)
 
 
-def _part(service: ServiceSpec, settings: Any, router: str | None, config: Config, wish: Wish) -> _Part:
+def _part(service: ServiceSpec, settings: Any, router: str | None, config: Config, wish: ExportRequest) -> _Part:
     process = process_of(service, settings, router)
     if isinstance(process, NoProcess):
         if process.refuses:
@@ -286,7 +286,9 @@ def _router(spec: GraphSpec) -> str | None:
     return None
 
 
-def _component(name: str, service: ServiceSpec, pod: PodProcess, variables: list[EnvVar], wish: Wish) -> Component:
+def _component(
+    name: str, service: ServiceSpec, pod: PodProcess, variables: list[EnvVar], wish: ExportRequest
+) -> Component:
     command, args = split(pod.words)
     container = Container(name=MAIN_CONTAINER, image=wish.image, command=command, args=args)
     own = {variable.name: variable for variable in (*variables, *pod.env)}  # `env A=b` wins, as here

@@ -11,10 +11,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from dynamo_local.arbiter.logged_decisions import LoggedDecisions, LoggedTicks
-from dynamo_local.arbiter.planner_metrics import PlannerNow
+from dynamo_local.arbiter.planner_metrics import PlannerMetrics, PlannerNow
 from dynamo_local.arbiter.planner_options import policy_options
 from dynamo_local.arbiter.planner_report_schedule import ReportSchedule
-from dynamo_local.arbiter.planner_views import PlannerMetrics
 from dynamo_local.clock import Clock
 from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.notes import About

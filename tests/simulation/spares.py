@@ -11,8 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynamo_local.arbiter.prewarmed import ENDED_TIMEOUT_S, SparedHost, SpareRules, Spares
-from dynamo_local.arbiter.prewarmed_kinds import Kind
+from dynamo_local.arbiter.prewarmed import (
+    ENDED_TIMEOUT_S,
+    PrewarmedHost,
+    PrewarmedKind,
+    PrewarmedProcesses,
+    PrewarmedRules,
+)
 from dynamo_local.core.fleet.fleet import Fleet
 from dynamo_local.core.fleet.states import ROLES, TRAITS
 from dynamo_local.core.notes import Tell
@@ -25,7 +30,7 @@ if TYPE_CHECKING:
 
 Run = Callable[[Coroutine[Any, Any, None]], object]
 
-KIND = Kind("sim", "/", ())
+KIND = PrewarmedKind("sim", "/", ())
 WARM_WITHIN_S = 20.0
 """Of a spare; one that takes longer is given up."""
 FATES_EVERY_S = 4.0
@@ -115,8 +120,8 @@ class SimSpares:
         self._host = host
         self._fleet = fleet
         self._count = count
-        rules = SpareRules(count, lambda name: {}, None, None, None, WARM_WITHIN_S)
-        self.pool = Spares(
+        rules = PrewarmedRules(count, lambda name: {}, None, None, None, WARM_WITHIN_S)
+        self.pool = PrewarmedProcesses(
             host,
             paths,
             rules,
@@ -139,7 +144,7 @@ class SimSpares:
         workers = self._fleet().workers.values()
         return not any(TRAITS[worker.state].comes_up and TRAITS[worker.state].runs for worker in workers)
 
-    def _kind_of(self, name: str) -> Kind | None:
+    def _kind_of(self, name: str) -> PrewarmedKind | None:
         worker = self._fleet().workers.get(name)
         return KIND if worker is not None and ROLES[worker.role].computes else None
 
@@ -148,7 +153,7 @@ class SimSpares:
             await self._host.end(pid, ENDED_TIMEOUT_S)
 
 
-class _Spared(SparedHost):
+class _Spared(PrewarmedHost):
     """There are no files in this world, and a spare is handed an open log."""
 
     async def start_process(self, spec: ProcessSpec) -> int:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.arbiter.apply import Applying
+from dynamo_local.arbiter.apply import ApplyCommand
 from dynamo_local.arbiter.commands import Orders
 from dynamo_local.arbiter.deployment import Launcher
-from dynamo_local.arbiter.deployment_spec import Wish
+from dynamo_local.arbiter.deployment_spec import DeploymentSpec
 from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.fleet.fleet import Fleet
 from dynamo_local.core.types import GraphSpec, Role, ServiceSpec
@@ -30,7 +30,7 @@ GRAPH = graph(decode=2, prefill=0, big=False)
 FRONTEND, DECODE = GRAPH.services
 
 
-class Planning:
+class ArbiterPlanner:
     """The planner, as far as an apply speaks to it."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Run:
         frontend = worker(0, "ready", templates[0], launched=templates[0].fingerprint)
         self.shell = shell_of(on_ledger([frontend, *made], 4, templates))
         self.head = State(namespace="dynamo", run_id="01J")
-        self.planning = Planning()
+        self.planning = ArbiterPlanner()
         self.refused: list[str] = []
         self.told: list[str] = []
         pool = GpuPool("dynamo", SimInventory(4), NoLocks())  # type: ignore[arg-type]
@@ -83,7 +83,7 @@ class Run:
             clock=HandClock(),
             notes=SimpleNamespace(tell=self.told.append),
         )
-        self.applying = Applying(parts)
+        self.applying = ApplyCommand(parts)
 
     @property
     def fleet(self) -> Fleet:
@@ -93,7 +93,7 @@ class Run:
         """The graph with these services, and what else the file says."""
         words = {name: more.pop(name) for name in ("dry_run", "force") if name in more}
         plain: dict[str, Any] = {"host": {}, "sections": {}, "planner": None, "planner_starts": False}
-        wish = Wish(**{"graph": replace(GRAPH, services=services or GRAPH.services), **plain, **more})
+        wish = DeploymentSpec(**{"graph": replace(GRAPH, services=services or GRAPH.services), **plain, **more})
         options = {"dry_run": False, "force": False, **words}
         return await self.applying.apply(wish.as_json(), stimulus_id="apply:1", **options)
 

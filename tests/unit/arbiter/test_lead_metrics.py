@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from dynamo_local.arbiter.lead_times import LeadMetrics, LeadsNow
+from dynamo_local.arbiter.lead_times import LeadTimeMetrics, LeadTimesNow
 from dynamo_local.core.lead_times import LeadTimes, Rung
 
 
@@ -16,7 +16,7 @@ def test_each_rung_that_was_measured_has_its_statistics_and_no_other_a_sample() 
         leads = leads.noted(Rung.FLIP_TO_DECODE, "VllmWorker", seconds)
     leads = leads.noted(Rung.COLD, "VllmWorker", 40.0)
     registry = CollectorRegistry()
-    LeadMetrics(registry, lambda: LeadsNow(leads, {("vllm", "warm"): 2}))
+    LeadTimeMetrics(registry, lambda: LeadTimesNow(leads, {("vllm", "warm"): 2}))
 
     def sample(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(f"dynamo_arbiter_{name}", labels)
@@ -34,7 +34,7 @@ def test_each_rung_that_was_measured_has_its_statistics_and_no_other_a_sample() 
 
 def test_the_families_are_there_before_anything_was_measured() -> None:
     registry = CollectorRegistry()
-    LeadMetrics(registry)
+    LeadTimeMetrics(registry)
     assert b"# TYPE dynamo_arbiter_lead_seconds gauge" in generate_latest(registry)
     with pytest.raises(ValueError, match="Duplicated"):
-        LeadMetrics(registry)
+        LeadTimeMetrics(registry)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dynamo_local.arbiter.lead_times import LeadWatch
+from dynamo_local.arbiter.lead_times import LeadTimeWatch
 from dynamo_local.core.fleet import effects as ins
 from dynamo_local.core.fleet import events as st
 from dynamo_local.core.fleet.fleet import Fleet, StandbyFacts, Template
@@ -18,13 +18,13 @@ D, P = DECODE.component, PREFILL.component
 
 
 class Watched:
-    """A fleet under a `LeadWatch`; what that noted, with its seconds."""
+    """A fleet under a `LeadTimeWatch`; what that noted, with its seconds."""
 
     def __init__(self, fleet: Fleet, spares: frozenset[int] = frozenset()) -> None:
         self.fleet = fleet
         self.now_s = 100.0
         self.noted: list[tuple[str, str, float]] = []
-        self.watch = LeadWatch(lambda: self.now_s, lambda *note: self.noted.append(note), lambda pid: pid in spares)
+        self.watch = LeadTimeWatch(lambda: self.now_s, lambda *note: self.noted.append(note), lambda pid: pid in spares)
 
     def feed(self, stimulus: st.Stimulus, after_s: float = 0.0) -> None:
         self.now_s += after_s

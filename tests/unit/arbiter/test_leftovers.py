@@ -16,9 +16,8 @@ import pytest
 
 from dynamo_local.arbiter import leftovers
 from dynamo_local.arbiter.adoption import settle
-from dynamo_local.arbiter.leftovers import Known, Unkillable, end, end_run, recorded
+from dynamo_local.arbiter.leftovers import Known, Unkillable, end, end_run, recorded, revoke
 from dynamo_local.arbiter.marks import guarded_arbiter, guardian_marks, marked, marks, statefiles_elsewhere
-from dynamo_local.arbiter.revocation import revoke
 from dynamo_local.errors import NamespaceBusy, NotRunning
 from dynamo_local.system.paths import Paths
 from dynamo_local.system.processes import is_alive, start_time_s

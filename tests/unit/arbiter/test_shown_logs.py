@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.arbiter.progress import Row
-from dynamo_local.arbiter.shown_logs import LOG_POLL_S, QUIET_LOG_POLL_S, ROTATE_EVERY_S, ShownLogs
+from dynamo_local.arbiter.progress import LOG_POLL_S, QUIET_LOG_POLL_S, ROTATE_EVERY_S, Row, ShownLogs
 from dynamo_local.system.log_files import MAX_BYTES
 from tests.fakes.arbiter.quick_clock import QuickClock
 

@@ -11,7 +11,7 @@ import pytest
 
 from dynamo_local.arbiter import planner_following as following
 from dynamo_local.arbiter.controller import Waiting
-from dynamo_local.arbiter.planner_following import Following
+from dynamo_local.arbiter.planner_following import DecisionFollower
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.virtual import Layout
 from dynamo_local.errors import NotEnoughGpus
@@ -42,7 +42,7 @@ class Arbiter:
         self.options: dict[str, Any] = {}
         self.told = Told()
         self.fails: list[Exception] = []
-        self.following = Following(
+        self.following = DecisionFollower(
             self.etcd,
             "dynamo",
             layout,

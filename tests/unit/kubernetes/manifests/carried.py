@@ -10,7 +10,7 @@ import yaml
 from dynamo_local.components.commands.graph import with_commands
 from dynamo_local.config import resolve
 from dynamo_local.config.loading import load_config
-from dynamo_local.kubernetes.export import Exported, Wish, export
+from dynamo_local.kubernetes.export import Exported, ExportRequest, export
 from dynamo_local.kubernetes.import_graph import Imported, import_graph
 from dynamo_local.kubernetes.import_words import read_documents
 from dynamo_local.kubernetes.manifests import Note
@@ -19,13 +19,15 @@ from dynamo_local.sdk.loader import load_graph
 
 ROOT = Path(__file__).parents[4]
 EXAMPLES = ROOT / "examples"
-WISH = Wish("graph", "image:1", "graph-secrets", planner_image=None)
-PLANNED = Wish("graph", "image:1", "graph-secrets", planner_image="planner:1")
+WISH = ExportRequest("graph", "image:1", "graph-secrets", planner_image=None)
+PLANNED = ExportRequest("graph", "image:1", "graph-secrets", planner_image="planner:1")
 VLLM = ["python3", "-m", "dynamo.vllm"]
 BESIDE = {"name": "frontend", "command": ["python3"], "args": ["-m", "dynamo.frontend", "--router-mode", "direct"]}
 
 
-def exported(text: str, wish: Wish = WISH, *, target: str | None = None, cwd: Path = EXAMPLES / "llm") -> Exported:
+def exported(
+    text: str, wish: ExportRequest = WISH, *, target: str | None = None, cwd: Path = EXAMPLES / "llm"
+) -> Exported:
     """The graph of this configuration, and of a Python graph where there is one."""
     python = load_graph(target, base_dir=cwd) if target is not None else None
     config = load_config(None, env={"DYN_DEPLOYMENT_CONFIG": text})
