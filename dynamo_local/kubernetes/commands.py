@@ -60,8 +60,7 @@ def export_kubernetes(
     from dynamo_local.config.loading import load_config
     from dynamo_local.config.resolve import planner_starts
     from dynamo_local.kubernetes.export import export as exported_graph
-    from dynamo_local.kubernetes.manifests import as_v1alpha1
-    from dynamo_local.kubernetes.model import document
+    from dynamo_local.kubernetes.manifests import as_v1alpha1, document
     from dynamo_local.sdk.loader import load_graph
 
     overrides = tuple(words["overrides"])
@@ -134,8 +133,7 @@ def import_kubernetes(file: Path, output: Path | None, name: str | None, as_json
     Its components become commands, for `dynamo serve -f`. What does not carry over is listed on stderr; a graph that
     cannot run on one host is refused, with every reason.
     """
-    from dynamo_local.kubernetes.import_graph import import_graph
-    from dynamo_local.kubernetes.import_words import read_documents
+    from dynamo_local.kubernetes.import_graph import import_graph, read_documents
 
     source = "stdin" if str(file) == "-" else str(file)
     imported = import_graph(read_documents(_read(file), source, name), source)

@@ -19,8 +19,19 @@ from dynamo_local.core.notes import About, Over, Tell, Trouble
 from dynamo_local.core.types import Role
 from dynamo_local.errors import ConfigError, DynamoError
 from dynamo_local.kubernetes.api import ApiAway, Conflict, KubeApi, all_texts
-from dynamo_local.kubernetes.changes import Expected, Fault, PatchGraph, Refusal, Write, change, faults
-from dynamo_local.kubernetes.graph import Counting, Seen, drifted, gpus_of
+from dynamo_local.kubernetes.graph import (
+    Counting,
+    Expected,
+    Fault,
+    PatchGraph,
+    Refusal,
+    Seen,
+    Write,
+    change,
+    drifted,
+    faults,
+    gpus_of,
+)
 from dynamo_local.planner.connectors import Committed, Refused
 from dynamo_local.planner.values import WorkerPools
 

@@ -17,7 +17,7 @@ import click
 from dynamo_local.cli.planner import EITHER_SPELLING, given_options, planner_options
 
 if TYPE_CHECKING:
-    from dynamo_local.kubernetes.options import PodOptions
+    from dynamo_local.kubernetes.planner import PodOptions
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def in_cluster(
 
     In a pod of its cluster, or anywhere with a kubeconfig.
     """
-    from dynamo_local.kubernetes.options import PodOptions, read_config
+    from dynamo_local.kubernetes.planner import PodOptions, read_config
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     planner, port = read_config(config, given_options(options))
@@ -71,7 +71,7 @@ def in_cluster(
 
 
 async def _run(options: PodOptions) -> None:
-    from dynamo_local.kubernetes.pod import started
+    from dynamo_local.kubernetes.planner import started
 
     ending = asyncio.Event()
     for each in (signal.SIGTERM, signal.SIGINT):

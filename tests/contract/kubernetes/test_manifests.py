@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from dynamo_local.kubernetes.export import ExportRequest
-from dynamo_local.kubernetes.manifests import as_v1alpha1
-from dynamo_local.kubernetes.model import document
+from dynamo_local.kubernetes.manifests import as_v1alpha1, document
 from tests.contract.kubernetes.kube_worlds import old_kube, real_kube
 from tests.drivers.kube_server import RealKube
 from tests.tools.clean_imports import clean_imports

@@ -10,8 +10,8 @@ from typing import Any
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.types import Role
 from dynamo_local.kubernetes.api import KubeApi
-from dynamo_local.kubernetes.changes import Expected
 from dynamo_local.kubernetes.connector import KubernetesConnector
+from dynamo_local.kubernetes.graph import Expected
 from tests.fakes.arbiter.told import Told
 from tests.fakes.kubernetes.api_server import Kube
 from tests.fakes.kubernetes.graphs import NAME, adapter, beta

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dynamo_local.core.types import Role
-from dynamo_local.kubernetes.changes import Expected
 from dynamo_local.kubernetes.connector import GraphUnfit
+from dynamo_local.kubernetes.graph import Expected
 from dynamo_local.planner.connectors import Committed, Refused
 from tests.fakes.kubernetes.graphs import DECODE, PREFILL, alpha, beta
 from tests.fakes.kubernetes.planned import planned

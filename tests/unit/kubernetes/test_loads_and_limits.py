@@ -10,8 +10,7 @@ import pytest
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.types import Missing
 from dynamo_local.kubernetes.api import ApiAway
-from dynamo_local.kubernetes.observation import LoadsOfPasses
-from dynamo_local.kubernetes.passes import LOOK_EVERY_S, HeardPasses, Registered, registered
+from dynamo_local.kubernetes.observation import LOOK_EVERY_S, HeardPasses, LoadsOfPasses, Registered, registered
 from dynamo_local.planner.values import Pool, WorkerPools
 from tests.fakes.kubernetes.workers import BLOCK, KV_BLOCKS, NAMESPACE, told_pass, worker_metadata
 from tests.fakes.planner.planner_loop import on_virtual_time

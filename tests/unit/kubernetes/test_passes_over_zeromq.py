@@ -14,9 +14,9 @@ import zmq.asyncio
 
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.types import Missing
-from dynamo_local.kubernetes import passes as hearing
+from dynamo_local.kubernetes import observation as hearing
 from dynamo_local.kubernetes.api import ApiAway
-from dynamo_local.kubernetes.passes import Channel, HeardPasses, Registered, registered
+from dynamo_local.kubernetes.observation import Channel, HeardPasses, Registered, registered
 from dynamo_local.planner.values import Pool, WorkerPools
 from tests.fakes.kubernetes.workers import NAMESPACE, channel, framed, sealed, told_pass, worker_metadata
 

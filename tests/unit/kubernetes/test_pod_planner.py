@@ -15,13 +15,11 @@ from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.types import Role
 from dynamo_local.errors import ConfigError
 from dynamo_local.kubernetes.api import KubeApi
-from dynamo_local.kubernetes.changes import Expected
 from dynamo_local.kubernetes.connector import GraphUnfit, KubernetesConnector
 from dynamo_local.kubernetes.election import Election
-from dynamo_local.kubernetes.options import expected_of, read_config
-from dynamo_local.kubernetes.passes import HeardPasses, registered
-from dynamo_local.kubernetes.planner import PodPlanner
-from dynamo_local.kubernetes.pod import lease_name
+from dynamo_local.kubernetes.graph import Expected
+from dynamo_local.kubernetes.observation import HeardPasses, registered
+from dynamo_local.kubernetes.planner import PodPlanner, expected_of, lease_name, read_config
 from dynamo_local.planner.forecasting.answers import InlineForecaster
 from dynamo_local.planner.loop import PlannerState
 from dynamo_local.planner.policies.slo import forecast as lengths

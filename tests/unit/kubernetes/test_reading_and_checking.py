@@ -10,9 +10,8 @@ import pytest
 import yaml
 
 from dynamo_local.core.types import Role
-from dynamo_local.kubernetes.changes import Expected, FaultCode, Refusal, change, faults
-from dynamo_local.kubernetes.graph import Adapter, Seen
-from dynamo_local.kubernetes.reading import read_seen
+from dynamo_local.kubernetes.api import read_seen
+from dynamo_local.kubernetes.graph import Adapter, Expected, FaultCode, Refusal, Seen, change, faults
 from tests.fakes.kubernetes.graphs import DECODE, PREFILL, alpha, beta, component, main
 from tests.tools.dynamos_files import dynamos_file
 

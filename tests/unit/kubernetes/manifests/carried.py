@@ -11,10 +11,8 @@ from dynamo_local.components.commands.graph import with_commands
 from dynamo_local.config import resolve
 from dynamo_local.config.loading import load_config
 from dynamo_local.kubernetes.export import Exported, ExportRequest, export
-from dynamo_local.kubernetes.import_graph import Imported, import_graph
-from dynamo_local.kubernetes.import_words import read_documents
-from dynamo_local.kubernetes.manifests import Note
-from dynamo_local.kubernetes.model import document
+from dynamo_local.kubernetes.import_graph import Imported, import_graph, read_documents
+from dynamo_local.kubernetes.manifests import Note, document
 from dynamo_local.sdk.loader import load_graph
 
 ROOT = Path(__file__).parents[4]

@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from dynamo_local.kubernetes.export import ExportRequest
-from dynamo_local.kubernetes.manifests import NotCarried, as_v1alpha1
-from dynamo_local.kubernetes.model import document
+from dynamo_local.kubernetes.manifests import NotCarried, as_v1alpha1, document
 from tests.tools.clean_imports import clean_imports
 from tests.tools.crd_schemas import schema_faults
 from tests.unit.kubernetes.manifests.carried import (

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from dynamo_local.errors import BadInput, ConfigError
-from dynamo_local.kubernetes.import_words import read_documents
+from dynamo_local.kubernetes.import_graph import read_documents
 from tests.unit.kubernetes.manifests.carried import manifest, worker
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.kubernetes.manifests import COMPONENTS_MAX, NAMES_MAX, faults
-from dynamo_local.kubernetes.model import Component
+from dynamo_local.kubernetes.manifests import COMPONENTS_MAX, NAMES_MAX, Component, faults
 from tests.unit.kubernetes.manifests.carried import VLLM, component
 
 PREFILL = component("P", "prefill", command=VLLM, args=["--disaggregation-mode", "prefill"])
