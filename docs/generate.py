@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import re
 import sys
 import types
@@ -107,22 +108,22 @@ def lifecycle() -> str:
     return f"```mermaid\n{mermaid()}```"
 
 
-def rooms() -> str:
-    """The rooms from the top to the bottom, as `.importlinter` orders them, and what each says it is."""
+def packages() -> str:
+    """The packages from the top to the bottom, as `.importlinter` orders them, each with its docstring."""
     rows = []
     for layer in _layers():
-        for room in layer:
-            module = importlib.import_module(f"dynamo_local.{room}")
+        for package in layer:
+            module = importlib.import_module(f"dynamo_local.{package}")
             what = " ".join(inspect.cleandoc(module.__doc__ or "").split("\n\n")[0].split())
-            rows.append((f"`{room}`", what, ", ".join(f"`{other}`" for other in layer if other != room)))
-    return table(("Room", "What it is", "Beside it, and unknown to it"), rows)
+            rows.append((f"`{package}`", what, ", ".join(f"`{other}`" for other in layer if other != package)))
+    return table(("Package", "Subject", "In the same row"), rows)
 
 
 def _layers() -> list[list[str]]:
     config = configparser.ConfigParser()
     config.read(ROOT / ".importlinter")
     layers = config["importlinter:contract:layers"]["layers"].strip().splitlines()
-    return [[room.strip() for room in re.split(r"[|:]", layer)] for layer in layers]
+    return [[package.strip() for package in re.split(r"[|:]", layer)] for layer in layers]
 
 
 def import_contracts() -> str:
@@ -133,76 +134,87 @@ def import_contracts() -> str:
     return "\n".join(f"* {name}" for name in names)
 
 
+def navigation() -> str:
+    """All pages, as the navigation of the site arranges them, linked from the folder `docs`."""
+    website = _sibling("website")
+    sources = {name: page for page, name in website.pages().items()}
+    groups: dict[str, list[str]] = {}
+    for group, title, name in website.navigation():
+        link = os.path.relpath(sources[name], ROOT / "docs")
+        groups.setdefault(group, []).append(f"- [{title}]({link})")
+    return "\n\n".join(f"## {group}\n\n" + "\n".join(links) for group, links in groups.items())
+
+
 def role_traits() -> str:
-    """What each role means: the table of `core/fleet/states.py`."""
+    """The traits of each role: the table of `core/fleet/states.py`."""
     from dynamo_local.core.fleet.states import ROLES
 
     return _traits_table("Role", ROLES)
 
 
 def state_traits() -> str:
-    """What each state means: the table of `core/fleet/states.py`."""
+    """The traits of each state: the table of `core/fleet/states.py`."""
     from dynamo_local.core.fleet.states import TRAITS
 
     return _traits_table("State", TRAITS)
 
 
 def _traits_table(what: str, traits_of: Mapping[Any, Any]) -> str:
-    names = [field.name for field in dataclasses.fields(next(iter(traits_of.values())))]
-    rows = ((f"`{key}`", *(_trait(getattr(traits, name)) for name in names)) for key, traits in traits_of.items())
-    return table((what, *(f"`{name}`" for name in names)), rows)
+    rows = ((f"`{key}`", ", ".join(_traits(traits))) for key, traits in traits_of.items())
+    return table((what, "Traits"), rows)
 
 
-def _trait(value: Any) -> str:
-    if isinstance(value, enum.Enum):
-        return str(value.value)
-    return ("yes" if value else "") if isinstance(value, bool) else "" if value is None else str(value)
+def _traits(traits: Any) -> Iterator[str]:
+    """Each trait that is set: its name alone if it is true, else with its value."""
+    for field in dataclasses.fields(traits):
+        value = getattr(traits, field.name)
+        if value is True:
+            yield f"`{field.name}`"
+        elif value is not None and value is not False:  # 0 is a value
+            yield f"`{field.name}={value.value if isinstance(value, enum.Enum) else value}`"
 
 
-def stimuli() -> str:
-    """What goes into the machine, by the headings of its module."""
+def events() -> str:
+    """The events that the machine takes, under the headings of their module."""
     from dynamo_local.core.fleet import events as module
     from dynamo_local.core.fleet.step import HANDLERS
 
     return _listed(module, {kind.__name__ for kind in HANDLERS})
 
 
-def instructions() -> str:
-    """What comes out of the machine."""
+def effects() -> str:
+    """The effects that the machine returns."""
     from dynamo_local.core.fleet import effects as module
 
     return _listed(module, {kind.__name__ for kind in typing.get_args(module.Instruction)})
 
 
 def _listed(module: types.ModuleType, names: set[str]) -> str:
-    """Those classes of the module in its order: the heading above each, its fields, the first part of its docstring."""
-    rows, heading = [], ""
+    """Those classes of the module below its headings, each with the first part of its docstring."""
+    tables: dict[str, list[tuple[str, str]]] = {}
+    heading = ""
     for line in inspect.getsource(module).splitlines():
         if match := re.fullmatch(r"# --- (.+?) -+", line):
-            heading = match[1]
+            heading = f"### {match[1][:1].upper()}{match[1][1:]}\n\n"
         if (match := re.match(r"class (\w+)", line)) and match[1] in names:
-            kind = getattr(module, match[1])
-            fields = [f"`{field.name}`" for field in dataclasses.fields(kind) if field.name != "stimulus_id"]
-            meaning = " ".join(inspect.cleandoc(kind.__doc__).split("\n\n")[0].split())
-            rows.append((heading, f"`{match[1]}`", ", ".join(fields), meaning))
-    if not heading:
-        return table(("", "Carries", "Meaning"), (row[1:] for row in rows))
-    return table(("Kind", "", "Carries", "Meaning"), rows)
+            meaning = " ".join(inspect.cleandoc(getattr(module, match[1]).__doc__).split("\n\n")[0].split())
+            tables.setdefault(heading, []).append((f"`{match[1]}`", meaning))
+    return "\n\n".join(heading + table(("", "Meaning"), rows) for heading, rows in tables.items())
 
 
 def _episode(name: str) -> Callable[[], str]:
-    """The machine's steps in an episode of `docs/scenarios.py`, below what its docstring tells."""
+    """The machine's steps in an episode of `docs/scenarios.py`, below its docstring."""
 
     def render() -> str:
         script = _sibling("scenarios").EPISODES[name]
-        told = " ".join(inspect.cleandoc(script.__doc__).split("\n\n")[0].split())
+        summary = " ".join(inspect.cleandoc(script.__doc__).split("\n\n")[0].split())
         more = [" ".join(part.split()) for part in inspect.cleandoc(script.__doc__).split("\n\n")[1:]]
         rows = (
-            (f"{row.at_s:.2f}", row.stimulus, "<br>".join(row.transitions), "<br>".join(row.instructions))
+            (f"{row.at_s:.2f}", row.event, "<br>".join(row.transitions), "<br>".join(row.effects))
             for row in script().rows
         )
-        head = ("s", "Stimulus (cause)", "Transitions (event, cause)", "Instructions")
-        return "\n\n".join([told, *more, table(head, rows)])
+        head = ("s", "Event (cause)", "Transitions (kind, cause)", "Effects")
+        return "\n\n".join([summary, *more, table(head, rows)])
 
     return render
 
@@ -266,7 +278,7 @@ def http_errors() -> str:
 
 
 def parameters() -> str:
-    """What each endpoint takes, ignores and refuses."""
+    """The parameters that each endpoint takes, ignores and refuses."""
     from dynamo_local.components.openai import requests
     from dynamo_local.components.openai import requests as extras
     from dynamo_local.components.openai import requests as params
@@ -291,24 +303,24 @@ def _names(names: Iterable[str]) -> str:
 
 
 def vllm_oracle() -> str:
-    """What tests/vllm/test_vllm_oracle*.py found: by path, which parameters were asked for, and what differs."""
-    told = json.loads((ROOT / "docs" / "vllm_oracle.json").read_text(encoding="utf-8"))
-    graphs, models = told["graphs"], told["models"]
+    """The findings of tests/vllm/test_vllm_oracle*.py: by path, the parameters of the requests, and what differs."""
+    oracle = json.loads((ROOT / "docs" / "vllm_oracle.json").read_text(encoding="utf-8"))
+    graphs, models = oracle["graphs"], oracle["models"]
     paths = list(dict.fromkeys(path for found in graphs.values() for path in found))
     rows = [_oracle_row(path, [found[path] for found in graphs.values() if path in found]) for path in paths]
     head = ("Path", "Requests (streamed)", "About", "What differs")
-    made = f"Against `vllm serve` {told['vllm']}, graphs: {', '.join(graphs)}.\n\n{table(head, rows)}\n"
+    made = f"Against `vllm serve` {oracle['vllm']}, graphs: {', '.join(graphs)}.\n\n{table(head, rows)}\n"
     rows = [(name, *_oracle_row(path, [row])) for name, found in models.items() for path, row in found.items()]
     return f"{made}\nWith other options, and other models:\n\n{table(('Of', *head), rows)}"
 
 
 def _oracle_row(path: str, every: Sequence[Mapping[str, Any]]) -> tuple[str, str, str, str]:
-    asked = ", ".join(f"`{name}`" if " " not in name else name for name in every[0]["parameters"])
+    parameters = ", ".join(f"`{name}`" if " " not in name else name for name in every[0]["parameters"])
     differs = {f"{name}: {how}" for row in every for name, how in row["differs"].items()}
     return (
         f"`{path}`",
         f"{every[0]['requests']} ({every[0]['streamed']})",
-        asked,
+        parameters,
         "; ".join(sorted(differs)) or "nothing",
     )
 
@@ -317,18 +329,20 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "allowed-environment": allowed_environment,
     "arbiter-metrics": arbiter_metrics,
     "commands": commands,
+    "effects": effects,
     "episode-adoption": _episode("adoption"),
     "episode-crash": _episode("crash"),
     "episode-drain": _episode("drain"),
     "episode-rolling-restart": _episode("rolling-restart"),
+    "episode-scale": _episode("scale"),
     "episode-swap": _episode("swap"),
+    "events": events,
     "generator-keys": generator_keys,
     "frontend-options": _section("Frontend"),
     "http-errors": http_errors,
     "http-frontend-options": http_frontend_options,
     "http-options": http_options,
     "import-contracts": import_contracts,
-    "instructions": instructions,
     "lifecycle": lifecycle,
     "metrics": metrics,
     "parameters": parameters,
@@ -337,16 +351,13 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "processor-options": _section("Processor"),
     "refused-commands": refused_commands,
     "role-traits": role_traits,
-    "rooms": rooms,
+    "navigation": navigation,
+    "packages": packages,
     "router-options": _section("Router"),
     "state-traits": state_traits,
-    "stimuli": stimuli,
     "vllm-oracle": vllm_oracle,
     "vllm-worker-options": _section("VllmWorker"),
 }
-
-
-# --- pages -------------------------------------------------------------------------------------
 
 
 def pages() -> Iterator[Path]:

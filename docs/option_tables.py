@@ -37,7 +37,7 @@ def options(model: type[BaseModel], *, beyond: type[BaseModel] = BaseModel) -> s
 
 
 def type_of(field: FieldInfo) -> str:
-    """What it may be, in words."""
+    """The type of the field, as text."""
     return _bounded(field.annotation, field.metadata)
 
 
@@ -67,7 +67,7 @@ def _annotation(annotation: Any) -> str:
         return " or ".join(f"`{value}`" for value in typing.get_args(annotation))
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "mapping"
-    return "mapping" if origin is dict else names[annotation]  # one without a word fails here, and not in a page
+    return "mapping" if origin is dict else names[annotation]  # a type without a text fails here, not in a page
 
 
 def default_of(field: FieldInfo) -> str:

@@ -29,7 +29,7 @@ import json
 import os
 from pathlib import Path
 
-from dynamo_local.sdk.service import endpoint, service
+from dynamo_local.sdk import endpoint, service
 from tests.gpu.holder import GIB, hold
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.drivers.served import Served
 
 APP = """\
-from dynamo_local.sdk.service import endpoint, service
+from dynamo_local.sdk import endpoint, service
 
 
 @service(name="{name}", resources={{"gpu": 1}})

@@ -19,7 +19,7 @@ TARGET = "graphs.disagg:Frontend"
 
 GOOD_COMPONENTS = """\
 from pydantic import BaseModel
-from dynamo_local.sdk.service import depends, endpoint, service
+from dynamo_local.sdk import depends, endpoint, service
 
 
 class WorkerOptions(BaseModel):
@@ -65,7 +65,7 @@ from components import Frontend, PrefillWorker, Processor, VllmWorker
 Frontend.link(Processor).link(VllmWorker).link(PrefillWorker)
 """
 
-HEADER = "from dynamo_local.sdk.service import depends, endpoint, on_shutdown, service\n\n\n"
+HEADER = "from dynamo_local.sdk import depends, endpoint, on_shutdown, service\n\n\n"
 
 
 @dataclass(frozen=True)

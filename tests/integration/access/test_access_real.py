@@ -74,7 +74,7 @@ def test_what_leaves_a_frontend_open_or_closed_to_all_is_refused_before_anything
 
 
 GRAPH = {
-    "graphs.py": "from dynamo_local.components.frontend import Frontend, Processor, VllmWorker\n"
+    "graphs.py": "from dynamo_local.components import Frontend, Processor, VllmWorker\n"
     "Frontend.link(Processor).link(VllmWorker)\n",
     "open-keys": f"{SECOND}\n",
 }

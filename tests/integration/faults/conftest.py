@@ -10,7 +10,7 @@ from tests.drivers.scaled import ascale, settled
 from tests.drivers.served import Served
 
 ECHO = """\
-from dynamo_local.sdk.service import endpoint, service
+from dynamo_local.sdk import endpoint, service
 
 
 @service(name="Echo", resources={"gpu": 1})

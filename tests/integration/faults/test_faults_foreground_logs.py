@@ -13,7 +13,7 @@ from tests.drivers.terminal import serve_on_terminal
 pytestmark = pytest.mark.infra
 
 TALKS = """\
-from dynamo_local.sdk.service import async_on_start, endpoint, service
+from dynamo_local.sdk import async_on_start, endpoint, service
 
 
 @service(name="Talks")

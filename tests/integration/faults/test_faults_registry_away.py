@@ -27,7 +27,7 @@ TOKENS = 4000
 """Of a stream that outlasts the ten seconds in which a missing key may be written again: 6 ms each, 24 s."""
 
 OTHER_LEASE = """\
-from dynamo_local.sdk.service import async_on_start, endpoint, service
+from dynamo_local.sdk import async_on_start, endpoint, service
 from dynamo_local.sdk.context import current_context
 
 

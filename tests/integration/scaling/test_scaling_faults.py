@@ -21,7 +21,7 @@ pytestmark = pytest.mark.infra
 FLAKY = """\
 import asyncio, os, signal
 from pathlib import Path
-from dynamo_local.sdk.service import async_on_start, endpoint, service
+from dynamo_local.sdk import async_on_start, endpoint, service
 
 
 @service(name="Flaky", resources={"gpu": 1})

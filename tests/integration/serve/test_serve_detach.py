@@ -20,7 +20,7 @@ pytestmark = pytest.mark.infra
 
 APP = """\
 import asyncio
-from dynamo_local.sdk.service import async_on_start, depends, endpoint, service
+from dynamo_local.sdk import async_on_start, depends, endpoint, service
 
 
 @service(name="Backend", resources={"gpu": 1})

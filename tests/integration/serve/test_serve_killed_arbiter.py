@@ -16,7 +16,7 @@ pytestmark = pytest.mark.infra
 
 WITH_CHILD = """\
 import subprocess
-from dynamo_local.sdk.service import async_on_start, endpoint, service
+from dynamo_local.sdk import async_on_start, endpoint, service
 
 
 @service(name="Parent")

@@ -29,7 +29,7 @@ CUT = (openai.APIError, httpx.HTTPError)
 
 SLOW_START = """\
 import asyncio
-from dynamo_local.sdk.service import async_on_start, endpoint, service
+from dynamo_local.sdk import async_on_start, endpoint, service
 
 
 @service(name="Slow")
@@ -184,7 +184,7 @@ def test_a_drain_deadline_ends_what_does_not_end_by_itself() -> None:
     """lesson 12: a worker that ignores SIGTERM is killed, with its children, at its own deadline."""
     stubborn = """\
 import signal, subprocess, sys
-from dynamo_local.sdk.service import async_on_start, on_shutdown, service
+from dynamo_local.sdk import async_on_start, on_shutdown, service
 
 
 @service(name="Stubborn")

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.infra
 
 STUBBORN = """\
 import subprocess, sys
-from dynamo_local.sdk.service import async_on_start, endpoint, service
+from dynamo_local.sdk import async_on_start, endpoint, service
 
 IGNORE = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"
 
