@@ -285,7 +285,6 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         watcher._status = "active"
 
     def rename_process(self, name: str, spec: ProcessSpec) -> int:
-        """See `SpareHost`."""
         watcher = self._watchers_names.get(name.lower())
         if watcher is None or watcher.pid is None:
             raise ProcessLookupError(f"{name} has ended")
@@ -349,12 +348,10 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         return asyncio.ensure_future(self.manage())
 
     def rename(self, was: str, name: str, pid: int) -> None:
-        """See `ProcessHost`."""
         if rename(self, was, name, pid):
             self._watch_exit_of(name, pid)
 
     async def forget(self, name: str) -> None:
-        """See `ProcessHost`."""
         self._drop(name)
 
     def _drop(self, name: str) -> None:
@@ -365,18 +362,15 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
 
     @property
     def socket_files(self) -> tuple[Path, ...]:
-        """See `SupervisedHost`: those of the control endpoint and of circus's events."""
         return tuple(file for gate in (self._control_gate, self._events_gate) for file in (gate.outer, gate.inner))
 
     async def renew_sockets(self) -> None:
-        """See `SupervisedHost`."""
         for gate, socket in ((self._control_gate, self.ctrl.ctrl_socket), (self._events_gate, self.evpub_socket)):
             listen_again(socket, f"ipc://{gate.inner}")
             if not gate.outer.exists():
                 gate.open()
 
     def refuses_to_apply(self, file: str | None, overrides: Sequence[str]) -> Sequence[str]:
-        """See `SupervisedHost`: whoever starts us says with what."""
         return ()
 
     def stop(self) -> Any:

@@ -107,7 +107,6 @@ class UnderCircusd(CircusClientHost):
     # --- coming and going ------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """See `SupervisedHost`. Raises `CircusdError` kinds, and `DynamoError` if circusd is another user's."""
         owner = os.stat(f"/proc/{self.circusd_pid}").st_uid
         if owner != os.getuid():
             raise DynamoError(
@@ -124,7 +123,6 @@ class UnderCircusd(CircusClientHost):
         self._run(self._listen())
 
     async def close(self) -> None:
-        """See `SupervisedHost`."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -135,18 +133,15 @@ class UnderCircusd(CircusClientHost):
 
     @property
     def socket_files(self) -> tuple[Path, ...]:
-        """See `SupervisedHost`: those of the control endpoint and of the tickets."""
         return socket_file(self._controller.endpoint), self._tickets.path
 
     async def renew_sockets(self) -> None:
-        """See `SupervisedHost`."""
         listen_again(self._controller.ctrl_socket, self._controller.endpoint)
         if not self._tickets.path.exists():
             await self._tickets.close()
             self._tickets.open()
 
     def refuses_to_apply(self, file: str | None, overrides: Sequence[str]) -> Sequence[str]:
-        """See `SupervisedHost`: circusd starts a plugin that died with the file of its ini, and with that alone."""
         if file == str(self._deployment_file) and not overrides:
             return ()
         return [

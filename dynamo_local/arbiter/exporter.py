@@ -116,11 +116,9 @@ class Exporter:
 
     @property
     def socket_files(self) -> tuple[Path, ...]:
-        """See `arbiter.runtime_folder.Listener`."""
         return () if self._private is None else self._private.socket_files
 
     async def renew_sockets(self) -> None:
-        """See `arbiter.runtime_folder.Listener`."""
         if self._private is not None:
             await self._private.renew_sockets()
 

@@ -94,15 +94,12 @@ class LoggedTicks:
         self._since = 0
 
     def began(self, options: PolicyOptions, at_s: float) -> None:
-        """See `Recorder`."""
         self._say(ticks.BEGAN, options, at_s)
 
     def changed(self, options: PolicyOptions, at_s: float) -> None:
-        """See `Recorder`."""
         self._say(ticks.CHANGED, options, at_s)
 
     def manual(self, at_s: float) -> None:
-        """See `Recorder`."""
         self._lines.put(partial(ticks.manual_record, at_s))
 
     def ticked(self, pull: Pull, decision: Decision | None) -> None:

@@ -28,7 +28,6 @@ class Notes:
         self._kept: tuple[Note, ...] = ()
 
     def tell(self, text: str, about: About = None) -> None:
-        """See `core.notes.Tell`."""
         log.warning("%s", text)
         self._add(text, about)
         self._show(text)

@@ -142,11 +142,9 @@ class ControlApi:
 
     @property
     def socket_files(self) -> tuple[Path, ...]:
-        """See `arbiter.runtime_folder.Listener`."""
         return () if self._server is None else self._server.socket_files
 
     async def renew_sockets(self) -> None:
-        """See `arbiter.runtime_folder.Listener`."""
         if self._server is not None:
             await self._server.renew_sockets()
 

@@ -118,11 +118,9 @@ class PlannerGauges(Collector):
         return () if self._pull is None else tuple(pool.component for pool in self._pull.pools.all)
 
     def on_pull(self, pull: Pull) -> None:
-        """See `PlannerObserver`."""
         self._pull = pull
 
     def on_decision(self, record: DecisionRecord) -> None:
-        """See `PlannerObserver`."""
         line, at_s = as_json(record), record.decision.now_s
         self._window.take(at_s, figures.window_figures(line))
         self._latency.take(at_s, figures.latency_figures(line))
@@ -228,12 +226,10 @@ class PlannerMetrics:
         )
 
     def on_pull(self, pull: Pull) -> None:
-        """See `PlannerObserver`."""
         self.gauges.on_pull(pull)
         self.tick_lag.observe(self._now().counts.lag_s)
 
     def on_decision(self, record: DecisionRecord) -> None:
-        """See `PlannerObserver`."""
         self.gauges.on_decision(record)
         for reason in record.decision.reasons:
             self.decisions.labels(reason.component, reason.rule).inc()

@@ -107,14 +107,12 @@ class ObservationSources:
     # --- the sources ---------------------------------------------------------------------------------
 
     async def traffic(self, window_s: float) -> Traffic | Missing:
-        """See `TrafficSource`."""
         if self._elsewhere is not None:
             return await self._elsewhere.traffic(window_s)
         await self._scrape()
         return self._history.traffic(window_s, self._clock.now_s())
 
     async def requests(self, window_s: float) -> Requests | Missing:
-        """See `RequestSource`: of our own frontends, all of which must tell."""
         from dynamo_local.transport.observation import Question
 
         if self._elsewhere is not None:
@@ -136,7 +134,6 @@ class ObservationSources:
         return Requests(now_s - window_s, now_s, tuple(began), tuple(ended))
 
     async def passes(self) -> Engines:
-        """See `PassSource`."""
         ready = self._ready()
         await self._ask_passes(ready)
         return self._tracker.take(_serving(ready), self._clock.now_s())
@@ -153,7 +150,6 @@ class ObservationSources:
         return tracker.take(_serving(ready), self._clock.now_s())
 
     def capabilities(self) -> Mapping[str, Capabilities]:
-        """See `PassSource`."""
         return self._tracker.capabilities()
 
     # --- asking --------------------------------------------------------------------------------------
@@ -345,14 +341,12 @@ class ArbiterWorld:
         return None
 
     async def loads(self) -> Mapping[str, Sampled[Load]] | Missing:
-        """See `LoadSource`."""
         sample = await self._sampling.loads()
         if sample.failed is not None:
             return sample.failed
         return {name: Sampled(load, at_s) for name, (load, at_s) in sample.loads.items()}
 
     async def depth(self) -> Sampled[int] | Missing:
-        """See `QueueSource`."""
         if self._waiting_in:
             return await self._prefills_waiting()
         depth = await self._sampling.depth()

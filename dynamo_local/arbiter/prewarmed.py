@@ -364,7 +364,6 @@ class PrewarmedHost:
         self._warm: deque[int] = deque(maxlen=REMEMBERED)
 
     async def start_process(self, spec: ProcessSpec) -> int:
-        """See `ProcessHost`."""
         kind = None if self._spares is None else self._kind_of(spec.name)
         if self._spares is not None and kind is not None:
             pid = await self._spares.become(spec, kind)
@@ -374,11 +373,9 @@ class PrewarmedHost:
         return await self._host.start_process(spec)
 
     async def forget(self, name: str) -> None:
-        """See `ProcessHost`."""
         await self._host.forget(name)
 
     def rename(self, was: str, name: str, pid: int) -> None:
-        """See `ProcessHost`."""
         self._host.rename(was, name, pid)
 
     def was_spare(self, pid: int | None) -> bool:

@@ -224,13 +224,11 @@ class Board:
             self._dropped_before += file.dropped
 
     def on_pull(self, pull: Pull) -> None:
-        """See `PlannerObserver`."""
         if self._file is not None:
             points = figures.of_reading(pull.reading, pull.pools)
             self._file.add(points, step=self._second(pull.at_s), wall_s=self._clock.wall_s())
 
     def on_decision(self, record: DecisionRecord) -> None:
-        """See `PlannerObserver`."""
         if self._file is not None:
             points = figures.of_decision(record.decision.reasons, record.inputs.fleet)
             self._file.add(points, step=self._second(record.decision.now_s), wall_s=record.wall_s)

@@ -414,7 +414,6 @@ class OfficialTransport:
         self._threads = DaemonExecutor("kubernetes", threads=4)
 
     async def request(self, method: str, path: str, body: Any = None, *, content: str = JSON) -> Answer:
-        """See `Transport`."""
         try:
             return await self._threads.run(
                 lambda: self._ask(method, path, body, content), DEADLINE_S, what=f"{method} {path}"

@@ -182,7 +182,6 @@ class KubernetesConnector:
         return 1 if self._seen is None else sum(one.wanted for one in self._seen.components if one.kind == FRONTEND)
 
     def blind(self) -> str | None:
-        """See `loop.World`."""
         if (follower := self.leads()) is not None:
             return follower
         if self._gone is not None and self._clock.now_s() - self._seen_s > BLIND_AFTER_S:

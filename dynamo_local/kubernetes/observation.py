@@ -73,7 +73,6 @@ class FrontendScrapes:
         await ended(task)
 
     async def traffic(self, window_s: float) -> Traffic | Missing:
-        """See `TrafficSource`."""
         await self.scrape()
         return self._history.traffic(window_s, self._clock.now_s())
 
