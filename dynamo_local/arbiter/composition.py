@@ -295,7 +295,7 @@ def _exporter(base: _Base, shell: Shell, sampling: Sampling, state: Callable[[],
 def _control_api(
     deployment: Deployment, planning: ArbiterPlanner, state: Callable[[], str], tasks: Tasks
 ) -> ControlApi:
-    """The planner's; it answers when the graph is ready."""
+    """The planner's API, which answers while the graph is ready."""
 
     def ready() -> None:
         if state() != READY:

@@ -1,7 +1,7 @@
-"""The arbiter's exporter: serves `/metrics` for Prometheus.
+"""Serves the arbiter's `/metrics` for Prometheus.
 
-Counters go up where the events happen; gauges are computed at each scrape. It runs on the arbiter's event loop, so
-it reads the fleet and the GPU ledger without locks; a scrape takes some hundred microseconds of the loop.
+Counters go up when events happen. Gauges are computed at each scrape. The exporter runs on the arbiter's event loop, so
+it reads the fleet and the GPU ledger without locks. A scrape takes some hundred microseconds of the loop.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ KEY_OPTION = "Host.metrics-api-key"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the metrics are: on a port of loopback (0: any free one), or on a `socket` that only this user can open.
-    `api_key` says where the keys are of which a scrape must show one."""
+    """Where the metrics are served: a port of loopback (0: any free one), or a `socket` of this user.
+
+    With `api_key`, a source of keys, a scrape must show one of them.
+    """
 
     port: int = 0
     socket: Path | None = None
@@ -53,7 +55,7 @@ class Place:
 
 
 class Exporter:
-    """Serves from `start` to `stop`; `url` is None otherwise. `components` and `state` are the graph's."""
+    """Serves from `start` to `stop`. `url` is None at other times. `components` and `state` are the graph's."""
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class Exporter:
         return sum(held_s) / 3600 if held_s else None
 
     async def start(self) -> None:
-        """Listen. Raises `ConfigError` where port, socket or keys cannot be had."""
+        """Raises `ConfigError` if port, socket or keys are not available."""
         from dynamo_local.components.openai.access import ApiKeyMiddleware
         from dynamo_local.components.openai.server import HttpServer, PrivateServer, bind_socket
 
@@ -109,7 +111,7 @@ class Exporter:
         await server.start()
 
     async def stop(self) -> None:
-        """Stop listening. Does nothing if `start` was not called, or failed."""
+        """Does nothing if `start` was not called, or failed."""
         server, self._server = self._server, None
         if server is not None:
             await server.stop()

@@ -1,4 +1,4 @@
-"""From the words of `dynamo serve` to a running arbiter: understand them (`request`), lock, run, clean up."""
+"""Takes the words of `dynamo serve` to a running arbiter: understand them (`request`), lock, run, clean up."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class NamespaceHold:
-    """Our hold of a namespace. `before` are the paths of what was left in it, which another shell may have chosen.
+    """The lock on a namespace. `before` are the paths of a run left in it, which may differ from ours.
 
-    The runtime folder is removed at our end only where what lies in it is `ours`.
+    At the end the runtime folder is removed only if its contents are `ours`.
     """
 
     paths: Paths
@@ -59,10 +59,10 @@ class NamespaceHold:
 def plan_deployment(
     request: Request, environ: Mapping[str, str], found: Found | None = None
 ) -> tuple[Deployment, GpuPool]:
-    """Assign GPUs and make the plan. Its ledger holds the assignment, nothing is locked yet.
+    """Assign GPUs and make the plan. Its ledger holds the assignment. Nothing is locked yet.
 
-    `GpuError` says who has what. With `found`, plan for its workers, on the devices that they have; `ConfigError`
-    says in what they differ from the command line.
+    `GpuError` says which namespace holds what. With `found`, plan for its workers on their present devices.
+    `ConfigError` then names the differences from the command line.
     """
     from dynamo_local.arbiter import adoption
     from dynamo_local.state.run_id import new_run_id
@@ -88,7 +88,7 @@ def plan_deployment(
     masked = config.service_config_json(masked=True)
     gpus_option = request.gpus_option or "all"
     if found is not None:
-        adoption.check_same(found, adoption.DeploymentSpec(spec, request.cwd, gpus_option, masked, etcd, nats))
+        adoption.check_same(found, adoption.ServeSettings(spec, request.cwd, gpus_option, masked, etcd, nats))
         ledger = adoption.hold_gpus(found, ledger, pool)
         workers = adoption.adopted_plans(found, factory, ledger)
     else:
@@ -118,7 +118,7 @@ def plan_deployment(
 
 
 def _devices(request: Request, environ: Mapping[str, str]) -> tuple[Inventory | None, GpuPool]:
-    """The GPUs that the run may take, and the pool of them; None, and an empty pool, where it takes none."""
+    """The GPUs that the run may take, and their pool. Without GPUs it is None and an empty pool."""
     wanted = any(service.resources.gpu for service in request.graph.services)
     inventory = open_inventory(request.gpus_option, environ) if wanted and request.settings.pin_gpus else None
     private = inventory is None or inventory.simulated
@@ -140,10 +140,7 @@ The host is our own process for `dynamo serve`, a stock circusd for the plugin.
 
 
 def serve(options: ServeOptions, make_host: MakeHost, *, boot_report: Path | None = None) -> int:
-    """Run the graph in this process until it has left; the exit code. Raises before anything starts.
-
-    `make_host` gives whoever runs the processes: it is the caller's, because all hosts stand above this room.
-    """
+    """Run the graph in this process until it has left. Returns the exit code. Raises before anything starts."""
     detached = boot_report is not None
     return serve_with(
         options,
@@ -161,10 +158,16 @@ def serve_with(
     make_host: MakeHost,
     on_left: Callable[[int], None] = lambda code: None,
 ) -> int:
-    """`serve` with another view, or another host. `who` is how the namespace's lock names us to others. `on_left` is
-    told the exit code when all is done but to end our own process."""
-    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # before gRPC is imported: else forked children die (circus-facts)
-    # circus gives itself a title where setproctitle is installed (vLLM brings it): not over our environment, please.
+    """`serve` with another view, or another host.
+
+    `who` names us to others that want the namespace's lock. `on_left` gets the exit code when only our own process is
+    left.
+    """
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = (
+        "0"  # Before gRPC is imported: 21 % of children that were forked beside live gRPC channels died without it.
+    )
+    # circus sets a process title if setproctitle is installed (vLLM brings it). That must not overwrite our
+    # environment.
     os.environ["SPT_NOENV"] = "1"
     from dynamo_local.arbiter.adoption import settle
 
@@ -201,7 +204,7 @@ def _tell(view: View) -> Callable[[str], None]:
 
 @contextmanager
 def _exclusive(wanted: Paths, what: str, *, adopt: bool) -> Iterator[NamespaceHold]:
-    """The namespace's lock, and at the end nothing left of what is ours. An adopted run stays where it is."""
+    """Hold the namespace's lock. At the end remove what is ours. An adopted run stays."""
     prepare_folder(wanted.statefile.parent)
     with ExitStack() as stack, telling(f"namespace {wanted.namespace!r} cannot be locked"):
         stack.callback(lock.release, living.claim(wanted, what))
@@ -225,7 +228,7 @@ def _remove_empty(folder: Path) -> None:
 
 
 class _ArbiterLog(logging.handlers.RotatingFileHandler):
-    """A disk that is full is told by whoever needs it, not by a traceback on stderr for each line of a log."""
+    """Drops a line on a full disk without a traceback on stderr. The code that needs the disk reports the fault."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         """The line is lost."""

@@ -1,4 +1,8 @@
-"""Lead times, joined to a run: measured by who watches the shell, kept for the run and, in a file, for this host."""
+"""Measures the lead times of a run in its arbiter, and keeps them in a file for this host.
+
+A lead time is the time from a decision until one more worker serves, by scaling option: a cold start, a prewarmed
+process, a wake, a flip.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class RunLeadTimes:
-    """The lead times of one run. `background` runs what takes time."""
+    """The lead times of one run. `background` runs coroutines that nobody awaits."""
 
     def __init__(
         self, launcher: Launcher, file: LeadFile, background: Callable[[Coroutine[Any, Any, None]], object]
@@ -41,7 +45,7 @@ class RunLeadTimes:
         self.known = LeadTimes()
 
     def remember(self) -> None:
-        """Take what earlier runs measured, of what now runs. A file that cannot be read is logged."""
+        """Read the lead times that earlier runs measured for the present services. An unreadable file is logged."""
         graph = self._launcher.factory.graph
         of = {service.name: what_it_runs(service) for service in graph.services}
         try:
@@ -50,7 +54,7 @@ class RunLeadTimes:
             log.warning("the lead times of earlier runs are not known: %s", error)
 
     def note(self, rung: str, component: str, seconds: float) -> None:
-        """One more: from the decision until it serves (or sleeps). `LeadTimeWatch` calls it."""
+        """Add one lead time, in seconds from the decision. `LeadTimeWatch` calls it."""
         self.known = self.known.noted(rung, component, seconds)
         self._background(self._keep(rung, component, seconds))
 
@@ -68,14 +72,16 @@ class RunLeadTimes:
         return self.known.as_json()
 
     def start_up_s(self, component: str) -> float | None:
-        """What a start of it takes on this host, in the median: from a spare where the host keeps some, else a cold
-        one. None where neither was measured."""
+        """The median start-up time of a component on this host, or None if it was never measured.
+
+        If the host keeps prewarmed processes, a start from one of these is preferred to a cold start.
+        """
         rungs = (Rung.SPARE, Rung.COLD) if self._launcher.factory.settings.spares else (Rung.COLD,)
         found = self.medians(component)
         return next((found[rung] for rung in rungs if rung in found), None)
 
     def medians(self, component: str) -> dict[str, float]:
-        """What each rung of it takes on this host, as far as that was measured."""
+        """The median of each scaling option that was measured on this host."""
         return self.known.medians(component)
 
 
@@ -83,11 +89,11 @@ UNDER_WAY = frozenset({S.STARTING, S.FLIPPING, S.WAKING, S.FALLING_ASLEEP})
 
 
 class LeadTimeWatch:
-    """Notes how long each way to a worker took.
+    """Measures how long each scaling option takes.
 
-    A start begins when its process is to be made, a flip, a wake and a sleep when they are ordered. What fails, is
-    taken back or is overtaken by another order (a wake of one that is still falling asleep) says nothing, nor does
-    what began under an earlier arbiter. `was_spare` says of a pid whether its process was one.
+    A start begins when its process is to be made. A flip, a wake and a sleep begin with the command. A failed,
+    cancelled or overtaken change is not measured, nor is one that an earlier arbiter began. `was_spare` says whether
+    the process of a pid was prewarmed.
     """
 
     def __init__(
@@ -102,7 +108,7 @@ class LeadTimeWatch:
         self._began: dict[str, float] = {}
 
     def on_transition(self, worker: Worker, transition: Transition) -> None:
-        """Note it, if a way to a worker begins or ends with it."""
+        """Begin or end a measurement, if this transition is one of those."""
         before, after, event = transition.before, transition.after, transition.event
         if before is after:
             return
@@ -115,7 +121,7 @@ class LeadTimeWatch:
             self._note(rung, transition.component, now_s - began_s)
 
     def _rung(self, worker: Worker, before: S, after: S, event: Event) -> Rung | None:
-        """What has come to its end; None where it has not come to the one that was meant."""
+        """The scaling option that is complete now, or None."""
         level_2 = worker.standby.level == 2
         match before, after:
             case S.STARTING, S.READY:
@@ -130,7 +136,7 @@ class LeadTimeWatch:
 
 
 def what_it_runs(service: ServiceSpec) -> str:
-    """Engine and model, on how many GPUs: the lead times of another one say nothing about it."""
+    """Engine, model and number of GPUs: a lead time holds for the same combination only."""
     if service.runtime is not None:
         return service.runtime
     model = service.config.get("model")
@@ -138,31 +144,25 @@ def what_it_runs(service: ServiceSpec) -> str:
     return f"{engine}:{model or TINY_MODEL}:{service.resources.gpu}"
 
 
-# --- lead_metrics
-# Lead times and spares on `/metrics`. What was never measured has no sample.
-
-
 @dataclass(frozen=True, slots=True)
 class LeadTimesNow:
-    """What is known at a scrape. `spares` by engine and state."""
+    """The values at a scrape. `spares` counts prewarmed processes by engine and state."""
 
     leads: LeadTimes = field(default_factory=LeadTimes)
     spares: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
 
 class LeadTimeMetrics(Collector):
-    """Registered as the collector of its families. `now` is called at each scrape."""
+    """Lead times and prewarmed processes on `/metrics`. A lead time that was never measured has no sample."""
 
     def __init__(self, registry: CollectorRegistry, now: Callable[[], LeadTimesNow] = LeadTimesNow) -> None:
         self._now = now
         registry.register(self)
 
     def describe(self) -> Iterator[Metric]:
-        """All families, without samples."""
         return _families(LeadTimesNow())
 
     def collect(self) -> Iterator[Metric]:
-        """With what is known now."""
         return _families(self._now())
 
 

@@ -1,7 +1,7 @@
-"""The planner's gauges on `/metrics`, under Dynamo's names: what it saw, expects, estimates and decided.
+"""The planner's part of `/metrics`, under Dynamo's names: observed, predicted, estimated and decided values.
 
-A gauge has the value of the last decision that was about it. Where that decision did not know it, or the planner does
-not run, there is no sample: a dashboard shows a gap, not a 0.
+A gauge has the value of the last decision that concerned it. If that decision did not know it, or the planner does not
+run, there is no sample. A dashboard then shows a gap, not a 0.
 """
 
 from __future__ import annotations
@@ -76,8 +76,11 @@ ENUMS = {
 
 @dataclass(frozen=True, slots=True)
 class PlannerNow:
-    """How the planner is at a scrape: since when (its clock, seconds) it is in that state, GPU-hours of the components
-    that it plans (None: it has seen none yet), and how far engines are off their profile."""
+    """The planner at a scrape.
+
+    `since_s` is when it entered its state, on its clock. `gpu_hours` are those of the components that it plans (None
+    before the first pull). `drift` says how far engines are off their profile.
+    """
 
     state: PlannerState = PlannerState.STOPPED
     counts: Counts = field(default_factory=Counts)
@@ -89,7 +92,7 @@ class PlannerNow:
 
 @dataclass(slots=True)
 class _Group:
-    """Figures of the last decision that was about them, made at `at_s`."""
+    """Figures of the last decision that concerned them, made at `at_s`."""
 
     at_s: float = 0.0
     values: Figures = field(default_factory=dict)
@@ -103,7 +106,7 @@ class _Group:
 
 
 class PlannerGauges(Collector):
-    """A `PlannerObserver`, registered as the collector of its gauges."""
+    """A `PlannerObserver` that is the collector of its gauges."""
 
     def __init__(self, registry: CollectorRegistry, now: Callable[[], PlannerNow]) -> None:
         self._now = now
@@ -114,7 +117,7 @@ class PlannerGauges(Collector):
 
     @property
     def components(self) -> tuple[str, ...]:
-        """Those that are planned, as far as they were seen."""
+        """The planned components of the last pull."""
         return () if self._pull is None else tuple(pool.component for pool in self._pull.pools.all)
 
     def on_pull(self, pull: Pull) -> None:
@@ -127,18 +130,16 @@ class PlannerGauges(Collector):
         self._decided.take(at_s, figures.fleet_figures(line))
         decided = figures.scaling_decisions(line)
         for name, states in self._states.items():
-            # A tick in which that loop was not due says nothing of it.
+            # A tick in which that loop was not due says nothing about it.
             due = {component: both for component, both in decided.items() if both[name] != "unset"}
             self._states[name] = {
                 component: due.get(component, states.get(component, decided[component])) for component in decided
             }
 
     def describe(self) -> Iterator[Metric]:
-        """All families, without samples."""
         return self._families(PlannerNow())
 
     def collect(self) -> Iterator[Metric]:
-        """With what is known now."""
         return self._families(self._now())
 
     def _families(self, now: PlannerNow) -> Iterator[Metric]:
@@ -156,9 +157,9 @@ class PlannerGauges(Collector):
         yield from _engines(pull)
 
     def _enums(self, known: bool) -> Iterator[Metric]:
-        for name, told in ENUMS.items():
+        for name, text in ENUMS.items():
             label = f"{PREFIX}_{name}"
-            family = GaugeMetricFamily(label, told, labels=["component", label])
+            family = GaugeMetricFamily(label, text, labels=["component", label])
             for component, both in self._states[name].items() if known else ():
                 for state in figures.STATES[name]:
                     family.add_metric([component, state], float(both[name] == state))
@@ -170,16 +171,16 @@ def _replicas(pull: Pull) -> Figures:
 
 
 def _gauges(names: Mapping[str, str], values: Figures) -> Iterator[Metric]:
-    for name, told in names.items():
-        family = GaugeMetricFamily(f"{PREFIX}_{name}", told, labels=[])
+    for name, text in names.items():
+        family = GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=[])
         if name in values:
             family.add_metric([], values[name])
         yield family
 
 
 def _drift(drift: Iterable[Drifted]) -> Metric:
-    told = "How far the engines' passes are off the profile that is planned by, as a share (0.2: a fifth longer)"
-    family = GaugeMetricFamily(f"{PREFIX}_profile_drift_ratio", told, labels=["component", "kind", "quantile"])
+    text = "How far the engines' passes are off the profile that is planned by, as a share (0.2: a fifth longer)"
+    family = GaugeMetricFamily(f"{PREFIX}_profile_drift_ratio", text, labels=["component", "kind", "quantile"])
     for each in drift:
         for quantile, share in (("0.5", each.p50), ("0.9", each.p90)):
             family.add_metric([each.component, each.kind, quantile], share)
@@ -187,10 +188,10 @@ def _drift(drift: Iterable[Drifted]) -> Metric:
 
 
 def _engines(pull: Pull | None) -> Iterator[Metric]:
-    """One sample for each rank of each worker that the last pull had: a worker that has gone has none."""
+    """One sample for each rank of each worker in the last pull."""
     engines = {} if pull is None else pull.engines
-    for name, (told, tokens) in ENGINE.items():
-        family = GaugeMetricFamily(f"{PREFIX}_{name}", told, labels=["worker_id", "dp_rank"])
+    for name, (text, tokens) in ENGINE.items():
+        family = GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=["worker_id", "dp_rank"])
         for engine, seen in engines.items():
             if not isinstance(seen.last, Missing):
                 family.add_metric([engine.worker_id, str(engine.dp_rank)], tokens(seen.last))
@@ -201,7 +202,7 @@ LAG_BUCKETS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
 
 class PlannerMetrics:
-    """The planner's part of `/metrics`, in the arbiter's registry. A `PlannerObserver`."""
+    """All metrics of a planner in one registry. A `PlannerObserver`."""
 
     def __init__(self, registry: CollectorRegistry, now: Callable[[], PlannerNow] = PlannerNow) -> None:
         self.registry = registry
@@ -272,12 +273,9 @@ def _loop_families(now: PlannerNow) -> Iterator[Metric]:
     )
 
 
-# --- plugin_metrics
-# The planner's plugins on `/metrics`, under Dynamo's names. A plugin's samples go with it.
-#
-# One name departs: Dynamo's `tick_lag_seconds` is `plugin_tick_lag_seconds` here: the planner's own ticks have had
-# that
-# name for longer.
+# The planner's plugins, under Dynamo's names. One name differs: Dynamo's `tick_lag_seconds` is
+# `plugin_tick_lag_seconds` here, because the planner's own ticks had that name before. A plugin's samples disappear
+# with it.
 
 TOLD = {
     "plugin_evaluations_total": "Calls of a plugin, by what it answered",
@@ -299,25 +297,23 @@ TOLD = {
 
 @dataclass(frozen=True, slots=True)
 class PluginsNow:
-    """The plugins at a scrape, and what was counted of them."""
+    """The plugins at a scrape, and their counters."""
 
     rows: tuple[PluginRow, ...] = ()
     counters: Counters = field(default_factory=Counters)
 
 
 class PluginMetrics(Collector):
-    """Registered as the collector of its families. `now` is called at each scrape."""
+    """Collects the plugins' metrics. `now` is called at each scrape."""
 
     def __init__(self, registry: CollectorRegistry, now: Callable[[], PluginsNow] = PluginsNow) -> None:
         self._now = now
         registry.register(self)
 
     def describe(self) -> Iterator[Metric]:
-        """All families, without samples."""
         return _families(PluginsNow())
 
     def collect(self) -> Iterator[Metric]:
-        """With what is known now."""
         return _families(self._now())
 
 

@@ -1,8 +1,7 @@
-"""What a planner observes of its arbiter's workers beyond their loads: requests, and forward passes.
+"""Observes workers for the arbiter's planner: requests, forward passes, loads and the prefill queue.
 
-All of it is asked for (`transport.observation`), nothing is sent by itself: requests are counted every five seconds
-while
-a policy runs that goes by them, passes are asked for when they are wanted. Otherwise nobody is asked.
+Workers answer questions (`transport.observation`). They send nothing by themselves. Requests are counted every five
+seconds while a policy needs them, and passes are read when a policy wants them.
 """
 
 from __future__ import annotations
@@ -38,12 +37,14 @@ log = logging.getLogger(__name__)
 
 ENGINES = frozenset({Role.PREFILL, Role.DECODE, Role.AGGREGATED})
 ANSWER = frozenset({None, DYNAMO_1X})
-"""The runtimes whose frontends and engines tell (None: our own components)."""
+"""The runtimes whose frontends and engines answer. None stands for our own components."""
 
 
 class ObservationSources:
-    """`TrafficSource`, `RequestSource` and `PassSource` of one graph. `follow` says for what kind of planner, `close`
-    that there is none any more. `background` runs what nobody waits for."""
+    """The `TrafficSource`, `RequestSource` and `PassSource` of one graph.
+
+    `follow` prepares for a planner's options, `close` ends that. `background` runs coroutines that nobody awaits.
+    """
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class ObservationSources:
         self._history = CounterHistory()
         self._tracker = PassTracker()
         self._measured: dict[str, dict[str, Any]] = {}
-        """By component, and by the configuration (`Worker.launched`) of a worker: its answer. The newest is last."""
+        """Answers by component and by a worker's configuration (`Worker.launched`). The newest is last."""
         self._learns = False
         self._observer: Any = None
         self._counting: asyncio.Task[None] | None = None
@@ -73,7 +74,7 @@ class ObservationSources:
     # --- what is wanted ----------------------------------------------------------------------------
 
     def follow(self, options: PlannerConfig) -> None:
-        """Be ready for what a planner with these options will ask: a window can only be told of what was counted."""
+        """Prepare for a planner with these options: a window needs counts from before its end."""
         self.drift.follow(options)
         self._learns = options.policy == "throughput-load" and options.optimization_target == "sla"
         prometheus = prometheus_options(options, self._graph().namespace)
@@ -89,7 +90,7 @@ class ObservationSources:
             self._counting = asyncio.create_task(self._count(), name="counting requests")
 
     def close(self) -> None:
-        """Ask nobody any more."""
+        """Ask no worker any more."""
         self.drift.close()
         self._stop_counting()
         self._leave_elsewhere()
@@ -120,14 +121,14 @@ class ObservationSources:
         workers = self._shell.fleet.workers.values()
         expected = frozenset(worker.name for worker in workers if worker.ready and worker.role is Role.FRONTEND)
         heard = await self._ask(Question(requests_s=window_s), expected)
-        told = {name: one for name, one in heard.items() if one.requests is not None}
-        if not expected or expected - told.keys():
-            return Missing(f"{', '.join(sorted(expected - told.keys())) or 'nobody'} told no single requests")
+        answers = {name: one for name, one in heard.items() if one.requests is not None}
+        if not expected or expected - answers.keys():
+            return Missing(f"{', '.join(sorted(expected - answers.keys())) or 'nobody'} told no single requests")
         now_s = self._clock.now_s()
-        began = sorted(one.at_s - age_s for one in told.values() for age_s in one.requests.began_s)
+        began = sorted(one.at_s - age_s for one in answers.values() for age_s in one.requests.began_s)
         ended = [
             Ended(one.at_s - each.age_s, each.isl, each.osl, each.ttft_s, each.itl_s)
-            for one in told.values()
+            for one in answers.values()
             for each in one.requests.answered
         ]
         ended.sort(key=lambda each: each.at_s)
@@ -139,7 +140,7 @@ class ObservationSources:
         return self._tracker.take(_serving(ready), self._clock.now_s())
 
     async def _passes_for(self, tracker: PassTracker) -> Engines:
-        """Those since that tracker's last, whoever else has asked. Raises `NatsUnavailable`."""
+        """The passes since that tracker's last ones, independent of other readers. Raises `NatsUnavailable`."""
         from dynamo_local.transport.observation import Question
 
         ready = self._ready()
@@ -161,12 +162,12 @@ class ObservationSources:
             try:
                 await self._scrape()
                 await self._ask_benchmarks()
-            except Exception:  # a bug must not end the counting in silence
-                log.exception("counting the requests failed; it is tried again")
+            except Exception:  # a defect must not end the counting in silence
+                log.exception("counting the requests failed, and is tried again")
             next_s = max(next_s + SCRAPE_EVERY_S, self._clock.now_s())
 
     async def _scrape(self) -> None:
-        """Read all counters once; who comes while that is done waits for it."""
+        """Read all counters once. A concurrent caller waits and reads again."""
         from dynamo_local.transport.observation import Question
 
         async with self._asking:
@@ -178,14 +179,14 @@ class ObservationSources:
                 self._history.failed(str(error))
                 return
             counted = [self._counted(name, one) for name, one in heard.items() if one.counters is not None]
-            told = {one.name for one in counted}
-            absent = [w.name for w in ready if w.role is Role.FRONTEND and w.name not in told]
+            answers = {one.name for one in counted}
+            absent = [w.name for w in ready if w.role is Role.FRONTEND and w.name not in answers]
             self._history.add(self._clock.now_s(), counted, absent=absent)
 
     def _counted(self, name: str, one: Any) -> Counted:
-        """Of a frontend that drains, too: its requests are the clients'."""
+        """A draining frontend counts, too: clients made its requests."""
         frontends = {spec.name for spec in self._graph().services if spec.role is Role.FRONTEND}
-        prefills = next(filter(None, planned_components(self._graph())))  # in an aggregated graph there is one kind
+        prefills = next(filter(None, planned_components(self._graph())))  # an aggregated graph has one kind
         return Counted(
             frontend=one.component in frontends,
             prefills=one.component == prefills,
@@ -196,12 +197,12 @@ class ObservationSources:
         )
 
     def _ready(self) -> dict[str, Worker]:
-        """The workers with an engine that serve, by name."""
+        """The ready workers with an engine, by name."""
         workers = self._shell.fleet.workers
         return {name: worker for name, worker in workers.items() if worker.ready and self._has_engine(worker)}
 
     async def _ask_benchmarks(self) -> None:
-        """Before the first passes are wanted, so that a first decision minutes from now has them."""
+        """Ask for benchmarks before the first passes are wanted, so that the first decision has them."""
         from dynamo_local.transport.observation import Question
 
         ready = self._ready()
@@ -241,13 +242,15 @@ class ObservationSources:
             self._tracker.heard(name, one.passes, ranks=can.dp_size, missed=one.missed)
 
     def _unmeasured(self, ready: Iterable[Worker]) -> list[str]:
-        """One worker of each component and configuration that has not said yet what it measured of itself."""
+        """One worker of each component and configuration whose benchmark is unknown."""
         by_component: dict[str, dict[str, str]] = {}
         for worker in ready:
             by_component.setdefault(worker.component, {}).setdefault(worker.launched, worker.name)
         for component, current in by_component.items():
             known = self._measured.get(component, {})
-            self._measured[component] = {launched: told for launched, told in known.items() if launched in current}
+            self._measured[component] = {
+                launched: answers for launched, answers in known.items() if launched in current
+            }
         return [
             name
             for component, current in by_component.items()
@@ -277,21 +280,17 @@ def _serving(ready: Mapping[str, Worker]) -> Iterable[ReadyWorker]:
 
 
 def _worker_id(worker: Worker) -> str:
-    """What its engine calls itself: a command's own lease, else the worker's."""
+    """The engine's id: a command's own lease, else the worker's."""
     lease = next(iter(worker.other_leases), worker.lease)
     return "" if lease is None else str(int(lease, 16))
 
 
-# --- arbiter_world
-# What a planner sees of its arbiter: the fleet counted, loads and the prefill queue, and whether it can see at all.
-
-
 class ArbiterWorld:
-    """What the planner sees of its arbiter: `loop.World`, and both sources of metrics.
+    """The planner's view of its arbiter: `loop.World`, and both sources of metrics.
 
     `pending` says whether another environment has yet to carry a decision out, `actuators` how decisions may be
-    carried out. Prefill workers that are commands have no queue of ours: `waiting_in` then names, by component, the
-    field of a worker's load that counts the requests that wait there for a prefill.
+    carried out. Prefill workers that are commands have no queue of ours. For them `waiting_in` has, by component, the
+    field of a worker's load that counts requests waiting for a prefill.
     """
 
     def __init__(
@@ -320,7 +319,7 @@ class ArbiterWorld:
         self._pending = pending
 
     def worker_pools(self) -> WorkerPools:
-        """Counted now. A draining worker whose keys are still in etcd can be given requests yet."""
+        """The present counts. A draining worker whose keys are still in etcd may still get requests."""
         workers = self._shell.fleet.workers.values()
         routed = {w.name for w in workers if TRAITS[w.state].drains and w.lease is not None}
         pools = pools_of(
@@ -333,9 +332,9 @@ class ArbiterWorld:
         return tuple(worker.name for worker in self._shell.fleet.ready(self._decode))
 
     def blind(self) -> str | None:
-        """While etcd is away nobody knows who serves; while NATS is, nobody can be asked."""
+        """Why the planner cannot see: without etcd the ready workers are unknown, without NATS none can be asked."""
         if not self._links.etcd_answers:
-            return "etcd does not answer, so who serves is not known"
+            return "etcd does not answer, so the ready workers are not known"
         if not self._links.answer:
             return "NATS is not connected, so loads and the prefill queue are not known"
         return None
@@ -353,8 +352,10 @@ class ArbiterWorld:
         return depth if isinstance(depth, Missing) else Sampled(depth.pending, self._clock.now_s())
 
     async def _prefills_waiting(self) -> Sampled[int] | Missing:
-        """Requests that wait in the prefill workers, and in the frontends' routers for one. All must say it: a part
-        of the sum is no sum."""
+        """Requests that wait in prefill workers, and in the frontends' routers for one.
+
+        If one of them does not answer, the sum is missing.
+        """
         sample = await self._sampling.loads()
         if sample.failed is not None:
             return sample.failed
@@ -374,7 +375,9 @@ class ArbiterWorld:
 
 
 def prefills_wait_in(graph: GraphSpec, prefill: str | None) -> dict[str, str]:
-    """`ArbiterWorld.waiting_in`: prefill workers that are commands, and Dynamo's frontends, whose routers hold back."""
+    """`ArbiterWorld.waiting_in`: prefill workers that are commands, and Dynamo's frontends, whose routers hold
+    requests.
+    """
     if prefill is None or graph.service(prefill).runtime is None:
         return {}
     fields = {DYNAMO_1X: "prefills_waiting"}

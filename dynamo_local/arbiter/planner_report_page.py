@@ -270,9 +270,9 @@ def _utc(wall_s: float) -> str:
 def _change(line: Line) -> dict[str, Any]:
     """A decision with a step: its time, number and words. `steps` has each component's step and outcome."""
     try:
-        told = words(line).splitlines()
+        texts = words(line).splitlines()
     except BadInput as error:
-        told = [f"written by another version: {error}"]
+        texts = [f"written by another version: {error}"]
     steps = {
         reason["component"]: (reason["step"], str(line["outcomes"].get(reason["component"], {}).get("outcome", "")))
         for reason in line["decision"]["reasons"]
@@ -282,7 +282,7 @@ def _change(line: Line) -> dict[str, Any]:
         "at": float(line["wall_s"]),
         "seq": line.get("seq", ""),
         "time": _utc(float(line["wall_s"])),
-        "words": [word if len(word) <= WORDS_MAX else f"{word[: WORDS_MAX - 1]}…" for word in told],
+        "words": [word if len(word) <= WORDS_MAX else f"{word[: WORDS_MAX - 1]}…" for word in texts],
         "steps": steps,
     }
 

@@ -1,4 +1,4 @@
-"""What shows the arbiter's planner: TensorBoard, Prometheus and reports. None of them blocks the event loop."""
+"""Shows the arbiter's planner in TensorBoard, Prometheus and reports. None of them blocks the event loop."""
 
 from __future__ import annotations
 

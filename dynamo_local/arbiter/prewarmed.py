@@ -1,4 +1,8 @@
-"""Spares, joined to a run: whom they serve, what they are marked with, and when they are started."""
+"""Prewarmed processes: started in advance with their modules imported, they become workers within milliseconds.
+
+A new one is started when no worker is starting, because its imports would take the processors from that worker. A dead
+one is replaced with back-off. A start that needs one takes it at once, or starts a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -33,27 +37,20 @@ from dynamo_local.system.paths import Paths
 from dynamo_local.system.process_host import ProcessHost, ProcessSpec, SpareHost
 from dynamo_local.system.processes import aend_session, start_time_s, wait_exit
 
-# --- pool
-# Keeps spares running, and makes workers of them.
-#
-# A new spare is started when no worker is coming up: its imports would take the processors from that one. One that
-# dies,
-# or cannot be started, is replaced with back-off. Whoever takes one gets it at once, or none.
-
 log = logging.getLogger(__name__)
 
 ORDER_TIMEOUT_S = 10.0
-"""To change the environment and to answer takes milliseconds."""
+"""Changing the environment and answering takes milliseconds."""
 ENDED_TIMEOUT_S = 5.0
 DELAY_S, DELAY_MAX_S = 1.0, 60.0
 RAN_WELL_S = 60.0
 CALM_BOUND_S = 10.0
-"""Where workers come up all the time, or one takes its time, spares are started all the same."""
+"""If workers start all the time, prewarmed processes are started after this time anyway."""
 
 
 @dataclass(slots=True, eq=False)
 class PrewarmedProcess:
-    """One process. `warm_s` is when its modules were imported, of the arbiter's clock."""
+    """One prewarmed process. `warm_s` is when its modules were imported, on the arbiter's clock."""
 
     name: str
     kind: PrewarmedKind
@@ -66,13 +63,13 @@ class PrewarmedProcess:
 
     @property
     def state(self) -> str:
-        """`warming`, `warm` or `taken`, for people."""
+        """`warming`, `warm` or `taken`."""
         return "taken" if self.taken else "warming" if self.warm_s is None else "warm"
 
 
 @dataclass(frozen=True, slots=True)
 class PrewarmedRules:
-    """How spares are run: so many of each kind, with these marks by which a run's processes are found."""
+    """How prewarmed processes run: `count` of each kind, with the `marks` of a run's processes."""
 
     count: int
     marks: Callable[[str], Mapping[str, str]]
@@ -83,14 +80,17 @@ class PrewarmedRules:
 
 
 async def end_process(pid: int) -> None:
-    """End it with its session; returns when it is gone, or has not gone for some seconds."""
+    """End a process with its session. Returns when it is gone, or after `ENDED_TIMEOUT_S`."""
     await aend_session(pid)
     await wait_exit(pid, ENDED_TIMEOUT_S)
 
 
 class PrewarmedProcesses:
-    """`wanted` are the kinds, `calm` says that no worker is coming up; `on_change` is called, as a task of
-    `background`, when there is another spare, or one less. `end` ends a process, and returns when it is gone."""
+    """Keeps prewarmed processes of the `wanted` kinds.
+
+    `calm` says that no worker is starting. `on_change` is called when a process is added or removed. `end` ends a
+    process and returns when it is gone.
+    """
 
     def __init__(
         self,
@@ -123,10 +123,8 @@ class PrewarmedProcesses:
         self._woken = asyncio.Event()
         self._leaving = False
 
-    # --- keeping them ----------------------------------------------------------------------------
-
     async def run(self) -> None:
-        """Start what is missing, for as long as the run lives."""
+        """Start missing processes, for as long as the run lives."""
         while not self._leaving:
             self._woken.clear()
             missing = self._missing()
@@ -138,7 +136,7 @@ class PrewarmedProcesses:
                 await self._start(missing)
 
     def wake(self) -> None:
-        """What is wanted may have changed."""
+        """The wanted kinds may have changed."""
         self._woken.set()
 
     def _missing(self) -> PrewarmedKind | None:
@@ -152,7 +150,7 @@ class PrewarmedProcesses:
         return None
 
     async def _until_calm(self) -> float:
-        """Now, once no worker is coming up, or has been for long."""
+        """Returns when no worker is starting, or after `CALM_BOUND_S`."""
         bound_s = self._clock.now_s() + CALM_BOUND_S
         while not self._calm() and self._clock.now_s() < bound_s:
             await self._clock.sleep_until(self._clock.now_s() + 0.1)
@@ -165,7 +163,7 @@ class PrewarmedProcesses:
         return name
 
     async def _start(self, kind: PrewarmedKind) -> None:
-        """One spare, until it is warm or has failed."""
+        """Start one process and wait until it is warm or has failed."""
         name = self._free_name()
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -201,7 +199,7 @@ class PrewarmedProcesses:
         await self._on_change()
 
     async def _give_up(self, spare: PrewarmedProcess, why: str) -> None:
-        """It is of no use: end it, and try again later."""
+        """End a useless process, and try again later."""
         if self._spares.get(spare.name) is spare:
             self._failed(f"{spare.name}: {why}")
         await self._end(spare)
@@ -214,7 +212,7 @@ class PrewarmedProcesses:
             self._tell(f"a spare failed ({why}); the next one is started in {delay_s:g} s", Elsewhere())
 
     def exited(self, name: str, pid: int, code: int | None) -> bool:
-        """Called with every exit. False if it was no spare."""
+        """The host calls this for every exit. Returns False if the process was not prewarmed."""
         spare = self._spares.get(name)
         if spare is None:
             return False
@@ -234,12 +232,11 @@ class PrewarmedProcesses:
         await self._on_change()
 
     def _dismiss(self, spare: PrewarmedProcess) -> None:
-        """It is not wanted any more: it ends when its socket is closed."""
+        """Its kind is not wanted any more. It ends when its socket is closed."""
         spare.taken = True
         spare.connection.close()
 
     async def _end(self, spare: PrewarmedProcess) -> None:
-        """End it, and return when it is gone."""
         spare.taken = True
         if spare.pid is not None:
             await self._end_process(spare.pid)
@@ -249,16 +246,13 @@ class PrewarmedProcesses:
         self._woken.set()
 
     async def close(self) -> None:
-        """End all of them."""
         self._leaving = True
         self._woken.set()
         for spare in list(self._spares.values()):
             await self._end(spare)
 
-    # --- using one -------------------------------------------------------------------------------
-
     async def become(self, spec: ProcessSpec, kind: PrewarmedKind) -> int | None:
-        """The pid of a process that is that worker now, and was a spare; None if there is none, or it failed."""
+        """Make a prewarmed process that worker. Returns its pid, or None without a suitable process."""
         spare = next((each for each in self._spares.values() if each.kind == kind and each.state == "warm"), None)
         if spare is None or self._leaving:
             return None
@@ -271,7 +265,7 @@ class PrewarmedProcesses:
             self._failed(f"{spare.name} did not become {spec.name}: {error or 'it did not answer'}")
             await self._end(spare)
             return None
-        except BaseException:  # given up: a process that may be a worker by now must not run without an owner
+        except BaseException:  # cancelled: a process that may be a worker by now must not run without an owner
             await asyncio.shield(self._end(spare))
             raise
         self._spares.pop(spare.name, None)
@@ -281,7 +275,7 @@ class PrewarmedProcesses:
         return pid
 
     async def _order(self, spare: PrewarmedProcess, spec: ProcessSpec) -> None:
-        """Tell it what it is now, and hear that it is. Raises OSError, TimeoutError, ValueError."""
+        """Send its new identity, and wait for its confirmation. Raises OSError, TimeoutError, ValueError."""
         order = {"argv": list(spec.argv), "env": dict(spec.env), "cwd": spec.cwd, "secret": secrets_of(spec.env)}
         log_fd = os.open(spec.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
@@ -293,8 +287,6 @@ class PrewarmedProcesses:
         if answer.get("became") != spec.name:
             raise OSError(str(answer.get("error", answer)))
 
-    # --- answering -------------------------------------------------------------------------------
-
     def records(self) -> dict[str, SpareEntry]:
         """For the statefile."""
         return {
@@ -304,7 +296,7 @@ class PrewarmedProcesses:
         }
 
     def status(self) -> dict[str, Any]:
-        """For `dynamo status --json`: each spare, and why the latest failed."""
+        """For `dynamo status --json`: each process, and why the latest failed."""
         now_s = self._clock.now_s()
         return {
             "count": self._rules.count,
@@ -315,7 +307,7 @@ class PrewarmedProcesses:
         }
 
     def counts(self) -> dict[tuple[str, str], int]:
-        """How many there are, by engine and state."""
+        """Counts by engine and state."""
         found: dict[tuple[str, str], int] = {
             (kind.engine, state): 0 for kind in self._wanted() for state in ("warming", "warm")
         }
@@ -338,7 +330,7 @@ def _status(spare: PrewarmedProcess, now_s: float) -> dict[str, Any]:
 
 
 def resident_bytes(pid: int) -> int | None:
-    """The memory of a process that is in RAM, shared pages included; None where it is gone."""
+    """The resident memory of a process, shared pages included. None if it is gone."""
     try:
         with open(f"/proc/{pid}/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -346,14 +338,11 @@ def resident_bytes(pid: int) -> int | None:
         return None
 
 
-# --- starting
-# Starts processes for the shell: of a spare where one fits, else anew.
-
 REMEMBERED = 1024
 
 
 class PrewarmedHost:
-    """A `ProcessHost` before another one. `kind_of` says of which kind of spare a worker of that name can be made."""
+    """A `ProcessHost` that takes a prewarmed process where one fits. `kind_of` gives the kind for a watcher's name."""
 
     def __init__(
         self, host: ProcessHost, spares: PrewarmedProcesses | None, kind_of: Callable[[str], PrewarmedKind | None]
@@ -379,14 +368,14 @@ class PrewarmedHost:
         self._host.rename(was, name, pid)
 
     def was_spare(self, pid: int | None) -> bool:
-        """Whether that process was a spare before it became a worker."""
+        """Whether that process was prewarmed before it became a worker."""
         return pid in self._warm
 
 
 class PrewarmedPool:
     """The prewarmed processes of one run, and the host of its workers, which uses them.
 
-    `fleet` and `env` are read once the run has begun: its workers, and what they are told of etcd and NATS.
+    `fleet` and `env` are called after the run has begun. `env` has the variables for etcd and NATS.
     """
 
     def __init__(
@@ -432,7 +421,7 @@ class PrewarmedPool:
         self.host = PrewarmedHost(host, self.spares, self._kind_of)
 
     def begin(self, tasks: Tasks) -> None:
-        """Start prewarmed processes from now on: the run is ready."""
+        """The run is ready: start prewarmed processes from now on."""
         if self.spares is not None:
             tasks.keep("spares", self.spares.run)
         elif self._launcher.factory.settings.spares:
@@ -444,7 +433,7 @@ class PrewarmedPool:
             self.spares.wake()
 
     def exited(self, name: str, pid: int, code: int | None) -> bool:
-        """Called with every exit. False if it was no spare."""
+        """The host calls this for every exit. Returns False if the process was not prewarmed."""
         return self.spares is not None and self.spares.exited(name, pid, code)
 
     def records(self) -> dict[str, SpareEntry]:
@@ -452,15 +441,14 @@ class PrewarmedPool:
         return {} if self.spares is None else self.spares.records()
 
     def status(self) -> dict[str, Any] | None:
-        """For `dynamo status --json`; None where there are none."""
+        """For `dynamo status --json`. None without prewarmed processes."""
         return None if self.spares is None else self.spares.status()
 
     def counts(self) -> dict[tuple[str, str], int]:
-        """How many there are, by engine and state."""
+        """Counts by engine and state."""
         return {} if self.spares is None else self.spares.counts()
 
     async def close(self) -> None:
-        """End them."""
         if self.spares is not None:
             await self.spares.close()
 
@@ -475,12 +463,12 @@ class PrewarmedPool:
 
 MODULE = "dynamo_local.worker.prewarmed"
 WORDS_ROOM = 160
-"""Padding behind the command line, so that `ps` can show the worker's."""
+"""Padding after the command line, so that `ps` can show the worker's."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrewarmedKind:
-    """What a spare has that cannot be given to it later. `env` is the early part of a worker's environment."""
+    """The properties of a prewarmed process that cannot be changed later. `env` is its early environment."""
 
     engine: EngineName
     cwd: str
@@ -488,11 +476,10 @@ class PrewarmedKind:
 
     @property
     def argv(self) -> tuple[str, ...]:
-        """The command of such a spare."""
         return (sys.executable, "-m", MODULE, self.engine, "." * WORDS_ROOM)
 
     def environment(self, marks: Mapping[str, str], visible: str | None, log_level: str | None) -> dict[str, str]:
-        """Of a spare of this kind; `visible` are the devices of the run (None: the user pins)."""
+        """The environment of such a process. `visible` are the run's devices (None: the user pins GPUs)."""
         env = {**dict(self.env), **marks, ROOM: "." * ROOM_BYTES}
         if visible is not None:
             env["CUDA_VISIBLE_DEVICES"] = visible
@@ -502,7 +489,7 @@ class PrewarmedKind:
 
 
 class PrewarmedKinds:
-    """The kinds of spares that a run's services need; `env` is what every worker is told beside the factory's."""
+    """The kinds that a run's services need. `env` has the variables that every worker gets besides the factory's."""
 
     def __init__(self, launcher: Launcher, env: Callable[[], Mapping[str, str]], gpus: Sequence[GpuDevice]) -> None:
         self._launcher = launcher
@@ -511,13 +498,16 @@ class PrewarmedKinds:
         self.visible = cuda_visible_devices(gpus) if launcher.factory.settings.pin_gpus else None
 
     def wanted(self) -> tuple[PrewarmedKind, ...]:
-        """One for each engine and environment of the graph's services, in its order."""
+        """One kind for each engine and environment of the graph's services, in its order."""
         found = (self.of(spec) for spec in self._launcher.factory.graph.services)
         return tuple(dict.fromkeys(kind for kind in found if kind is not None))
 
     def of(self, spec: ServiceSpec) -> PrewarmedKind | None:
-        """The kind of spare that can become a worker of that service; None if none can: it is a command, it computes
-        nothing, or the devices differ and what was found out of one while importing would be used on another."""
+        """The kind that can become a worker of that service, or None.
+
+        None fits a command, or a service without an engine. None fits vLLM on different devices, because its imports
+        keep facts of one device.
+        """
         if spec.runtime is not None or not ROLES[spec.role].computes:
             return None
         named = cast("EngineName | None", spec.config.get("engine"))
@@ -531,5 +521,5 @@ class PrewarmedKinds:
 
 
 def secrets_of(env: Mapping[str, str]) -> list[str]:
-    """Names of the variables that /proc need not show."""
+    """Names of the variables that /proc must not show."""
     return [name for name in env if is_secret_variable(name)]

@@ -1,7 +1,7 @@
-"""TensorBoard's event files, written in a thread: a slow or full disk costs points, never the arbiter's loop.
+"""TensorBoard's event files, written in a thread: a slow or full disk loses points and never blocks the arbiter.
 
-Its `EventsWriter` is used, not its `SummaryWriter`: that one hands points to a thread of its own by a queue that
-blocks when full, and dies silently of the first `OSError`.
+This uses `EventsWriter`, not `SummaryWriter`. The latter passes points to its own thread through a queue that blocks
+when full, and that thread dies silently at the first `OSError`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from dynamo_local.planner.values import Pull
 log = logging.getLogger(__name__)
 
 CAPACITY = 4096
-"""Groups of points that wait for the disk: over an hour of pulls. Past it new ones are dropped, and counted."""
+"""Groups of points that may wait for the disk: over an hour of pulls. Later ones are dropped and counted."""
 
 FLUSH_S = 2.0
-"""How old a point may be before a reader of the file sees it."""
+"""The age at which a point must be visible in the file."""
 
 RETRY_S = 10.0
-"""After a failed write everything is dropped for so long, then a new file is begun."""
+"""After a failed write all points are dropped for this long. Then a new file begins."""
 
 CLOSE_S = 2.0
 _FILES = itertools.count(1)
@@ -45,12 +45,12 @@ _Group = tuple[Mapping[str, float], int, float]
 
 
 def available() -> bool:
-    """The extra `tensorboard` is installed."""
+    """Whether the extra `tensorboard` is installed."""
     return find_spec("tensorboardX") is not None
 
 
 def check(log_dir: Path | None) -> None:
-    """`ConfigError` where somebody asks for scalars and the extra is not installed."""
+    """Raise `ConfigError` if scalars are requested and the extra is not installed."""
     if log_dir is not None and not available():
         raise ConfigError(
             f"Planner: log_dir ({log_dir}): TensorBoard scalars need the extra `tensorboard`; "
@@ -59,11 +59,10 @@ def check(log_dir: Path | None) -> None:
 
 
 def folder_for(log_dir: Path | None, *, base: Path, logs: Path, now: datetime) -> Path | None:
-    """Where the scalars of a planner that starts `now` go: `log_dir`, below `base` if it is relative.
+    """The folder for the scalars of a planner that starts `now`: `log_dir`, below `base` if it is relative.
 
-    Without one: `tensorboard/<MMDD_HHMMSS>` in the run's own log folder (Dynamo's `logs/<MMDD_HHMMSS>` would be in
-    whatever folder the arbiter was started from), or nowhere (None) where the extra is not installed: then nobody
-    wants them. Raises as `check`.
+    Without `log_dir` it is `tensorboard/<MMDD_HHMMSS>` in the run's own log folder. Dynamo's `logs/<MMDD_HHMMSS>` would
+    be in whatever folder the arbiter was started from. It is None if the extra is not installed. Raises like `check`.
     """
     check(log_dir)
     if log_dir is not None:
@@ -72,7 +71,7 @@ def folder_for(log_dir: Path | None, *, base: Path, logs: Path, now: datetime) -
 
 
 class ScalarFile:
-    """A folder's event file, open for points. Making one blocks (import, disk); raises `ConfigError`.
+    """A folder's event file, open for points. Making one blocks (import, disk). Raises `ConfigError`.
 
     `dropped` counts the points that never reached the disk.
     """
@@ -95,7 +94,10 @@ class ScalarFile:
         self._thread.start()
 
     def add(self, points: Mapping[str, float], *, step: int, wall_s: float) -> None:
-        """Points of one moment: `step` is seconds since the planner's start, `wall_s` since 1970. Never waits."""
+        """Add the points of one moment. Never waits.
+
+        `step` is seconds since the planner's start, `wall_s` seconds since 1970.
+        """
         if not points or self._closed:
             return
         try:
@@ -104,7 +106,7 @@ class ScalarFile:
             self.dropped += len(points)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Write what waits, within the time-out. Blocks: call it in a thread."""
+        """Write the waiting points, within the timeout. Blocks, so call it in a thread."""
         if self._closed:
             return
         self._closed = True
@@ -146,7 +148,7 @@ class ScalarFile:
         self._unflushed, self._flushed_s = 0, time.monotonic()
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """Run `work`; after an OSError drop the open file and its unflushed points. A new file is begun later."""
+        """Run `work`. After an OSError drop the file and its unflushed points. A new file begins later."""
         try:
             work()
         except OSError as error:
@@ -155,7 +157,7 @@ class ScalarFile:
             self._unflushed, self._broken_s = 0, time.monotonic()
             broken, self._file = self._file, None
             if broken is not None:
-                with contextlib.suppress(OSError):  # what could not be written cannot be written now
+                with contextlib.suppress(OSError):  # an unwritable file cannot be closed cleanly
                     broken.close()
 
 
@@ -175,7 +177,7 @@ def _event(points: Mapping[str, float], step: int, wall_s: float) -> Any:
 
 
 class Board:
-    """A `PlannerObserver` that writes TensorBoard scalars from `open` to `close`, and nothing before or after.
+    """Writes a planner's TensorBoard scalars from `open` to `close`. A `PlannerObserver`.
 
     `base` is the folder that a relative log_dir is in, `logs` the run's own.
     """
@@ -192,16 +194,16 @@ class Board:
 
     @property
     def folder(self) -> Path | None:
-        """Where the scalars go; None while they go nowhere."""
+        """The folder of the scalars. None while there is none."""
         return None if self._file is None else self._file.folder
 
     @property
     def dropped(self) -> int:
-        """Points that never reached the disk, of all files so far."""
+        """Points that never reached the disk, in all files so far."""
         return self._dropped_before + (0 if self._file is None else self._file.dropped)
 
     async def open(self, log_dir: Path | None) -> None:
-        """The planner starts, or its log_dir is changed. Raises `ConfigError`, with the old file still open."""
+        """The planner starts, or its log_dir changes. Raises `ConfigError`. The old file then stays open."""
         if self._file is not None and log_dir == self._log_dir:
             return
         now = datetime.fromtimestamp(self._clock.wall_s()).astimezone()
@@ -211,13 +213,13 @@ class Board:
         except ConfigError as error:
             if log_dir is not None:
                 raise
-            self._tell(f"no TensorBoard scalars: {error}")  # the user named no log_dir: no reason to fail
+            self._tell(f"no TensorBoard scalars: {error}")  # no log_dir was named: no reason to fail
             file = None
         await self.close()
         self._file, self._log_dir, self._began_s = file, log_dir, self._clock.now_s()
 
     async def close(self) -> None:
-        """Write what is buffered, and close the file."""
+        """Write the buffered points, and close the file."""
         file, self._file = self._file, None
         if file is not None:
             await asyncio.to_thread(file.close)

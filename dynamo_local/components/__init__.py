@@ -10,7 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dynamo_local.components import Frontend, PrefillWorker, Processor, Router, VllmWorker
+    from dynamo_local.components import Frontend
+    from dynamo_local.components import PrefillWorker
+    from dynamo_local.components import Processor
+    from dynamo_local.components import Router
+    from dynamo_local.components import VllmWorker
 
 _MODULES = {
     "Frontend": "frontend",

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from circus.plugins import _str2cfg
 
-from dynamo_local.arbiter.adoption import DeploymentSpec, Found, check_same, hold_gpus
+from dynamo_local.arbiter.adoption import Found, ServeSettings, check_same, hold_gpus
 from dynamo_local.arbiter.guard import environment, guardian_argv
 from dynamo_local.arbiter.guarded_run import OPTION, GuardedRun
 from dynamo_local.core.gpus import GpuLedger
@@ -114,7 +114,7 @@ def test_servers_policy_and_course_are_kept_and_absent_where_there_are_none() ->
     assert not {"servers", "on_arbiter_death"} & json.loads(State(namespace="n", run_id=RUN).model_dump_json()).keys()
 
 
-def wish(**changes: Any) -> DeploymentSpec:
+def wish(**changes: Any) -> ServeSettings:
     """The command line that started it."""
     same: dict[str, Any] = {
         "graph": GRAPH,
@@ -124,7 +124,7 @@ def wish(**changes: Any) -> DeploymentSpec:
         "etcd_endpoints": None,
         "nats_server": None,
     }
-    return DeploymentSpec(**{**same, **changes})
+    return ServeSettings(**{**same, **changes})
 
 
 def test_the_same_command_line_may_adopt() -> None:
