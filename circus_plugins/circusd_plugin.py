@@ -45,7 +45,7 @@ LOG_NAME = "circusd_plugin.log"
 """In the log folder, of all namespaces: circusd sends a plugin's own output to /dev/null."""
 PREDECESSOR_TIMEOUT_S = 3600.0
 PREDECESSOR_POLL_S = 0.2
-"""`circusctl reload` starts a new plugin before it ends the old one, which then finishes what streams."""
+"""`circusctl reload` starts a new plugin before it ends the old one, which then finishes its streams."""
 LEAVE_SLACK_S = 60.0
 
 
@@ -62,14 +62,14 @@ class DynamoPlugin(CircusPlugin):  # type: ignore[misc]
         self._deployment_file = Path()
 
     def start(self) -> None:
-        """Run the graph until `dynamo down`, or until circusd stops us. A failure is logged, and not tried again."""
+        """Run the graph until `dynamo down`, or until circusd stops us. A failure is logged and not tried again."""
         from dynamo_local.circus_plugins.under_circusd import stop_own_watcher
         from dynamo_local.system.paths import log_root, private_folder
         from dynamo_local.system.prctl import set_parent_death_signal
 
         _log_to(private_folder(log_root(os.environ)) / LOG_NAME)
-        set_parent_death_signal(signal.SIGTERM)  # circusd was killed: leave as if it had asked us to
-        os.environ.pop("NOTIFY_SOCKET", None)  # if circusd runs under systemd, it alone answers it
+        set_parent_death_signal(signal.SIGTERM)  # circusd was killed: leave as on its request
+        os.environ.pop("NOTIFY_SOCKET", None)  # circusd itself notifies systemd
         log.info("[%s] starts", self._own_watcher)
         try:
             code = self._serve()
@@ -125,7 +125,7 @@ class DynamoPlugin(CircusPlugin):  # type: ignore[misc]
         return self._host
 
     def stop(self) -> None:
-        """Nothing to do: when `start` has returned, everything has ended."""
+        """When `start` has returned, everything has ended."""
 
     def handle_recv(self, data: Any) -> None:
         """Not called: `start` runs a loop of its own."""
@@ -151,7 +151,7 @@ def deployment_options(path: Path, environ: Mapping[str, str]) -> tuple[ServeOpt
         target=wanted.graph,
         file=path.resolve(),
         namespace=wanted.namespace,
-        # circusd starts a killed plugin again, which then adopts its workers: no stream is cut.
+        # circusd restarts a killed plugin, which then adopts its workers: no stream is cut.
         on_arbiter_death="keep",
         adopt=True,
         **deadlines,
@@ -160,7 +160,7 @@ def deployment_options(path: Path, environ: Mapping[str, str]) -> tuple[ServeOpt
 
 
 class LogView:
-    """Writes the progress of start and run to the arbiter's log: nobody watches a plugin's output."""
+    """Writes the progress of start and run to the arbiter's log: nobody reads a plugin's output."""
 
     wants_logs = False
 
@@ -168,25 +168,21 @@ class LogView:
         self._shown: dict[str, str] = {}
 
     def rows(self, title: str, rows: Sequence[Row]) -> None:
-        """Each worker's state, once."""
         for row in rows:
             if self._shown.get(row.name) != row.state:
                 self._shown[row.name] = row.state
                 run_log.info("%s: %s%s", row.name, row.state, f" on GPU {row.gpus}" if row.gpus else "")
 
     def event(self, text: str) -> None:
-        """One thing that happened."""
         run_log.info("%s", text)
 
     def log_line(self, name: str, line: str, names: Sequence[str]) -> None:
         """Not wanted: every worker has its own file."""
 
     def ready(self, facts: dict[str, Any]) -> None:
-        """Everything is ready."""
         run_log.info("ready: %s (in %.1f s)", facts.get("frontend_url") or facts["namespace"], facts["seconds"])
 
     def failed(self, message: str, exit_code: int) -> None:
-        """The start failed."""
         run_log.error("%s", message)
 
     def close(self) -> None:

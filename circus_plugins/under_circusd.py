@@ -1,8 +1,11 @@
-"""What our own arbiter does beside running processes, done by a process under somebody else's circusd.
+"""The supervisor's host under a stock circusd: it does what our own arbiter does besides running processes.
 
-* It answers our commands on the namespace's own control endpoint: `dynamo status|scale|drain|restart|down` work.
-* It hears of circusd's commands for our watchers by its event stream: `circusctl stop NAME` becomes a drain.
-* SIGTERM is circusd's `quit` (or `stop` of the plugin): leave, in order.
+* It answers our commands on the namespace's own control endpoint: `dynamo status`, `scale`, `drain`, `restart` and
+`down` work.
+
+* It reads circusd's event stream: `circusctl stop NAME` becomes a drain.
+
+* SIGTERM, from circusd's `quit` or a `stop` of the plugin, means leaving in order.
 """
 
 from __future__ import annotations
@@ -32,13 +35,13 @@ from dynamo_local.system.process_host import ExitCallback
 log = logging.getLogger(__name__)
 
 READY_PATIENCE_S = 600.0
-"""circusd starts its watchers one after the other, with its `warmup_delay`, and refuses everything meanwhile."""
+"""circusd starts its watchers one after the other, with its `warmup_delay`, and refuses every command meanwhile."""
 QUIT_GRACE_S = 0.25
-"""`quit` stops all watchers at once: after the event for one of them, wait this long to see whether it was a `quit`."""
+"""`quit` stops all watchers at once. So wait this long after the event of one watcher to recognise a `quit`."""
 
 
 class _AnsweredByCircusd:
-    """Stands in for circus's own commands on our endpoint: those belong to the circusd that runs the watchers."""
+    """Refuses circus's own commands on our endpoint: they belong to the circusd that runs the watchers."""
 
     def __init__(self, name: str, endpoint: str) -> None:
         self.name = name
@@ -48,7 +51,7 @@ class _AnsweredByCircusd:
         """Nothing to check: the answer is the same."""
 
     def execute(self, arbiter: Any, props: Any) -> dict[str, Any]:
-        """The refusal, which names the endpoint to ask instead."""
+        """The refusal, which names the endpoint to use instead."""
         return refusal(
             BadInput(
                 f"this graph runs under a stock circusd: use `circusctl --endpoint {self._endpoint} {self.name}`, "
@@ -58,7 +61,7 @@ class _AnsweredByCircusd:
 
 
 class PluginController(WorkerController):
-    """Answers our commands, and says of circus's own where they are answered."""
+    """Answers our commands, and names the endpoint for circus's own."""
 
     def __init__(self, endpoint: str, context: zmq.Context[Any], arbiter: Any, circusd_endpoint: str) -> None:
         super().__init__(endpoint, None, context, IOLoop.current(), arbiter, 0)  # 0: no timer
@@ -68,10 +71,10 @@ class PluginController(WorkerController):
 
 
 class UnderCircusd(CircusClientHost):
-    """A `SupervisedHost`: what `DynamoArbiter` is to `dynamo serve`, under the circusd that is our parent.
+    """A `SupervisedHost` under the circusd that is our parent.
 
-    `own_watcher` is the plugin's own name there (`plugin:dynamo`), `leave_bound_s` how long leaving may take at most,
-    `deployment_file` what the ini names.
+    `own_watcher` is the plugin's name there (`plugin:dynamo`), `leave_bound_s` the longest time that leaving may take,
+    `deployment_file` the file that the ini names.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ class UnderCircusd(CircusClientHost):
                 "remove `uid` from the [plugin:…] section, or run circusd as the same user"
             )
         await super().start()
-        # While it waits for us to leave, circusd must not kill us before the last stream is finished.
+        # circusd must not kill us before the last stream is finished.
         patience = {"graceful_timeout": self._leave_bound_s}
         await self.circusd.exclusive("set", patience_s=READY_PATIENCE_S, name=self._own_watcher, options=patience)
         await self.sweep(f"{self._namespace.lower()}_")
@@ -150,7 +153,7 @@ class UnderCircusd(CircusClientHost):
         ]
 
     def _asked_to_stop(self) -> None:
-        """circusd holds its only slot until we are gone: no watcher can be removed any more, and none need be."""
+        """circusd holds its only slot until we are gone. So no watcher can be removed any more, and none need be."""
         self.hurried = True
         self.supervisor.request_down("circusd stops the plugin")
 
@@ -162,7 +165,7 @@ class UnderCircusd(CircusClientHost):
     # --- circusd's own commands for our watchers ---------------------------------------------------
 
     async def _listen(self) -> None:
-        """Events may be lost (pub/sub): then circusd kills what it was told to stop, after `leave_bound_s`."""
+        """Events may be lost (pub/sub). circusd then kills the stopped watcher after `leave_bound_s`."""
         prefix = f"watcher.{self._namespace.lower()}_"
         with self._events_context.socket(zmq.SUB) as events:
             events.linger = 0
@@ -175,7 +178,7 @@ class UnderCircusd(CircusClientHost):
                     self._run(self._on_circusctl_stop(watcher, int(json.loads(body)["process_pid"])))
 
     async def _on_circusctl_stop(self, watcher: str, pid: int) -> None:
-        """circusd was told to stop our watcher; our stop signal has no effect. Drain a worker, end a server."""
+        """circusd was told to stop our watcher, and our stop signal has no effect. Drain a worker, end a server."""
         await asyncio.sleep(QUIT_GRACE_S)
         if self.hurried or pid not in {running.pid for running in self._running.values()}:
             return
@@ -186,7 +189,7 @@ class UnderCircusd(CircusClientHost):
         os.kill(pid, signal.SIGTERM)
 
     async def _carried_out(self, name: str) -> bool:
-        """Drain or restart the worker, as circusd was asked to. False, and logged, if that cannot be done now."""
+        """Drain or restart the worker, as circusd was told. Returns False, and logs, if that is impossible now."""
         try:
             if await self._is_stopping(name):
                 stimulus_id = new_stimulus_id("circusctl-stop")
@@ -200,8 +203,8 @@ class UnderCircusd(CircusClientHost):
         return True
 
     async def _is_stopping(self, name: str) -> bool:
-        """`stop`, `restart`, `rm`: it is, or is gone already. `reload` and `kill` want a new process instead."""
-        # `status` of one watcher has its status in the place of the reply's own.
+        """Whether it is stopping or gone: `stop`, `restart`, `rm`. `reload` and `kill` want a new process instead."""
+        # `status` of one watcher has its status in place of the reply's own.
         statuses = (await self.circusd.call("status")).get("statuses", {})
         return bool(statuses.get(name) != "active")
 

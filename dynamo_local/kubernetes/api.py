@@ -1,6 +1,6 @@
-"""What the planner asks of a Kubernetes API server: a graph, its scaling adapters, a lease. Errors are typed.
+"""The Kubernetes API server as the planner uses it: a graph, its scaling adapters, a lease. Errors are typed.
 
-`Transport` is the seam: the official client in a pod, an API server of a few lines in tests.
+`Transport` is the seam: the official client (extra `kubernetes`) in a pod, a small API server in tests.
 """
 
 from __future__ import annotations
@@ -51,28 +51,28 @@ JSON = "application/json"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A status of HTTP, and the object (of an error: a `Status`; empty where the body was no JSON)."""
+    """An HTTP status with its object (for an error: a `Status`). The object is empty if the body was no JSON."""
 
     status: int
     body: Mapping[str, Any]
 
 
 class Transport(Protocol):
-    """One request of the API server."""
+    """One request to the API server."""
 
     async def request(self, method: str, path: str, body: Any = None, *, content: str = JSON) -> Answer:
-        """Within a deadline of its own. Raises `ApiAway` where there was no answer."""
+        """Has a deadline of its own. Raises `ApiAway` if there is no answer."""
         ...
 
 
 class ApiAway(InfraUnavailable):
-    """The API server cannot be reached, or did not answer in time. What was written may have arrived."""
+    """The API server cannot be reached, or did not answer in time. A write may have arrived."""
 
     code = "api_away"
 
 
 class ApiRefused(DynamoError):
-    """The API server said no."""
+    """The API server refused the request."""
 
     code: ClassVar[str] = "api_refused"
 
@@ -85,19 +85,19 @@ class Conflict(ApiRefused):
 
 
 class Forbidden(ApiRefused):
-    """The service account may not do that (403), or is not known (401)."""
+    """The service account may not do that (403), or is unknown (401)."""
 
     code = "forbidden"
 
 
 class NotThere(ApiRefused):
-    """The object is not there."""
+    """The object does not exist."""
 
     code = "not_there"
 
 
 class KubeApi:
-    """One graph in one namespace. `version` is the one that the server has, once the graph was read."""
+    """One graph in one namespace. `version` is the server's, once the graph was read."""
 
     def __init__(self, transport: Transport, namespace: str, name: str) -> None:
         self._transport = transport
@@ -108,14 +108,14 @@ class KubeApi:
     # --- the graph ---------------------------------------------------------------------------------
 
     async def graph(self) -> Seen:
-        """The graph, and the adapters that its components say they have. Raises `NotThere`, `Forbidden`, `ApiAway`."""
+        """The graph, and the adapters of its components. Raises `NotThere`, `Forbidden`, `ApiAway`."""
         seen = await self._document()
         adapters: dict[str, Adapter] = {}
         for one in (one for one in seen.components if one.by_adapter and one.role is not None):
             try:
                 adapters[one.name] = await self._adapter(seen, one.name)
             except NotThere:
-                continue  # told where it matters: nothing is written past it
+                continue  # reported by a write: nothing is written past a missing adapter
         return replace(seen, adapters=adapters)
 
     async def _document(self) -> Seen:
@@ -125,7 +125,7 @@ class KubeApi:
             if answer.status == 404 and answer.body.get("reason") != "NotFound" and version != versions[-1]:
                 continue  # the server does not have this version
             try:
-                seen = read_seen(_checked(answer, f"{GRAPH_PLURAL}/{self.name}", self.namespace))
+                seen = read_observed(_checked(answer, f"{GRAPH_PLURAL}/{self.name}", self.namespace))
             except (WrongKind, ValidationError) as error:
                 raise ApiRefused(f"{GRAPH_PLURAL}/{self.name} cannot be read: {error}") from None
             self._version = version
@@ -133,7 +133,7 @@ class KubeApi:
         raise AssertionError("unreachable")
 
     async def patch(self, write: PatchGraph) -> None:
-        """Raises `Conflict` where the graph is another one by now."""
+        """Raises `Conflict` if the graph has changed since."""
         path = self._path(self._version, GRAPH_PLURAL, self.name)
         answer = await self._transport.request("PATCH", path, list(write.operations), content=JSON_PATCH)
         _checked(answer, f"{GRAPH_PLURAL}/{self.name}", self.namespace)
@@ -147,7 +147,7 @@ class KubeApi:
         return Adapter(name, int((scale.get("spec") or {}).get("replicas", 0)), scale["metadata"]["resourceVersion"])
 
     async def scale(self, write: ScaleAdapter) -> None:
-        """Raises `Conflict` where somebody else has scaled it since it was read."""
+        """Raises `Conflict` if somebody else has scaled it since."""
         adapter = write.adapter
         body = {"metadata": {"resourceVersion": adapter.resource_version}, "spec": {"replicas": write.replicas}}
         answer = await self._transport.request("PATCH", self._scale(adapter.name), body, content=MERGE_PATCH)
@@ -159,7 +159,7 @@ class KubeApi:
     # --- workers -----------------------------------------------------------------------------------
 
     async def worker_metadata(self) -> tuple[Mapping[str, Any], ...]:
-        """The `DynamoWorkerMetadata` objects of the namespace. Raises `NotThere` where the cluster has no such kind."""
+        """The `DynamoWorkerMetadata` objects of the namespace. Raises `NotThere` if the cluster has no such kind."""
         path = f"/apis/{V1ALPHA1}/namespaces/{self.namespace}/{METADATA_PLURAL}"
         answer = _checked(await self._transport.request("GET", path), METADATA_PLURAL, self.namespace)
         return tuple(one for one in answer.get("items") or () if isinstance(one, dict))
@@ -171,12 +171,12 @@ class KubeApi:
         return _checked(await self._transport.request("GET", self._leases(name)), f"leases/{name}", self.namespace)
 
     async def create_lease(self, lease: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Raises `Conflict` where somebody was quicker."""
+        """Raises `Conflict` if another planner was quicker."""
         answer = await self._transport.request("POST", self._leases(), lease)
         return _checked(answer, f"leases/{lease['metadata']['name']}", self.namespace)
 
     async def replace_lease(self, lease: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Raises `Conflict` where somebody else has written it since."""
+        """Raises `Conflict` if another planner has written it since."""
         name = lease["metadata"]["name"]
         answer = await self._transport.request("PUT", self._leases(name), lease)
         return _checked(answer, f"leases/{name}", self.namespace)
@@ -214,7 +214,7 @@ WORKERS = frozenset({"worker", "prefill", "decode"})
 MODEL_OPTIONS = ("--served-model-name", "--model", "--model-path", "--model-name")
 
 
-def read_seen(raw: Mapping[str, Any]) -> Seen:
+def read_observed(raw: Mapping[str, Any]) -> Seen:
     """The graph of this document. Raises `WrongKind` and pydantic's `ValidationError`."""
     graph = read_graph(raw)
     meta, status = graph.metadata, graph.status
@@ -242,8 +242,8 @@ def _components(graph: Graph) -> tuple[GraphComponent, ...]:
     if isinstance(graph, GraphV1Beta1):
         counts = (graph.status and graph.status.components) or {}
         return tuple(_component(n, one, counts.get(one.name)) for n, one in enumerate(graph.spec.components))
-    told = (graph.status and graph.status.services) or {}
-    return tuple(_service(name, one, told.get(name)) for name, one in graph.spec.services.items())
+    statuses = (graph.status and graph.status.services) or {}
+    return tuple(_service(name, one, statuses.get(name)) for name, one in graph.spec.services.items())
 
 
 def _component(n: int, one: Component, status: ComponentStatus | None) -> GraphComponent:
@@ -320,7 +320,7 @@ def _said_role(word: str) -> bool:
 
 
 def _words(main: Container | None) -> tuple[str, ...]:
-    """The command, also where it is one string for a shell."""
+    """The command's words, also if it is one string for a shell."""
     if main is None:
         return ()
     return tuple(part for word in (*(main.command or ()), *(main.args or ())) for part in word.split())
@@ -335,7 +335,7 @@ def _model(words: Sequence[str], named: ModelRef | None) -> str | None:
 
 
 def _per_replica(gpus: int | None, multinode: Multinode | None, status: ComponentStatus | None) -> int | None:
-    """What the operator says counts for more: it knows resource claims, too."""
+    """The operator's number wins, because it knows resource claims, too."""
     if status is not None and status.gpus_per_replica is not None:
         return status.gpus_per_replica
     return None if gpus is None else gpus * (1 if multinode is None else multinode.node_count)
@@ -359,7 +359,7 @@ def _gpus_of_containers(containers: Iterable[Container]) -> int | None:
 
 
 def _gpus(resources: Mapping[str, Quantity]) -> int | None:
-    """Of NVIDIA's device plugin: whole ones, and those of its slices (`nvidia.com/mig-1g.10gb`)."""
+    """Devices of NVIDIA's plugin: whole ones, and its slices (`nvidia.com/mig-1g.10gb`)."""
     found = [_whole(many) for name, many in resources.items() if name == GPU_RESOURCE or _is_slice(name)]
     known = [number for number in found if number is not None]
     return sum(known) if known else None
@@ -384,7 +384,7 @@ def _gpus_of_service(resources: ServiceResources | None) -> tuple[int | None, bo
 
 
 def _whole(many: Quantity | None) -> int | None:
-    """A number of devices; None for what is none."""
+    """A number of devices, or None."""
     try:
         return None if many is None else int(many)
     except ValueError:
@@ -406,7 +406,7 @@ NAMESPACE_VARIABLE = "DYN_PARENT_DGD_K8S_NAMESPACE"
 
 
 class OfficialTransport:
-    """`api.Transport`. `namespace` is where the planner runs, or that of the kubeconfig's context."""
+    """The official client as a `Transport`. `namespace` is the planner's own, or that of the kubeconfig's context."""
 
     def __init__(self, client: Any, namespace: str) -> None:
         self.namespace = namespace
@@ -427,7 +427,7 @@ class OfficialTransport:
 
         configuration = self._client.configuration
         headers = {"Accept": JSON, "Content-Type": content}
-        token = configuration.auth_settings().get("BearerToken")  # read again where it may have changed
+        token = configuration.auth_settings().get("BearerToken")  # read again, because it may have changed
         if token is not None:
             headers[token["key"]] = token["value"]
         try:
@@ -454,9 +454,9 @@ def _object(data: Any) -> dict[str, Any]:
 
 
 def connected(kubeconfig: Path | None = None) -> OfficialTransport:
-    """As a pod's service account, else by the kubeconfig (`$KUBECONFIG`, `~/.kube/config`). Raises `ConfigError`.
+    """A connection as a pod's service account, else by the kubeconfig. Raises `ConfigError`.
 
-    In a pod the namespace is the pod's own; of a kubeconfig it is that of its current context.
+    The kubeconfig is `$KUBECONFIG` or `~/.kube/config`. The namespace is the pod's own, or that of the current context.
     """
     try:
         from kubernetes import client, config
@@ -476,12 +476,12 @@ def connected(kubeconfig: Path | None = None) -> OfficialTransport:
             namespace = context["context"].get("namespace", "default")
     except (config.ConfigException, OSError) as error:
         raise ConfigError(f"there is no way to a Kubernetes API server: {error}") from None
-    configuration.retries = False  # a deadline is a deadline; the planner itself tries again
+    configuration.retries = False  # the planner itself tries again
     return OfficialTransport(client.ApiClient(configuration), os.environ.get("POD_NAMESPACE") or namespace)
 
 
 def parent(environ: Callable[[str], str | None], name: str | None, namespace: str | None, own: str) -> tuple[str, str]:
-    """`(graph, namespace)`: as given, else as Dynamo's operator tells a planner's pod. Raises `ConfigError`."""
+    """`(graph, namespace)` as given, else as Dynamo's operator tells a planner's pod. Raises `ConfigError`."""
     graph = name or environ(GRAPH_VARIABLE)
     if not graph:
         raise ConfigError(

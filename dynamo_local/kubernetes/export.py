@@ -1,4 +1,4 @@
-"""A resolved graph as one `DynamoGraphDeployment`."""
+"""Exports a resolved graph of this host as one `DynamoGraphDeployment`, with its planner, servers and variables."""
 
 from __future__ import annotations
 
@@ -61,9 +61,6 @@ from dynamo_local.sdk.settings import validate_section
 if TYPE_CHECKING:
     from dynamo_local.engines.vllm.options import VllmOptions
 
-# --- planner
-# The planner of a host as a component of the graph: the same policy and options, in a pod of its own.
-
 NAME = "Planner"
 RIGHTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("nvidia.com", "dynamographdeployments", ("get", "patch")),
@@ -71,8 +68,10 @@ RIGHTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("nvidia.com", "dynamoworkermetadatas", ("list",)),
     ("coordination.k8s.io", "leases", ("get", "create", "update")),
 )
-"""The least that suffices; the service account that the operator gives a planner has no leases, and may not read an
-adapter's scale."""
+"""The minimum that suffices.
+
+The service account that the operator gives a planner cannot write leases or read an adapter's scale.
+"""
 MODULE = "dynamo_local.planner"
 _HERE = "of a planner in the arbiter of one host"
 _REASONS = {
@@ -87,15 +86,16 @@ _REASONS = {
 def planner_component(
     section: Mapping[str, Any], image: str, frontend: str | None, account: str
 ) -> tuple[Component, tuple[Note, ...]]:
-    """The component, and which options have no place there. The section is valid, its keys have underscores.
+    """The host's planner as a component: the same policy and options in a pod of its own, and the options left out.
 
-    `frontend` is the name of the Service whose /metrics tell the traffic, `account` that of `rights`.
+    The section is valid, and its keys have underscores. `frontend` is the name of the Service whose /metrics has the
+    traffic, `account` the name of the account of `rights`.
     """
     unread = [key for key in section if key in _REASONS or key.startswith("virtual_")]
     notes = left_out(NAME, _REASONS, unread, _HERE)
     kept = {key: value for key, value in section.items() if key not in unread}
     if chosen_policy(section) == BY_TARGETS:
-        kept.setdefault("policy", BY_TARGETS)  # a pod to which none is named plans as Dynamo does
+        kept.setdefault("policy", BY_TARGETS)  # a pod without a policy plans as Dynamo does
     profile = kept.get("profile_results_dir")
     if isinstance(profile, str) and "/" in profile:
         text = f"{profile} is a folder of this host: mount it into the planner's pod"
@@ -111,7 +111,7 @@ def planner_component(
 
 
 def rights(account: str) -> tuple[dict[str, Any], ...]:
-    """A service account that may do what a planner does, and nothing else."""
+    """A service account with exactly the rights of a planner."""
     name = {"metadata": {"name": account}}
     group = "rbac.authorization.k8s.io"
     rules = [{"apiGroups": [api], "resources": [what], "verbs": list(verbs)} for api, what, verbs in RIGHTS]
@@ -130,26 +130,23 @@ def _traffic(frontend: str | None) -> list[str]:
     return [] if frontend is None else ["--frontend", f"http://{frontend}:8000/metrics"]
 
 
-# --- resources
-# What a worker asks of its host, as what a container asks of a node.
-
 _MEMORY = re.compile(r"(?P<number>[\d.]+)(?P<unit>[EPTGMKk]?i?)B?")
 
 
 def container_resources(wanted: Wanted) -> Resources | None:
-    """GPUs as limits (they cannot be shared), CPUs and memory as requests; None where nothing is asked for."""
+    """GPUs as limits (they cannot be shared), CPUs and memory as requests. None if a worker requests nothing."""
     requests = {"cpu": wanted.cpu, "memory": None if wanted.memory is None else quantity(wanted.memory)}
-    asked = {name: value for name, value in requests.items() if value is not None}
+    requested = {name: value for name, value in requests.items() if value is not None}
     found = Resources()
     if wanted.gpu:
         found.limits = {GPU_RESOURCE: str(wanted.gpu)}
-    if asked:
-        found.requests = dict(asked)
+    if requested:
+        found.requests = dict(requested)
     return found if found.model_fields_set else None
 
 
 def quantity(memory: str) -> str:
-    """`20GiB`, `20GB`, `20K` as Kubernetes writes them: `20Gi`, `20G`, `20k`."""
+    """`20GiB`, `20GB`, `20K` in Kubernetes' notation: `20Gi`, `20G`, `20k`."""
     matched = _MEMORY.fullmatch(memory)
     if matched is None:
         return memory
@@ -174,7 +171,7 @@ _ARGS = {
 
 @dataclass(frozen=True, slots=True)
 class ExportRequest:
-    """What the command line adds. `planner_image` is None where no planner is wanted."""
+    """The values of the command line. `planner_image` is None without a planner."""
 
     name: str
     image: str
@@ -184,7 +181,7 @@ class ExportRequest:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The manifest, and what of the configuration does not stand in it as it was."""
+    """The manifest, and notes on everything that did not carry over unchanged."""
 
     graph: GraphV1Beta1
     notes: tuple[Note, ...]
@@ -192,7 +189,7 @@ class Exported:
     """Objects that the graph needs: the planner's service account and its rights."""
 
     def secret_keys(self, secret: str) -> tuple[str, ...]:
-        """The keys that are read from this Secret."""
+        """The keys that the pods read from this Secret."""
         mains = [component.main for component in self.graph.spec.components]
         variables = [variable for main in mains if main is not None for variable in main.env or ()]
         refs = [variable.value_from.secret_key_ref for variable in variables if variable.value_from is not None]
@@ -207,47 +204,50 @@ class _Part:
 
 
 def graph_name(namespace: str) -> str:
-    """The graph's name where nobody gave one: its namespace here, in the letters that names have there."""
+    """The graph's name if none is given: its namespace here, in the letters that names have there."""
     return re.sub(r"[^a-z0-9]+", "-", namespace.lower()).strip("-")
 
 
-def export(loaded: LoadedGraph, spec: GraphSpec, config: Config, wish: ExportRequest) -> Exported:
-    """The manifest of the graph. Raises `NotCarried` with everything that stands against it."""
+def export(loaded: LoadedGraph, spec: GraphSpec, config: Config, request: ExportRequest) -> Exported:
+    """The manifest of the graph. Raises `NotCarried` with every reason."""
     router = _router(spec)
-    parts = [_part(service, _settings(loaded, service, config), router, config, wish) for service in spec.components]
+    parts = [_part(service, _settings(loaded, service, config), router, config, request) for service in spec.components]
     refusals = [part.refusal for part in parts if part.refusal is not None]
     components = [part.component for part in parts if part.component is not None]
     notes = [note for part in parts for note in part.notes]
-    if wish.planner_image is not None:
-        planner, told = planner_component(
-            config.service(PLANNER), wish.planner_image, _frontend_service(wish.name, components), _account(wish)
+    if request.planner_image is not None:
+        planner, more_notes = planner_component(
+            config.service(PLANNER),
+            request.planner_image,
+            _frontend_service(request.name, components),
+            _account(request),
         )
         for component in components:
             if component.type in PLANNED:
                 component.scaling_adapter = ScalingAdapter()
         components.append(planner)
-        notes += told
+        notes += more_notes
     elif PLANNER in config.sections and PLANNER not in loaded.services:
         notes.append(Note(Kind.LEFT_OUT, PLANNER, "no planner was asked for"))
     notes += left_out(HOST, {}, config.sections.get(HOST, {}), _HOST_ONLY)
-    refusals += [Refusal(wish.name, fault) for fault in faults(wish.name, components)] if not refusals else []
+    refusals += [Refusal(request.name, fault) for fault in faults(request.name, components)] if not refusals else []
     refuse(config.source, refusals)
     graph = GraphV1Beta1(
         api_version=V1BETA1,
         kind=GRAPH_KIND,
-        metadata=Metadata(name=wish.name),
+        metadata=Metadata(name=request.name),
         spec=KubernetesSpec(components=components),
     )
-    beside = () if wish.planner_image is None else rights(_account(wish))
+    beside = () if request.planner_image is None else rights(_account(request))
     return Exported(graph, tuple(dict.fromkeys(notes)), beside)
 
 
-def _account(wish: ExportRequest) -> str:
-    return f"{wish.name}-planner"
+def _account(request: ExportRequest) -> str:
+    return f"{request.name}-planner"
 
 
 def _frontend_service(name: str, components: list[Component]) -> str | None:
-    """The operator's Service of the frontend; None where there is none."""
+    """The operator's Service of the frontend. None without a frontend."""
     frontends = [component.name for component in components if component.type is ComponentType.FRONTEND]
     return f"{name}-{frontends[0].lower()}" if frontends else None
 
@@ -257,7 +257,7 @@ def _settings(loaded: LoadedGraph, service: ServiceSpec, config: Config) -> Any:
     return None if model is None else validate_section(model, f"{config.source}: {service.name}", service.config)
 
 
-def _part(service: ServiceSpec, settings: Any, router: str | None, config: Config, wish: ExportRequest) -> _Part:
+def _part(service: ServiceSpec, settings: Any, router: str | None, config: Config, request: ExportRequest) -> _Part:
     process = process_of(service, settings, router)
     if isinstance(process, NoProcess):
         if process.refuses:
@@ -265,20 +265,20 @@ def _part(service: ServiceSpec, settings: Any, router: str | None, config: Confi
         return _Part(None, (Note(Kind.LEFT_OUT, service.name, process.reason),))
     notes = [*process.notes, *left_out(f"{service.name}.ServiceArgs", _ARGS, _unread_args(service), _NO_SUCH)]
     if ROLES[service.role].computes:
-        words, told, why = with_mode(process.words, service.role, service.name)
+        words, more_notes, why = with_mode(process.words, service.role, service.name)
         if why is not None:
             return _Part(None, refusal=Refusal(service.name, why))
         process = replace(process, words=words)
-        notes += [*told, *model_note(process.model, f"{service.name}.model")]
+        notes += [*more_notes, *model_note(process.model, f"{service.name}.model")]
     elif service.role not in TYPES:
         reason = "neither a frontend nor a worker: the operator has no such component"
         return _Part(None, (Note(Kind.LEFT_OUT, service.name, reason),))
-    pod = pod_process(process, service.name, wish.secret)
-    variables, told_env = pod_variables(service.envs, f"{service.name}.ServiceArgs.envs", wish.secret)
+    pod = pod_process(process, service.name, request.secret)
+    variables, worker_env = pod_variables(service.envs, f"{service.name}.ServiceArgs.envs", request.secret)
     name = service.name.replace("_", "-").strip("-")
     if name != service.name:
         notes.append(Note(Kind.CHANGED, service.name, f"named {name!r}: a component's name has no '_' there"))
-    return _Part(_component(name, service, pod, variables, wish), (*notes, *pod.notes, *told_env))
+    return _Part(_component(name, service, pod, variables, request), (*notes, *pod.notes, *worker_env))
 
 
 def _unread_args(service: ServiceSpec) -> list[str]:
@@ -291,7 +291,7 @@ def _unread_args(service: ServiceSpec) -> list[str]:
 
 
 def _router(spec: GraphSpec) -> str | None:
-    """How this graph's own Processor or Router picks workers; None where nothing says so."""
+    """How this graph's own Processor or Router picks workers. None if nothing says so."""
     for service in spec.components:
         if service.runtime is None and service.config.get("router") is not None:
             return str(service.config["router"])
@@ -299,10 +299,10 @@ def _router(spec: GraphSpec) -> str | None:
 
 
 def _component(
-    name: str, service: ServiceSpec, pod: PodProcess, variables: list[EnvVar], wish: ExportRequest
+    name: str, service: ServiceSpec, pod: PodProcess, variables: list[EnvVar], request: ExportRequest
 ) -> Component:
     command, args = split(pod.words)
-    container = Container(name=MAIN_CONTAINER, image=wish.image, command=command, args=args)
+    container = Container(name=MAIN_CONTAINER, image=request.image, command=command, args=args)
     own = {variable.name: variable for variable in (*variables, *pod.env)}  # `env A=b` wins, as here
     if service.role in (Role.PREFILL, Role.DECODE) and module_of(pod.words) == "dynamo.vllm":
         own.setdefault(NIXL_HOST, field_variable(NIXL_HOST, POD_IP))  # its default is loopback: no peer is there
@@ -319,8 +319,7 @@ def _component(
     return Component(name=name, type=TYPES[service.role], replicas=service.workers, pod_template=template)
 
 
-# --- servers
-# Plain `vllm serve`, which a Frontend of ours is in front of, as Dynamo 1.x's vLLM worker, which registers itself.
+# Plain `vllm serve` behind a Frontend of ours becomes Dynamo 1.x's vLLM worker, which registers itself.
 
 PROCESS_MODULE = "vllm.entrypoints.openai.api_server"
 _LISTENS = "the worker does not listen for clients: Dynamo's frontend does"
@@ -338,7 +337,7 @@ _FLAGS = dict.fromkeys(
 )
 _FLAGS["--enable-auto-tool-choice"] = "Dynamo's worker needs --dyn-tool-call-parser alone"
 _RENAMED = {"--tool-call-parser": "--dyn-tool-call-parser", "--reasoning-parser": "--dyn-reasoning-parser"}
-"""Dynamo's frontend parses what the worker names."""
+"""Dynamo's frontend parses the names that the worker gives."""
 
 
 def is_vllm_server(words: Sequence[str]) -> bool:
@@ -351,7 +350,7 @@ def is_vllm_server(words: Sequence[str]) -> bool:
 def as_worker(
     words: Sequence[str], role: Role, where: str, served_model_name: str | None
 ) -> tuple[tuple[str, ...], tuple[Note, ...]]:
-    """The words of `python3 -m dynamo.vllm` in place of the server's. `is_vllm_server` is true of them."""
+    """The words of `python3 -m dynamo.vllm` for these words of a vLLM server."""
     options = list(words[3:] if is_python(words[0]) else words[2:])
     model: list[str] = []
     if options and not options[0].startswith("-"):
@@ -365,7 +364,7 @@ def as_worker(
 
 
 def _translated(options: Sequence[str], where: str) -> tuple[list[str], list[Note]]:
-    """Options of the engine as they are; those of the HTTP server left out, with their values."""
+    """The engine's options, without those of the HTTP server and their values."""
     kept: list[str] = []
     notes: list[Note] = []
     dropping = False
@@ -387,7 +386,7 @@ def _translated(options: Sequence[str], where: str) -> tuple[list[str], list[Not
 
 
 _MODES = ("round-robin", "random", "kv")
-"""Of Dynamo 1.x's frontends, whatever their version."""
+"""Options of Dynamo 1.x's frontends, in any version."""
 _COMMAND_KEYS = ("command", "role", "runtime", "model", "ports")
 _ENGINE_KEYS = ("model", "served_model_name", "max_model_len", "engine")
 _OURS = "an option of this project alone; Dynamo 1.x's process has none like it"
@@ -409,7 +408,7 @@ _PROCESS_REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """The words, placeholders as on this host, variables that stood before them (`env A=b`), and its fixed ports."""
+    """The words with this host's placeholders, the variables before them (`env A=b`), and fixed ports."""
 
     words: tuple[str, ...]
     brought: Mapping[str, str] = field(default_factory=dict)
@@ -420,14 +419,14 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class NoProcess:
-    """There is none. `refuses`: without it the graph would be another one."""
+    """There is no process. With `refuses` the graph cannot be exported without it."""
 
     reason: str
     refuses: bool
 
 
 def process_of(service: ServiceSpec, settings: Any, router: str | None) -> Process | NoProcess:
-    """What runs for the service on Kubernetes. `settings` is its validated section, `router` the graph's policy."""
+    """The process of the service on Kubernetes. `settings` is its validated section, `router` the graph's policy."""
     if isinstance(settings, CommandConfig):
         return _of_command(service, settings)
     if hasattr(settings, "vllm_options"):
@@ -466,7 +465,7 @@ def _of_engine(service: ServiceSpec, settings: Any) -> Process | NoProcess:
         return NoProcess(str(error), refuses=True)
     ours = [key for key in service.config if key in type(settings).model_fields and key not in _ENGINE_KEYS]
     notes = left_out(service.name, _PROCESS_REASONS, ours, _OURS)
-    # `--model=X`: two words, as in Dynamo's own manifests. A model's name begins with no hyphen.
+    # `--model=X` becomes two words, as in Dynamo's own manifests. A model's name begins with no hyphen.
     apart = [part for word in words for part in (word.split("=", 1) if word.startswith("--model=") else [word])]
     return Process(("python3", "-m", "dynamo.vllm", *apart, *mode), model=options.model, notes=notes)
 
@@ -478,9 +477,6 @@ def _frontend(service: ServiceSpec, router: str | None) -> Process:
         notes.append(Note(Kind.CHANGED, service.name, f"router {router} is --router-mode {mode} of Dynamo's frontend"))
     return Process(("python3", "-m", FRONTEND, "--router-mode", mode), notes=tuple(notes))
 
-
-# --- environment
-# The variables of a service as those of its container: secrets by name only, and nothing that is this host's own.
 
 NIXL_HOST, NIXL_PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 POD_IP, POD_NAME = "status.podIP", "metadata.name"
@@ -501,9 +497,9 @@ def field_variable(name: str, field_path: str) -> EnvVar:
 
 
 def pod_variables(envs: Mapping[str, str], where: str, secret: str) -> tuple[list[EnvVar], list[Note]]:
-    """Variables for the container, and notes on those that are secrets, or that have no meaning in a pod.
+    """Variables for the container, and notes on secrets and on variables without a meaning in a pod.
 
-    `secret` is the name of the Secret in which values are looked for that must not stand in a manifest.
+    `secret` is the name of the Secret that holds the values which must not stand in a manifest.
     """
     variables, notes = [], []
     for name, value in envs.items():
@@ -525,7 +521,7 @@ def pod_variables(envs: Mapping[str, str], where: str, secret: str) -> tuple[lis
 
 
 def _only_here(name: str, value: str) -> str | None:
-    """Why this variable is of this host alone; None if it is not."""
+    """Why this variable belongs to this host alone, or None."""
     if name in OWNED or name == NIXL_PORT:
         return "a port that no other process of this host has; in a pod every port is free"
     if name in OF_THE_HOST:
@@ -537,22 +533,19 @@ def _only_here(name: str, value: str) -> str | None:
     return None
 
 
-# --- words
-# The words of a command as they are in a pod: placeholders filled in, secrets by reference, nothing of this host.
-
 FIRST_PORT = 20000
 KNOWN_PORTS = {"http": 8000, "system": 9090, "nixl": 5600}
-"""By what the operator, Dynamo and vLLM take when nobody says otherwise."""
+"""The defaults of the operator, of Dynamo and of vLLM."""
 NAMESPACE_VARIABLE, NAME_VARIABLE = "DYN_NAMESPACE", "POD_NAME"
 _SERVED = ("--http-host", "--http-port")
 _HIDDEN = "\0("
-"""In front of a variable that is to be `$(NAME)` in the end: no word of a command holds a NUL character."""
+"""Marks a variable that becomes `$(NAME)` in the end: no word of a command holds a NUL character."""
 _LOCAL = re.compile(r"[/.~].*")
 
 
 @dataclass(frozen=True, slots=True)
 class PodProcess:
-    """What a container runs. `env` is what the words need, or brought with them (`env NAME=value …`)."""
+    """The command of a container. `env` has variables that the words need or brought (`env NAME=value …`)."""
 
     words: tuple[str, ...]
     env: tuple[EnvVar, ...]
@@ -560,7 +553,7 @@ class PodProcess:
 
 
 def pod_process(process: Process, where: str, secret: str) -> PodProcess:
-    """What a pod runs in place of this host's process; values of secrets are looked for in that Secret."""
+    """The process of a pod in place of this host's process. Secret values are read from that Secret."""
     own, model = process.words, process.model
     notes = []
     if is_python(own[0]):
@@ -574,7 +567,7 @@ def pod_process(process: Process, where: str, secret: str) -> PodProcess:
         own = served
     words = (*process.brought.values(), *process.words)
     numbers = _numbers(placeholders.port_names(words), process.ports)
-    own, secrets, told = _secrets_apart(own, where, secret)
+    own, secrets, more_notes = _secrets_apart(own, where, secret)
     filled = [_filled(word, model, numbers) for word in own]
     variables, more = pod_variables(
         {name: _filled(value, model, numbers) for name, value in process.brought.items()}, where, secret
@@ -585,11 +578,11 @@ def pod_process(process: Process, where: str, secret: str) -> PodProcess:
         notes.append(Note(Kind.CHANGED, where, "{watcher} is the pod's name"))
     if any(host in word for word in filled for host in ("127.0.0.1", "localhost")):
         notes.append(Note(Kind.CHANGED, where, "its words name loopback, which is the pod's own"))
-    return PodProcess(tuple(filled), tuple(env), (*notes, *told, *more))
+    return PodProcess(tuple(filled), tuple(env), (*notes, *more_notes, *more))
 
 
 def with_mode(words: tuple[str, ...], role: Role, where: str) -> tuple[tuple[str, ...], tuple[Note, ...], str | None]:
-    """The words of a worker with its part in the graph (#13238), notes, and why that cannot be, if it cannot."""
+    """The worker's words with its role in the graph (vLLM #13238), notes, and a reason if that is impossible."""
     said = mode_of(words)
     if module_of(words) not in WORKERS:
         return words, (), f"its command must be one of Dynamo's workers (python -m {', '.join(WORKERS)})"
@@ -603,7 +596,7 @@ def with_mode(words: tuple[str, ...], role: Role, where: str) -> tuple[tuple[str
 
 
 def model_note(model: str | None, where: str) -> tuple[Note, ...]:
-    """A folder of this host is in no pod."""
+    """No pod has a folder of this host."""
     if model is None or not _LOCAL.match(model):
         return ()
     text = f"{model} is a folder of this host: mount one there, or name a model of a hub ({where}=ORG/NAME)"
@@ -617,14 +610,14 @@ def split(words: tuple[str, ...]) -> tuple[list[str], list[str]]:
 
 
 def _numbers(names: Sequence[str], fixed: Mapping[str, int]) -> dict[str, int]:
-    """A number for each port: in a pod all are free."""
+    """A number for each port. In a pod all are free."""
     taken = {name: port for name in names if (port := fixed.get(name) or KNOWN_PORTS.get(name))}
     free = (port for port in itertools.count(FIRST_PORT) if port not in taken.values())
     return {name: taken.get(name) or next(free) for name in names}
 
 
 def _filled(word: str, model: str | None, ports: Mapping[str, int]) -> str:
-    """`$(X)` of the word is its own; `$(DYN_NAMESPACE)` is filled in by Kubernetes."""
+    """`$(X)` in the word is its own. Kubernetes fills in `$(DYN_NAMESPACE)`."""
     (filled,) = placeholders.fill(
         [word.replace("$(", "$$(")],
         namespace=f"$({NAMESPACE_VARIABLE})",
@@ -636,7 +629,7 @@ def _filled(word: str, model: str | None, ports: Mapping[str, int]) -> str:
 
 
 def _secrets_apart(words: Sequence[str], where: str, secret: str) -> tuple[tuple[str, ...], list[EnvVar], list[Note]]:
-    """Values of secret options, and credentials in a word, as variables that Kubernetes fills in."""
+    """Values of secret options, and credentials in a word, become variables that Kubernetes fills in."""
     kept: list[str] = []
     variables: list[EnvVar] = []
     notes: list[Note] = []

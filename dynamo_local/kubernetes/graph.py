@@ -1,4 +1,4 @@
-"""What a graph on Kubernetes looks like to a planner. Values only."""
+"""A graph on Kubernetes as a planner sees it: values, counts, writes and faults. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dynamo_local.core.types import Role
 from dynamo_local.planner.values import Pool, WorkerPools
 
 DOING = frozenset({"pending", "initializing"})
-"""`status.state` while pods are on their way; `successful` when all are ready."""
+"""`status.state` while pods start. It is `successful` when all are ready."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What the operator reports of a component's pods. `ready` None: this kind of workload does not say."""
+    """The operator's counts of a component's pods. `ready` is None if this kind of workload does not say."""
 
     replicas: int = 0
     updated: int = 0
@@ -27,7 +27,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A component's scaling adapter: what it asks for, and the version that a write must still find."""
+    """A component's scaling adapter: its number, and the version that a write must still find."""
 
     name: str
     replicas: int
@@ -36,10 +36,12 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class GraphComponent:
-    """One component of the graph. `pointer` is where it stands in the document (RFC 6901); `listed`: in a list, so
-    that its name there must be tested. `replicas` None: not written, which is one. `by_adapter`: it says that an
-    adapter scales it. `gpus` is what a replica holds, None where the document does not say (`claims`: it asks for
-    devices by resource claims). `disaggregation` is the mode that its command asks for.
+    """One component of the graph.
+
+    `pointer` is its place in the document (RFC 6901). A `listed` component is in a list, so a patch must test its name.
+    `replicas` None means one. `by_adapter` says that an adapter scales it. `gpus` is None if the document does not say
+    how many a replica holds, and `claims` says that it asks for devices by resource claims. `disaggregation` is the
+    mode in its command.
     """
 
     name: str
@@ -64,7 +66,7 @@ class GraphComponent:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The graph at one moment. `adapters` are by component, of those that say they have one."""
+    """The graph at one moment. `adapters` are by component."""
 
     name: str
     api_version: str
@@ -78,7 +80,7 @@ class Seen:
     trouble: str = ""
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     only: Role | None = None
-    """The one role that this planner scales (PREFILL or DECODE); None: all that are there."""
+    """The one role that this planner scales (PREFILL or DECODE). None for all roles."""
 
     def of_role(self, *roles: Role) -> tuple[GraphComponent, ...]:
         """Its components with one of these roles."""
@@ -86,13 +88,15 @@ class Seen:
 
     @property
     def prefill(self) -> GraphComponent | None:
-        """The component that prefills; None in an aggregated graph."""
+        """The component that prefills. None in an aggregated graph."""
         return next(iter(self.of_role(Role.PREFILL)), None)
 
     @property
     def decode(self) -> GraphComponent:
-        """The component that decodes. `checking` has refused a graph without one, unless only its prefill workers are
-        planned."""
+        """The component that decodes.
+
+        `checking` has refused a graph without one, unless only its prefill workers are planned.
+        """
         return self.of_role(Role.DECODE, Role.AGGREGATED)[0]
 
     @property
@@ -103,19 +107,19 @@ class Seen:
 
     @property
     def planned(self) -> tuple[GraphComponent, ...]:
-        """What a planner scales; prefill first."""
+        """The planned components, prefill first."""
         if self.only is None:
             return self.workers
         return tuple(one for one in self.workers if (one.role is Role.PREFILL) == (self.only is Role.PREFILL))
 
     def wanted(self, component: GraphComponent) -> int:
-        """Replicas asked for: by its adapter, where it has one."""
+        """Requested replicas, by its adapter if it has one."""
         adapter = self.adapters.get(component.name)
         return component.wanted if adapter is None else adapter.replicas
 
     @property
     def hindrance(self) -> str | None:
-        """Why nothing at all may be changed now; None while something may."""
+        """Why nothing at all may change now, or None."""
         if self.deleting:
             return f"the graph {self.name} is being deleted"
         if self.observed is None or self.observed < self.generation:
@@ -128,7 +132,7 @@ class Seen:
 
     @property
     def not_ready(self) -> str | None:
-        """Why no worker may be added now, though one may be taken away; None where the graph is ready."""
+        """Why no worker may be added now, or None. One may still be removed."""
         if (hindrance := self.hindrance) is not None:
             return hindrance
         if self.state in DOING:
@@ -136,17 +140,10 @@ class Seen:
         return None
 
 
-# --- counting
-# The workers of a graph on Kubernetes, counted for a planner. No pods are looked at: the operator counts them.
-#
-# A replica that is not ready starts, or pends for want of a device; the operator does not say which. One that is on
-# its
-# way for longer than starts take, or than `PENDING_AFTER_S` where none was seen yet, counts as waiting: it holds
-# nothing
-# up, and above all no scale-down.
+# The operator counts the workers. No pods are read.
 
 NO_DECODE = Pool("(no decode component)", gpus_per_worker=0, ready=0)
-"""Of a graph whose prefill workers alone are planned, and which has no others."""
+"""Stands for decode in a graph with prefill workers only."""
 
 PENDING_AFTER_S = 120.0
 SLOW_START = 2.0
@@ -236,7 +233,7 @@ def drifted(seen: Seen) -> tuple[str, ...]:
 
 
 def gpus_of(seen: Seen, given: Mapping[Role, int | None]) -> dict[str, int]:
-    """What a replica of each component of workers holds: as the graph says, else as the options do (`given`)."""
+    """GPUs of one replica of each component of workers, from the graph, else from the options (`given`)."""
     return {one.name: one.gpus if one.gpus is not None else given_for(one, given) or 0 for one in seen.workers}
 
 
@@ -250,7 +247,7 @@ BY_PERSON = "changed_by_person"
 
 @dataclass(frozen=True, slots=True)
 class PatchGraph:
-    """A JSON patch of the graph; `targets` is what it asks for, by component."""
+    """A JSON patch of the graph. `targets` has the requested numbers by component."""
 
     operations: tuple[Mapping[str, Any], ...]
     targets: Mapping[str, int]
@@ -258,7 +255,7 @@ class PatchGraph:
 
 @dataclass(frozen=True, slots=True)
 class ScaleAdapter:
-    """A component's number, asked of its adapter."""
+    """A component's number, written to its adapter."""
 
     component: str
     adapter: Adapter
@@ -275,7 +272,7 @@ Write = PatchGraph | ScaleAdapter
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Nothing is to be written."""
+    """Nothing is written."""
 
     reason: str
     code: str
@@ -285,8 +282,11 @@ class Refusal:
 def change(
     seen: Seen, targets: Mapping[str, int], decided_from: Mapping[str, int], gpus: Mapping[str, int], max_gpus: int
 ) -> tuple[Write, ...] | Refusal:
-    """The writes in their order; none where all numbers are as they should be. `decided_from` are the numbers that the
-    decision was made from, `gpus` what a replica of each planned component holds."""
+    """The writes in their order. Empty if all numbers are right.
+
+    `decided_from` has the numbers on which the decision is based, `gpus` those that a replica of each planned component
+    holds.
+    """
     if (why := seen.hindrance) is not None:
         return Refusal(why, "not_ready")
     planned = {one.name: one for one in seen.planned}
@@ -311,8 +311,8 @@ def _over_budget(
     held, wanted = (sum(gpus[name] * many for name, many in counts.items()) for counts in (now, then))
     if wanted <= max(max_gpus, held):
         return None
-    told = ", ".join(f"{many} × {gpus[name]} of {name}" for name, many in then.items())
-    return Refusal(f"{told} are {wanted} GPUs, and max_gpu_budget is {max_gpus}", "over_budget", False)
+    listed = ", ".join(f"{many} × {gpus[name]} of {name}" for name, many in then.items())
+    return Refusal(f"{listed} are {wanted} GPUs, and max_gpu_budget is {max_gpus}", "over_budget", False)
 
 
 def _ordered(
@@ -352,12 +352,8 @@ def _test(path: str, value: Any) -> Mapping[str, Any]:
     return {"op": "test", "path": path, "value": value}
 
 
-# --- checking
-# What is wrong with a graph for a planner, all at once, before it starts. Pure.
-
-
 class FaultCode(enum.StrEnum):
-    """What kind of fault."""
+    """The kind of a fault."""
 
     ROLE_MISSING = "role_missing"
     ROLE_TWICE = "role_twice"
@@ -372,7 +368,7 @@ class FaultCode(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One of them, in words for a person."""
+    """One fault, in words."""
 
     code: FaultCode
     text: str
@@ -380,8 +376,11 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the planner's options say. `prefill`: whether they are for a graph with prefill workers of its own (None:
-    for either). `only`: the one role that is planned."""
+    """The requirements of the planner's options.
+
+    `prefill` says whether the graph must have prefill workers of its own (None: either). `only` is the one planned
+    role.
+    """
 
     max_gpus: int
     floors: Mapping[Role, int]
@@ -392,7 +391,7 @@ class Expected:
 
 
 def faults(seen: Seen, expected: Expected) -> tuple[Fault, ...]:
-    """Every fault; none where a planner can begin."""
+    """Every fault. Empty if a planner can begin."""
     found = list(_of_roles(seen, expected))
     if not seen.planned or (expected.only is None and not seen.of_role(Role.DECODE, Role.AGGREGATED)):
         return tuple(found)
@@ -433,8 +432,8 @@ def _of_roles(seen: Seen, expected: Expected) -> Iterator[Fault]:
 def _of_models(seen: Seen, expected: Expected) -> Iterator[Fault]:
     named = {one.name: one.model for one in seen.planned if one.model is not None}
     if len(set(named.values())) > 1:
-        told = ", ".join(f"{name} serves {model}" for name, model in named.items())
-        yield Fault(FaultCode.MODELS_DIFFER, f"both roles must serve one model: {told}")
+        listed = ", ".join(f"{name} serves {model}" for name, model in named.items())
+        yield Fault(FaultCode.MODELS_DIFFER, f"both roles must serve one model: {listed}")
     elif expected.model is not None and named and expected.model.lower() not in {m.lower() for m in named.values()}:
         model = next(iter(named.values()))
         yield Fault(FaultCode.MODELS_DIFFER, f"served_model_name is {expected.model}, but {seen.name} serves {model}")
@@ -464,6 +463,6 @@ def _of_budget(seen: Seen, expected: Expected) -> Iterator[Fault]:
         least.append((one, gpus, max(1, floor)))
     needed = sum(gpus * floor for _, gpus, floor in least)
     if needed > expected.max_gpus:
-        told = ", ".join(f"{floor} × {gpus} of {one.name}" for one, gpus, floor in least)
-        why = f"max_gpu_budget is {expected.max_gpus}, but the least numbers of workers need {needed} GPUs: {told}"
+        listed = ", ".join(f"{floor} × {gpus} of {one.name}" for one, gpus, floor in least)
+        why = f"max_gpu_budget is {expected.max_gpus}, but the least numbers of workers need {needed} GPUs: {listed}"
         yield Fault(FaultCode.BUDGET, why)

@@ -1,4 +1,4 @@
-"""A whole graph as the sections of a configuration."""
+"""Imports a manifest's graph as the sections of a configuration, whose commands run on one host."""
 
 from __future__ import annotations
 
@@ -59,9 +59,6 @@ from dynamo_local.kubernetes.manifests import (
 from dynamo_local.sdk.checks import RESERVED_SECTIONS, SET_BY_SERVE, check_service_name, listing, parse_resources
 from dynamo_local.sdk.service_config import underscored
 
-# --- components
-# One component of a graph as one section of a configuration, or why it cannot be.
-
 _COMPONENT = ("name", "type", "replicas", "pod_template", "model_ref", "scaling_adapter", "multinode", "experimental")
 _POD = ("containers", "termination_grace_period_seconds", "resourceClaims")
 _CONTAINER = ("name", "image", "command", "args", "env", "env_from", "resources")
@@ -89,7 +86,7 @@ _MODES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "agg": Role.AGGREGATED
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Of a configuration: name and keys; `model` stands apart, so that one can be common to all."""
+    """A section of the configuration: name and keys. `model` is separate, so that one can be common to all."""
 
     name: str
     keys: Mapping[str, Any]
@@ -102,7 +99,7 @@ class Section:
 def section_of(
     component: Component, of_all: Iterable[EnvVar], documents: Documents, *, disaggregated: bool
 ) -> Section | Refusal | Note:
-    """The section, the reason against the whole, or why this component alone is left out."""
+    """The section, a reason against the whole import, or a reason to leave out this component."""
     name = component.name
     why = _impossible(component)
     if why is not None:
@@ -122,20 +119,20 @@ def section_of(
     keys: dict[str, Any] = {"command": list(command.words), "role": str(role), "runtime": DYNAMO_1X}
     if command.ports:
         keys["ports"] = dict(command.ports)
-    args, told = _args(component, pod, role)
+    args, more_notes = _args(component, pod, role)
     if resources:
         args["resources"] = resources
     if variables.envs:
         args["envs"] = variables.envs
     if command.model is not None and command.model.startswith("/"):
         text = f"{command.model} is a folder of its pod: have the model there, too, or name another one"
-        told = (*told, Note(Kind.CHANGED, f"{name}.model", text))
-    notes = (*variables.notes, *command.notes, *told, *_unread(component, pod, main))
+        more_notes = (*more_notes, Note(Kind.CHANGED, f"{name}.model", text))
+    notes = (*variables.notes, *command.notes, *more_notes, *_unread(component, pod, main))
     return Section(name, keys, args, command.model, tuple(variables.passed), notes)
 
 
 def _impossible(component: Component) -> str | None:
-    """Why the component cannot run on one host, or not under its name; None if it can."""
+    """Why the component cannot run on one host, or not under its name. None if it can."""
     extra = component.model_extra or {}
     experimental = extra.get("experimental") or {key: extra[key] for key in _EXPERIMENTAL if extra.get(key)}
     if component.type is ComponentType.EPP or str(extra.get("componentType", "")) == "epp":
@@ -161,7 +158,7 @@ def _impossible(component: Component) -> str | None:
 
 
 def _frontend_beside(component: Component) -> bool:
-    """As manifests had it before there was a field for it: a container beside the main one."""
+    """Older manifests have a container beside the main one instead of a field."""
     pod = component.pod_template.spec if component.pod_template is not None else None
     beside = [] if pod is None else [one for one in pod.containers if one.name != MAIN_CONTAINER]
     return any(module_of([*(one.command or ()), *(one.args or ())]) == FRONTEND for one in beside)
@@ -202,7 +199,7 @@ def _args(component: Component, pod: PodSpec, role: Role) -> tuple[dict[str, Any
 
 
 def _resources(given: Resources | None, device: Any) -> dict[str, Any]:
-    """GPUs, CPUs and memory of one worker. `device`: what newer operators merge into its resources.
+    """GPUs, CPUs and memory of one worker. Newer operators merge `device` into its resources.
 
     Raises `CannotRun` for devices that are no whole NVIDIA GPUs.
     """
@@ -225,7 +222,7 @@ def _resources(given: Resources | None, device: Any) -> dict[str, Any]:
 
 
 def _unread(component: Component, pod: PodSpec, main: Container) -> Iterable[Note]:
-    """A note for each field of component, pod and container that says nothing here."""
+    """A note for each field of component, pod and container that has no meaning here."""
     where = component.name
     yield from left_out(where, _REASONS, unread(component, _COMPONENT), _CLUSTER)
     if component.pod_template is not None:
@@ -243,19 +240,18 @@ def _unread(component: Component, pod: PodSpec, main: Container) -> Iterable[Not
             yield Note(Kind.LEFT_OUT, f"{where}.{container.name}", "a sidecar: only the main container runs here")
 
 
-# --- planner
-# A planner's component as the section `Planner`: this project's own, and Dynamo's.
-
 FIRST = "planner_sla"
 DYNAMOS = ("dynamo.planner", FIRST)
 _OF_THE_CLUSTER = ("environment", "namespace", "config", "frontend", "graph", "kubernetes_namespace", "metrics_port")
 _POLICY = "throughput-load"
-"""What Dynamo's planner does is this policy, under the same names, and ours does in a pod where none is named; Dynamo's
-first one was `sla`."""
+"""Dynamo's planner has this policy, under the same names, and ours has it in a pod by default.
+
+Dynamo's first planner was `sla`.
+"""
 
 
 def planner_of(component: Component) -> tuple[dict[str, Any] | None, tuple[Note, ...]]:
-    """The section, None where it cannot be one, and what was left out of it. A graph can be served without it."""
+    """The planner's section (None if that is impossible) and the left-out options. A graph can be served without it."""
     try:
         words = pod_words(component.type, component.main or Container())
     except CannotRun as error:
@@ -268,7 +264,7 @@ def planner_of(component: Component) -> tuple[dict[str, Any] | None, tuple[Note,
     if module != MODULE:
         section["policy"] = "sla" if module.endswith(FIRST) else _POLICY
     elif chosen_policy(given) == BY_TARGETS:
-        section["policy"] = _POLICY  # unless it is named, below: here targets alone would choose another one
+        section["policy"] = _POLICY  # unless it is named below: here targets alone would choose another one
     names = known_names()
     for key, value in given.items():
         where = f"{component.name}.{key}"
@@ -294,7 +290,7 @@ def planner_of(component: Component) -> tuple[dict[str, Any] | None, tuple[Note,
 
 
 def _options(words: Sequence[str], where: str) -> tuple[dict[str, Any], list[Note]]:
-    """`--config JSON`, and `--name value` as Dynamo's first planners took them."""
+    """`--config JSON`, and `--name value` as in Dynamo's first planners."""
     notes: list[Note] = []
     found: dict[str, Any] = {}
     for at, word in enumerate(words):
@@ -327,7 +323,7 @@ _SPEC = ("components", "services", "env", "envs", "backend_framework")
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """`sections` as they are written to a file; `dynamo serve -f` takes them."""
+    """The sections of the file for `dynamo serve -f`."""
 
     name: str
     sections: Mapping[str, Mapping[str, Any]]
@@ -335,7 +331,7 @@ class Imported:
 
 
 def import_graph(documents: Documents, source: str) -> Imported:
-    """The configuration. Raises `NotCarried` with everything that stands against it."""
+    """The configuration. Raises `NotCarried` with every reason."""
     graph = documents.graph
     try:
         components = components_of(graph)
@@ -349,8 +345,8 @@ def import_graph(documents: Documents, source: str) -> Imported:
     disaggregated = any(_is_prefill(component) for component in components)
     for component in components:
         if component.type is ComponentType.PLANNER:
-            planner, told = planner_of(component)
-            notes += told
+            planner, more_notes = planner_of(component)
+            notes += more_notes
             continue
         part = section_of(component, variables_of(graph), documents, disaggregated=disaggregated)
         if isinstance(part, Section):
@@ -375,7 +371,7 @@ def _is_prefill(component: Component) -> bool:
 
 
 def _sections(parts: Sequence[Section], planner: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
-    """In the order of a file that a person writes: what is common first, the planner last."""
+    """The order of a file that a person writes: common values first, the planner last."""
     models = {part.model for part in parts if part.model is not None}
     shared = models.pop() if len(models) == 1 and sum(part.model is not None for part in parts) > 1 else None
     found: dict[str, dict[str, Any]] = {} if shared is None else {COMMON: {"model": shared}}
@@ -393,7 +389,7 @@ def _sections(parts: Sequence[Section], planner: Mapping[str, Any] | None) -> di
 
 
 def _check(sections: Mapping[str, Mapping[str, Any]], source: str) -> None:
-    """What `dynamo serve` would refuse of it is told now. Raises `NotCarried`."""
+    """Raise `NotCarried` for everything that `dynamo serve` would refuse."""
     config = Config(sections=normalise(sections, source), source=source)
     try:
         resolve(with_commands(None, config, None), config, namespace=None)
@@ -403,7 +399,7 @@ def _check(sections: Mapping[str, Mapping[str, Any]], source: str) -> None:
 
 
 def _of_graph(graph: Graph, documents: Documents, components: Sequence[Component]) -> tuple[Note, ...]:
-    """What the graph, and the file, have beside its components."""
+    """The parts of graph and file besides components."""
     images = sorted({one.main.image for one in components if one.main is not None and one.main.image})
     notes = [
         Note(Kind.CHANGED, "image", f"{image}: the Dynamo that is installed beside dynamo serve runs")
@@ -419,27 +415,24 @@ def _of_graph(graph: Graph, documents: Documents, components: Sequence[Component
     return tuple(notes)
 
 
-# --- documents
-# The documents of a file of manifests: the graph, and whatever else stands beside it.
-
 CONFIG_MAP = "ConfigMap"
 
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """`others` are kind and name; `config_maps` their data by name."""
+    """The documents of a file: the graph, and other objects. `others` are kind and name, `config_maps` data by name."""
 
     graph: Graph
     others: tuple[tuple[str, str], ...] = ()
     config_maps: Mapping[str, Mapping[str, str]] | None = None
 
     def config_value(self, name: str, key: str) -> str | None:
-        """A key of a ConfigMap of the same file."""
+        """A key of a ConfigMap in the same file."""
         return (self.config_maps or {}).get(name, {}).get(key)
 
 
 def read_documents(text: str, source: str, name: str | None = None) -> Documents:
-    """The file's graph, that of this name where there are several. Raises `ConfigError`, which names the field."""
+    """The file's graph, or that of this name among several. Raises `ConfigError`, which names the field."""
     found = _objects(_documents(text, source), source)
     graphs = {_name(raw): raw for raw in found if raw["kind"] == GRAPH_KIND}
     if name is None and len(graphs) > 1:
@@ -455,7 +448,7 @@ def read_documents(text: str, source: str, name: str | None = None) -> Documents
 
 
 def _objects(documents: list[Any], source: str) -> list[dict[str, Any]]:
-    """Each with a `kind`; the items of a `List` (`kubectl get … -o yaml`) are objects like others."""
+    """Documents with a `kind`. The items of a `List` (`kubectl get … -o yaml`) are objects, too."""
     found = []
     for raw in documents:
         if raw is None:
@@ -470,7 +463,9 @@ def _objects(documents: list[Any], source: str) -> list[dict[str, Any]]:
 
 
 def _documents(text: str, source: str) -> list[Any]:
-    """Raises `ConfigError` for what is not YAML, or holds itself, or what JSON does not have."""
+    """Raises `ConfigError` for invalid YAML, for a document that contains itself, and for values that JSON does not
+    have.
+    """
     try:
         found = list(yaml.safe_load_all(text))  # YAML 1.1, as Kubernetes' own tools read it
         json.dumps(found)
@@ -493,13 +488,10 @@ def _graph(raw: Mapping[str, Any], source: str) -> Graph:
         raise ConfigError(f"{source}: {error}") from None
     except ValidationError as error:
         first = error.errors()[0]
-        # Between the version's model and the field: pydantic's own names of alternatives are nobody's.
+        # pydantic inserts names of alternatives between the version's model and the field
         place = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"{source}: {place}: {first['msg']}") from None
 
-
-# --- environment
-# The variables of a container as those of a command on this host.
 
 _REFERENCE = re.compile(r"\$(\$)?\(([A-Za-z_][A-Za-z0-9_.-]*)\)")
 _IN_CLUSTER = re.compile(r"\.svc\b")
@@ -511,8 +503,11 @@ _PER_WORKER = {POD_IP: "127.0.0.1", POD_NAME: WATCHER}
 
 @dataclass(slots=True)
 class Variables:
-    """`envs` are of the section, `brought` stand before the command (each worker has its own), `passed` are to come
-    from the shell. `known` is what `$(NAME)` in a word stands for."""
+    """The variables of a container as those of a command on this host.
+
+    `envs` belong to the section. `brought` stand before the command, because each worker has its own. `passed` come
+    from the shell. `known` are the values of `$(NAME)` in a word.
+    """
 
     envs: dict[str, str] = field(default_factory=dict)
     brought: dict[str, str] = field(default_factory=dict)
@@ -523,7 +518,7 @@ class Variables:
 
 
 def host_variables(of_all: Iterable[EnvVar], container: Container, where: str, documents: Documents) -> Variables:
-    """Those of all components, and the container's own over them."""
+    """The variables of all components, and the container's own over them."""
     found = Variables()
     merged = {variable.name: variable for variable in (*of_all, *(container.env or ()))}
     for variable in merged.values():
@@ -534,7 +529,7 @@ def host_variables(of_all: Iterable[EnvVar], container: Container, where: str, d
 
 
 def expanded(text: str, known: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
-    """`$(NAME)` as Kubernetes fills it in, and the names that are not known; `$$(` is `$(`."""
+    """`$(NAME)` as Kubernetes fills it in, and the unknown names. `$$(` is `$(`."""
     unknown: list[str] = []
 
     def value(match: re.Match[str]) -> str:
@@ -572,7 +567,7 @@ def _take(variable: EnvVar, where: str, documents: Documents, found: Variables) 
 
 
 def place(name: str, value: str, where: str, found: Variables) -> None:
-    """A variable with a value: into the section, before the command, or nowhere."""
+    """Put a variable with a value into the section, before the command, or nowhere."""
     if name == PORT_VARIABLES[HTTP_PORT] and value.isdecimal():
         found.http_port = int(value)
     elif name in OWNED or name in SET_BY_SERVE:
@@ -586,7 +581,7 @@ def place(name: str, value: str, where: str, found: Variables) -> None:
     elif value == WATCHER:
         found.brought[name] = value
     elif name.endswith("_PORT") and value.isdecimal():
-        # Pods may all have the same: on one host each worker needs its own.
+        # Pods may share the value. On one host each worker needs its own.
         found.brought[name] = f"{{port:{name.removesuffix('_PORT').lower().replace('_', '-')}}}"
         found.notes.append(Note(Kind.CHANGED, where, f"any free port for each worker, in place of {value}"))
     else:
@@ -596,7 +591,7 @@ def place(name: str, value: str, where: str, found: Variables) -> None:
 def _take_all(
     secret: NamedRef | None, config_map: NamedRef | None, where: str, documents: Documents, found: Variables
 ) -> None:
-    """All keys of a Secret, or of a ConfigMap."""
+    """All keys of a Secret or a ConfigMap."""
     from_ = f"{where}.envFrom"
     if secret is not None:
         text = (
@@ -633,12 +628,12 @@ _NIXL = "{port:nixl}"
 
 
 class CannotRun(Exception):
-    """The container's command cannot be one of this host; the text says why."""
+    """The container's command cannot run on this host. The text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostCommand:
-    """`words` are as in the section, `env NAME=value` before them included; `model` is what `{model}` stands for."""
+    """The words of the section, `env NAME=value` before them included. `model` is the value of `{model}`."""
 
     words: tuple[str, ...]
     model: str | None = None
@@ -649,7 +644,10 @@ class HostCommand:
 def host_command(
     component: Component, container: Container, variables: Variables, *, disaggregated: bool
 ) -> HostCommand:
-    """The words of its main container. `disaggregated`: the graph has prefill workers. Raises `CannotRun`."""
+    """The words of its main container. Raises `CannotRun`.
+
+    `disaggregated` says that the graph has prefill workers.
+    """
     where, notes = component.name, list[Note]()
     words = pod_words(component.type, container)
     words = _plain(words, variables.known)
@@ -671,7 +669,7 @@ def host_command(
     model = option(words, *MODELS)
     if model is not None:
         words = _with_model(words, model)
-    words, told = _own_ports(words, where)
+    words, more_notes = _own_ports(words, where)
     if module_of(words) == "dynamo.vllm" and (disaggregated or "Nixl" in " ".join(words)):
         brought[NIXL_PORT] = _NIXL
         notes.append(
@@ -679,11 +677,11 @@ def host_command(
         )
     if brought:
         words = ("env", *(f"{name}={value}" for name, value in brought.items()), *words)
-    return HostCommand(words, model, ports, (*notes, *told))
+    return HostCommand(words, model, ports, (*notes, *more_notes))
 
 
 def pod_words(kind: ComponentType | None, container: Container) -> tuple[str, ...]:
-    """Command and arguments, with what the operator puts in where they are not given. Raises `CannotRun`."""
+    """Command and arguments, with the operator's defaults. Raises `CannotRun`."""
     command, args = container.command or [], container.args
     if not command and kind is ComponentType.FRONTEND:
         command, args = ["python3"], args if args is not None else ["-m", FRONTEND]
@@ -695,7 +693,7 @@ def pod_words(kind: ComponentType | None, container: Container) -> tuple[str, ..
 
 
 def _plain(words: tuple[str, ...], known: Mapping[str, str]) -> tuple[str, ...]:
-    """A shell's single command as its words; a script of several cannot be told from its parts."""
+    """A shell's single command as its words. A script of several commands cannot be split."""
     if words[0] not in _SHELLS or len(words) < 3 or not words[1].startswith("-") or not words[1].endswith("c"):
         if words[0] in _SHELLS:
             raise CannotRun("its command is a shell script")
@@ -732,7 +730,7 @@ def _filled(word: str, known: Mapping[str, str]) -> str:
 
 
 def _listening(words: tuple[str, ...], variables: Variables) -> tuple[tuple[str, ...], dict[str, int]]:
-    """A port is `ports: {http: …}` of the section here; `dynamo serve` says where a frontend listens."""
+    """A port is `ports: {http: …}` of the section here. `dynamo serve` says where a frontend listens."""
     port = option(words, "--http-port") or variables.http_port or 8000
     try:
         return without(words, "--http-port", "--http-host"), {"http": int(port)}
@@ -754,7 +752,7 @@ def _with_model(words: Sequence[str], model: str) -> tuple[str, ...]:
 
 
 def _own_ports(words: tuple[str, ...], where: str) -> tuple[tuple[str, ...], tuple[Note, ...]]:
-    """`tcp://*:20080` of one pod would be that of every worker here."""
+    """Every worker on this host would share the pod's `tcp://*:20080`."""
     notes: list[Note] = []
     names: dict[str, str] = {}
 

@@ -27,9 +27,9 @@ GRAPH_KIND: Literal["DynamoGraphDeployment"] = "DynamoGraphDeployment"
 GRAPH_PLURAL = "dynamographdeployments"
 ADAPTER_PLURAL = "dynamographdeploymentscalingadapters"
 METADATA_PLURAL = "dynamoworkermetadatas"
-"""What workers tell of themselves, where Dynamo discovers them by Kubernetes; v1alpha1 alone."""
+"""The workers' own descriptions, if Dynamo discovers them by Kubernetes. v1alpha1 only."""
 MAIN_CONTAINER = "main"
-"""The container of a component's pod that the operator fills in and that runs its command."""
+"""The container of a component's pod that the operator completes and that runs its command."""
 GPU_RESOURCE = "nvidia.com/gpu"
 
 ComponentName = Annotated[
@@ -41,7 +41,7 @@ Quantity = int | str
 
 
 class ComponentType(StrEnum):
-    """What a component does (v1beta1: `type`)."""
+    """A component's purpose (v1beta1: `type`)."""
 
     FRONTEND = "frontend"
     WORKER = "worker"
@@ -61,18 +61,18 @@ class GraphState(StrEnum):
 
 
 class Model(BaseModel):
-    """Names in Python, their spelling in a document in camel case; unknown fields are kept."""
+    """Fields in Python names, with camel case in a document. Unknown fields are kept."""
 
     model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="allow")
 
 
 def document(model: Model) -> dict[str, Any]:
-    """As it is written: only what was set, in the spelling of Kubernetes."""
+    """The document form: only fields that were set, in the spelling of Kubernetes."""
     return model.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
 
 class Metadata(Model):
-    """Of an object; the server fills in all but the first four."""
+    """An object's metadata. The server fills in all but the first four."""
 
     name: str | None = None
     namespace: str | None = None
@@ -103,7 +103,7 @@ class KeyRef(Model):
 
 
 class ValueFrom(Model):
-    """Where the value of a variable comes from."""
+    """The source of a variable's value."""
 
     secret_key_ref: KeyRef | None = None
     config_map_key_ref: KeyRef | None = None
@@ -118,7 +118,7 @@ class EnvVar(Model):
 
 
 class NamedRef(Model):
-    """A Secret or ConfigMap, as a whole."""
+    """A whole Secret or ConfigMap."""
 
     name: str = ""
     optional: bool | None = None
@@ -133,14 +133,14 @@ class EnvFrom(Model):
 
 
 class Resources(Model):
-    """Of a container, as Kubernetes has them: `limits: {nvidia.com/gpu: "1"}`."""
+    """A container's resources, as Kubernetes has them: `limits: {nvidia.com/gpu: "1"}`."""
 
     limits: dict[str, Quantity] | None = None
     requests: dict[str, Quantity] | None = None
 
 
 class VolumeMount(Model):
-    """Where a volume is seen."""
+    """The path of a volume in a container."""
 
     name: str
     mount_path: str
@@ -171,7 +171,7 @@ class Container(Model):
 
 
 class PodSpec(Model):
-    """What runs in a pod."""
+    """The processes of a pod."""
 
     containers: list[Container] = []
     init_containers: list[Container] | None = None
@@ -190,7 +190,7 @@ class PodTemplate(Model):
 
 
 class Multinode(Model):
-    """One replica spans so many nodes, with the resources of a pod on each."""
+    """One replica spans this many nodes, with the resources of a pod on each."""
 
     node_count: Annotated[int, Field(ge=2)] = 2
 
@@ -203,7 +203,7 @@ class ModelRef(Model):
 
 
 class ScalingAdapter(Model):
-    """That it is there (v1beta1), or `enabled` (v1alpha1), makes the operator create an adapter for the component."""
+    """Its presence (v1beta1), or `enabled` (v1alpha1), makes the operator create an adapter for the component."""
 
     enabled: bool | None = None
 
@@ -251,10 +251,10 @@ class GraphSpec(Model):
 
 
 class ComponentStatus(Model):
-    """What the operator says of one component: one of `status.components`, or of `status.services` in v1alpha1.
+    """The operator's status of one component: in `status.components`, or in `status.services` of v1alpha1.
 
-    `ready_replicas` is left out where the kind of workload does not count them; `available_replicas` likewise.
-    Operators that know what a replica holds, also by resource claims (DRA), say so in `gpus_per_replica`.
+    `ready_replicas` and `available_replicas` are missing if the kind of workload does not count them. Operators that
+    know the devices of a replica, also by resource claims (DRA), say so in `gpus_per_replica`.
     """
 
     component_kind: str | None = None
@@ -272,7 +272,7 @@ class RollingUpdate(Model):
 
 
 class GraphStatus(Model):
-    """`status`, written by the operator alone."""
+    """`status`, which only the operator writes."""
 
     state: GraphState = GraphState.INITIALIZING
     observed_generation: int | None = None
@@ -302,14 +302,14 @@ class ServiceResourceItem(Model):
 
 
 class ServiceResources(Model):
-    """Of a service; named differently from those of a container."""
+    """A service's resources, named differently from those of a container."""
 
     limits: ServiceResourceItem | None = None
     requests: ServiceResourceItem | None = None
 
 
 class ExtraPodSpec(PodSpec):
-    """The pods of a service: a pod's spec, and its main container apart."""
+    """The pods of a service: a pod's spec, with its main container apart."""
 
     main_container: Container | None = None
 
@@ -379,7 +379,7 @@ Graph = GraphV1Beta1 | GraphV1Alpha1
 
 
 class WrongKind(ValueError):
-    """The document is no DynamoGraphDeployment, or one of a version that is not known here."""
+    """The document is no DynamoGraphDeployment, or has an unknown version."""
 
 
 def read_graph(raw: Mapping[str, Any]) -> Graph:
@@ -395,16 +395,13 @@ def read_graph(raw: Mapping[str, Any]) -> Graph:
 
 
 def adapter_name(graph: str, component: str) -> str:
-    """As the operator names the adapter of a component: in lower case."""
+    """The operator's name of a component's adapter, in lower case."""
     return f"{graph}-{component.lower()}"
 
 
-# --- program
-# What the words of a process say about it: its module, its part in a disaggregated graph, its options.
-
 MODE = "--disaggregation-mode"
 OLD_MODES = {"--is-prefill-worker": "prefill", "--is-decode-worker": "decode"}
-"""Before 1.1; some versions take both."""
+"""Before 1.1. Some versions take both."""
 MODELS = ("--model", "--model-path")
 WORKERS = ("dynamo.vllm", "dynamo.mocker", "dynamo.sglang", "dynamo.trtllm")
 FRONTEND = "dynamo.frontend"
@@ -417,7 +414,7 @@ def is_python(program: str) -> bool:
 
 
 def module_of(words: Sequence[str]) -> str | None:
-    """`dynamo.vllm` for `python3 -m dynamo.vllm …`; None for another program."""
+    """`dynamo.vllm` for `python3 -m dynamo.vllm …`. None for another program."""
     if len(words) >= 3 and is_python(words[0]) and words[1] == "-m":
         return words[2]
     return None
@@ -434,7 +431,7 @@ def option(words: Sequence[str], *names: str) -> str | None:
 
 
 def mode_of(words: Sequence[str]) -> str | None:
-    """`prefill`, `decode`, `agg`, … as the command says; None where it does not."""
+    """The mode in the command: `prefill`, `decode`, `agg`, … None without one."""
     return option(words, MODE) or next((mode for flag, mode in OLD_MODES.items() if flag in words), None)
 
 
@@ -453,12 +450,12 @@ def without(words: Sequence[str], *names: str) -> tuple[str, ...]:
 
 
 def without_env(words: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """`env A=b program …` as the program's words, and the variables that stood before them."""
+    """`env A=b program …` as the program's words, and the variables before them."""
     if words[0].rpartition("/")[2] != "env":
         return tuple(words), {}
     set_here = tuple(itertools.takewhile(lambda word: "=" in word, words[1:]))
     rest = tuple(words[1 + len(set_here) :])
-    if not rest or rest[0].startswith("-"):  # `env -u NAME …`: env's own business
+    if not rest or rest[0].startswith("-"):  # `env -u NAME …`: only env knows its own options
         return tuple(words), {}
     return rest, {name: value for name, _, value in (word.partition("=") for word in set_here)}
 
@@ -469,7 +466,7 @@ _OWN_RESOURCES = {"cpu": "cpu", "memory": "memory", GPU_RESOURCE: "gpu"}
 
 
 def as_v1alpha1(graph: GraphV1Beta1) -> GraphV1Alpha1:
-    """The same graph with `spec.services`, for operators before 1.2. It is one that `export` has made."""
+    """The same graph with `spec.services`, for operators before 1.2. `export` has made it."""
     services = {component.name: _service(component) for component in graph.spec.components}
     return GraphV1Alpha1(
         api_version=V1ALPHA1, kind=graph.kind, metadata=graph.metadata, spec=GraphSpecV1Alpha1(services=services)
@@ -477,7 +474,7 @@ def as_v1alpha1(graph: GraphV1Beta1) -> GraphV1Alpha1:
 
 
 def components_of(graph: Graph) -> tuple[Component, ...]:
-    """The components of either version, as v1beta1 has them; fields without a name here stay where they were.
+    """The components of either version, in the form of v1beta1. Unnamed fields stay in their place.
 
     Raises pydantic's `ValidationError` for a service that could be no component.
     """
@@ -487,7 +484,7 @@ def components_of(graph: Graph) -> tuple[Component, ...]:
 
 
 def variables_of(graph: Graph) -> tuple[EnvVar, ...]:
-    """Those of all components."""
+    """The environment of all components."""
     return tuple((graph.spec.env if isinstance(graph, GraphV1Beta1) else graph.spec.envs) or ())
 
 
@@ -545,9 +542,11 @@ def _component(name: str, service: Service) -> Component:
         own["shared_memory_size"] = service.shared_memory.size
     own["pod_template"] = PodTemplate(spec=_pod(service))
     rest = dict(service.model_extra or {})
-    if rest.pop(SIDECAR, None) is not None:  # here a container of its own; there the name of one of the pod's
+    if (
+        rest.pop(SIDECAR, None) is not None
+    ):  # a container of its own here, the name of one of the pod's containers there
         own["frontend_sidecar"] = SIDECAR
-    # A field of v1beta1 in a document of v1alpha1 means nothing there; it must be told, and not be taken for one.
+    # A field of v1beta1 has no meaning in a document of v1alpha1. It must be reported, not read.
     fields = {*Component.model_fields, *(field.alias for field in Component.model_fields.values())}
     return Component(**own, **{f"{key} (of v1beta1)" if key in fields else key: value for key, value in rest.items()})
 
@@ -578,12 +577,11 @@ def _amounts(item: ServiceResourceItem | None) -> dict[str, Quantity] | None:
     return {**found, **(item.custom or {})} or None
 
 
-# --- notes
-# What does not carry over as it is: told for every export and import, so that nothing is lost unseen.
+# Every export and import lists what does not carry over unchanged.
 
 
 class Kind(enum.StrEnum):
-    """What became of it."""
+    """The kind of a note."""
 
     LEFT_OUT = "left out"
     CHANGED = "changed"
@@ -591,7 +589,7 @@ class Kind(enum.StrEnum):
 
 
 class Note(NamedTuple):
-    """One line of the list. `where` names the place in what was read: `Decode.ServiceArgs.standby`."""
+    """One line of the list. `where` names the place in the input: `Decode.ServiceArgs.standby`."""
 
     kind: Kind
     where: str
@@ -599,14 +597,14 @@ class Note(NamedTuple):
 
 
 class NotCarried(BadInput):
-    """It cannot be carried over at all; the message has every reason."""
+    """The graph cannot be carried over. The message has every reason."""
 
     code = "not_carried"
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why one part cannot be carried over, and with it the whole."""
+    """Why one part, and with it the whole, cannot be carried over."""
 
     where: str
     reason: str
@@ -619,12 +617,12 @@ def refuse(source: str, refusals: Sequence[Refusal]) -> None:
 
 
 def left_out(where: str, reasons: Mapping[str, str], keys: Iterable[str], otherwise: str) -> tuple[Note, ...]:
-    """A note for each of these keys, with its own reason or this one."""
+    """A note for each of these keys, with its own reason or the common one."""
     return tuple(Note(Kind.LEFT_OUT, f"{where}.{key}", reasons.get(key, otherwise)) for key in keys)
 
 
 def unread(model: BaseModel, known: Iterable[str]) -> tuple[str, ...]:
-    """Fields that the document gives and nobody here reads, as they are spelt there."""
+    """Fields of the document that nobody here reads, in its own spelling."""
     fields = type(model).model_fields
     spelt = {name: fields[name].alias or name if name in fields else name for name in model.model_fields_set}
     empty: tuple[object, ...] = (None, [], {}, "")
@@ -632,14 +630,10 @@ def unread(model: BaseModel, known: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(text for name, text in given.items() if name not in set(known)))
 
 
-# --- rules
-# What Dynamo's admission webhook asks of a graph beyond its schema, and what its planner needs to find the workers.
-#
-# Names: with Grove, the operator joins the graph's name and a component's to the names of pods, of which 45
-# characters
-# may be these. It shortens a graph's name that is too long (PR #12047), and whoever looks for the pods by the name of
-# the
-# graph no longer finds them; here that is a fault.
+# Dynamo's admission webhook checks more than the schema, and its planner must find the workers. With Grove the operator
+# joins the graph's name and a component's name in the names of pods, which have 45 characters for both. It shortens a
+# longer graph's name (Dynamo PR #12047). Readers that look for the pods by the graph's name then do not find them, so
+# this is a fault here.
 
 NAMES_MAX = 45
 COMPONENTS_MAX = 25
@@ -650,7 +644,7 @@ PLANNED = (ComponentType.WORKER, ComponentType.PREFILL, ComponentType.DECODE)
 
 
 def faults(name: str, components: Sequence[Component]) -> tuple[str, ...]:
-    """What the webhook or the planner would refuse of a graph of this name, in words; empty if all is well."""
+    """The faults that the webhook or the planner would find in a graph of this name. Empty if all is well."""
     found = []
     if not GRAPH_NAME.fullmatch(name):
         found.append(
@@ -672,7 +666,7 @@ def faults(name: str, components: Sequence[Component]) -> tuple[str, ...]:
 
 
 def combined_length(name: str, component: Component) -> int:
-    """Characters that the graph's and the component's name take in the names of pods."""
+    """Characters that the names of graph and component take in the names of pods."""
     own = len(component.name)
     return len(name) + own + (own + len(LEADER) if component.multinode is not None else 0)
 
@@ -687,11 +681,11 @@ def _of_component(name: str, component: Component, *, planned: bool) -> list[str
         )
     main = component.main
     words = [] if main is None else [*(main.command or ()), *(main.args or ())]
-    if component.type is ComponentType.PREFILL and mode_of(words) != "prefill":  # #13238
+    if component.type is ComponentType.PREFILL and mode_of(words) != "prefill":  # Dynamo #13238
         found.append(
             f"{component.name}: its type is prefill, but its command has no {MODE} prefill: it would register as a "
             "decode worker, and no planner would find it"
         )
-    if planned and component.type in PLANNED and component.scaling_adapter is None:  # #6491
+    if planned and component.type in PLANNED and component.scaling_adapter is None:  # Dynamo #6491
         found.append(f"{component.name}: there is a planner, but no scaling adapter for it to act on")
     return found

@@ -1,4 +1,4 @@
-"""A planner by itself: connector, election, sources and loop, from its start to its end."""
+"""A planner in a pod: its options, its probes, and its connector, election, sources and loop from start to end."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NO_PASSES = (
 
 
 class PodPlanner:
-    """Between `start` and `stop`. `registry` has what /metrics shows."""
+    """Runs from `start` to `stop`. `registry` has the metrics of /metrics."""
 
     def __init__(
         self,
@@ -91,7 +91,6 @@ class PodPlanner:
         policy = await asyncio.to_thread(policy_of, options)
         await self._connector.start()
         await self._election.start()
-        self._connector.leads = self._election.follows
         loop = self.loop = await self._made()
         self._connector.on_manual = loop.on_manual_change
         loop.start(options, policy, no_operation=self.options.no_operation, paused=self._election.follows() is not None)
@@ -101,7 +100,7 @@ class PodPlanner:
             self._run(self._reports.run())
 
     async def stop(self) -> None:
-        """The tick that is under way ends; the lease is given back, so that another planner goes on at once."""
+        """The present tick ends. The lease is released, so that another planner goes on at once."""
         if self.loop is not None:
             self._election.on_leading = self._election.on_following = _nothing
             await asyncio.gather(self.loop.stop(), self._forecaster.close())
@@ -145,7 +144,7 @@ class PodPlanner:
         return loads if self._connector.seen.prefill is not None else None
 
     def unhealthy(self) -> str | None:
-        """Why this planner does not plan as it should; None where it does, or holds for a reason of its own."""
+        """Why this planner does not plan as it should. None if it does, or holds for a reason of its own."""
         if self.loop is None or self.loop.state is PlannerState.STOPPED:
             return "it has not begun yet"
         trouble = self.loop.trouble
@@ -179,7 +178,7 @@ def _made_folder(logs: Path) -> None:
 
 
 class _Graph:
-    """What the loop sees: `loop.World`."""
+    """The loop's view of the graph: `loop.World`."""
 
     def __init__(self, connector: KubernetesConnector, loads: LoadsOfPasses | None) -> None:
         self._connector = connector
@@ -196,14 +195,14 @@ class _Graph:
 
 
 class _Unmeasured:
-    """Loads of single workers are measured for the policy `load` alone: no other one asks for them."""
+    """No loads: only the policy `load` needs those of single workers."""
 
     async def loads(self) -> dict[str, Sampled[Load]]:
         return {}
 
 
 def tell(text: str, about: About = None) -> None:
-    """A person reads it in the pod's log."""
+    """The pod's log has it."""
     log.warning("%s", text)
 
 
@@ -214,15 +213,15 @@ def _nothing() -> None:
 KUBERNETES = "kubernetes"
 METRICS_PORT = 9085
 PORT_OPTION = "metric_reporting_prometheus_port"
-"""As Dynamo's configuration calls it; 0 is none."""
+"""Dynamo's name in its configuration. 0 is none."""
 PORT_VARIABLE = "PLANNER_PROMETHEUS_PORT"
 DYNAMOS_POLICY = "throughput-load"
-"""What Dynamo's own planner does; a file for it names no policy."""
+"""The policy of Dynamo's own planner. A file for that planner names no policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class PodOptions:
-    """`planner` is the section `Planner`; the rest is about the pod. None: as found there; port 0: none."""
+    """`planner` is the section `Planner`, the rest is about the pod. None: as found there. Port 0: none."""
 
     planner: PlannerConfig
     metrics_port: int = METRICS_PORT
@@ -235,8 +234,10 @@ class PodOptions:
 
 
 def read_config(text: str | None, given: Mapping[str, Any]) -> tuple[PlannerConfig, int]:
-    """The section, and the port of /metrics. `text` is a file (YAML, JSON) or JSON itself, as Dynamo's planner takes
-    it; `given` goes over it. Raises `ConfigError` that names the option."""
+    """The section, and the port of /metrics. Raises `ConfigError` that names the option.
+
+    `text` is a file (YAML, JSON) or JSON itself, as Dynamo's planner takes it. `given` goes over it.
+    """
     found = {} if text is None else _mapping(text)
     values = {**{key.replace("-", "_"): value for key, value in found.items()}, **given}
     port = values.pop(PORT_OPTION, os.environ.get(PORT_VARIABLE, METRICS_PORT))
@@ -272,7 +273,7 @@ def _mapping(text: str) -> dict[str, Any]:
 
 
 def expected_of(config: PlannerConfig) -> Expected:
-    """What the graph must have for a planner with these options."""
+    """The requirements of these options for the graph."""
 
     def floor(own: int | None) -> int:
         return config.min_endpoint if own is None else own
@@ -289,34 +290,29 @@ def expected_of(config: PlannerConfig) -> Expected:
     )
 
 
-# --- probed
-# What the kubelet asks a planner's pod: `/live` and `/health`, on the port that Dynamo's operator probes.
-#
-# The operator's startup and liveness probes ask /live, which answers as long as the process does: a planner that
-# holds
-# since the API server is away is not helped by a restart. /health answers 503 until the planner has begun, and while
-# its
-# ticks fail.
+# The operator's startup and liveness probes ask /live, which answers as long as the process does: a restart does not
+# help a planner that waits for the API server. /health answers 503 until the planner has begun, and while its ticks
+# fail.
 
 LIVE, HEALTH = "/live", "/health"
 SYSTEM_PORT_VARIABLE = "DYN_SYSTEM_PORT"
 PORT = 9090
-"""Where the operator's probes ask; it sets the variable, too."""
+"""The port that the operator's probes ask. The operator sets the variable, too."""
 
 
 def probes_app(health: Callable[[], str | None]) -> Any:
-    """An ASGI application. `health` says why the planner is not healthy; None where it is."""
+    """An ASGI application. `health` says why the planner is not healthy, or None."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        asked, read = scope["path"], scope["method"] in ("GET", "HEAD")
-        why = health() if asked == HEALTH else None
-        status = 404 if asked not in (LIVE, HEALTH) else 405 if not read else 200 if why is None else 503
-        told: dict[str, str] = {"status": "healthy" if status == 200 else "unhealthy"}
+        requested, read = scope["path"], scope["method"] in ("GET", "HEAD")
+        why = health() if requested == HEALTH else None
+        status = 404 if requested not in (LIVE, HEALTH) else 405 if not read else 200 if why is None else 503
+        answer: dict[str, str] = {"status": "healthy" if status == 200 else "unhealthy"}
         if status in (404, 405):
-            told = {"error": f"there are only GET {LIVE} and GET {HEALTH}"}
+            answer = {"error": f"there are only GET {LIVE} and GET {HEALTH}"}
         elif why is not None:
-            told["reason"] = why
-        body = json.dumps(told).encode()
+            answer["reason"] = why
+        body = json.dumps(answer).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         if status == 405:
             headers.append((b"allow", b"GET, HEAD"))
@@ -333,18 +329,19 @@ FRONTEND_PORT = 8000
 
 
 async def started(options: PodOptions, identity: str) -> Callable[[], Awaitable[None]]:
-    """Plans from now on, until what this returns is awaited. Raises `DynamoError`s fit for a person."""
+    """Start planning. The returned coroutine function stops it. Raises `DynamoError`s for people."""
     async with AsyncExitStack() as stack:
         transport = connected(options.kubeconfig)
         name, namespace = parent(os.environ.get, options.graph, options.namespace, transport.namespace)
         clock, api = AsyncioClock(), KubeApi(transport, namespace, name)
         expected = expected_of(options.planner)
-        connector = KubernetesConnector(api, clock, expected, tell=tell)
+        election = Election(api, clock, lease_name(name, expected.only), identity)
+        connector = KubernetesConnector(api, clock, expected, tell=tell, follows=election.follows)
         traffic = await _traffic(options, name, namespace, connector, clock, stack)
         planner = PodPlanner(
             options.planner,
             connector,
-            Election(api, clock, lease_name(name, expected.only), identity),
+            election,
             clock,
             options.logs,
             name=name,
@@ -362,12 +359,12 @@ async def started(options: PodOptions, identity: str) -> Callable[[], Awaitable[
 
 
 def lease_name(graph: str, only: Role | None = None) -> str:
-    """The Lease by which one planner of the graph acts; planners of one role alone have one for each role."""
+    """The name of the Lease by which one planner of the graph acts. Planners of one role have one for each role."""
     return f"{graph}-dynamo-local-planner{'' if only is None else f'-{only}'}"
 
 
 def dynamo_namespace(options: PodOptions, name: str, namespace: str) -> str:
-    """The graph's namespace within Dynamo: as the operator tells its pods, else as it makes it."""
+    """The graph's namespace within Dynamo: as the operator tells its pods, else as the operator makes it."""
     return options.planner.namespace or os.environ.get("DYN_NAMESPACE") or f"{namespace}-{name}"
 
 
@@ -415,7 +412,7 @@ async def _passes(
 
 
 async def _unlisted(look: Callable[[], Awaitable[Registered]]) -> str | None:
-    """Why it cannot be known where workers publish over ZeroMQ; None where it can, if not now."""
+    """Why the addresses of workers' ZeroMQ sockets cannot be known. None if they can, now or later."""
     try:
         await look()
     except ApiRefused as error:
@@ -427,16 +424,15 @@ async def _unlisted(look: Callable[[], Awaitable[Registered]]) -> str | None:
 
 async def _serve_probes(planner: PodPlanner, port: int | None, stack: AsyncExitStack) -> None:
     if port is None:
-        told = os.environ.get(SYSTEM_PORT_VARIABLE) or (str(PORT) if "KUBERNETES_SERVICE_HOST" in os.environ else "0")
-        if not told.isdecimal():
-            raise ConfigError(f"{SYSTEM_PORT_VARIABLE} must be a port, or 0 for none, and not {told!r}")
-        port = int(told)
+        text = os.environ.get(SYSTEM_PORT_VARIABLE) or (str(PORT) if "KUBERNETES_SERVICE_HOST" in os.environ else "0")
+        if not text.isdecimal():
+            raise ConfigError(f"{SYSTEM_PORT_VARIABLE} must be a port, or 0 for none, and not {text!r}")
+        port = int(text)
     if port:
         await _serve(probes_app(planner.unhealthy), port, "Planner.system-port", stack)
 
 
 def metrics_of(planner: PodPlanner) -> Any:
-    """The application of its /metrics."""
     from dynamo_local.arbiter.exporter import metrics_app
 
     return metrics_app(lambda: generate_latest(planner.registry))

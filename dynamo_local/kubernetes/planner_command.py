@@ -1,4 +1,4 @@
-"""`python -m dynamo_local.planner --environment kubernetes --config …`: a planner by itself, in a pod."""
+"""`python -m dynamo_local.planner --environment kubernetes --config …`: runs a planner by itself, in a pod."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ OWN_WORDS = ("--config", "--environment=kubernetes", "--graph", "--kubeconfig")
 
 
 def is_meant(words: Sequence[str]) -> bool:
-    """Whether these words of `python -m dynamo_local.planner` are for a planner in a pod. Dynamo's planner is started
-    there with `--config` alone."""
+    """Whether these words of `python -m dynamo_local.planner` mean a planner in a pod.
+
+    Dynamo's planner starts there with `--config` alone.
+    """
     pairs = itertools.pairwise(words)
     return any(word.partition("=")[0] in OWN_WORDS or word in OWN_WORDS for word in words) or (
         ("--environment", "kubernetes") in pairs

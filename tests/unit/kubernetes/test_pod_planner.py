@@ -57,9 +57,9 @@ class Rig:
         config, _ = read_config(None, {"report_interval_hours": None, **options})
         kube, clock = self.world.kube, self.world.clock
         api = KubeApi(kube.client(), "default", NAME)
-        connector = KubernetesConnector(api, clock, expected_of(config), tell=self.told)
-        heard = HeardPasses(clock, connector.pools) if engines else None
         election = Election(api, clock, lease_name(NAME, expected_of(config).only), identity)
+        connector = KubernetesConnector(api, clock, expected_of(config), tell=self.told, follows=election.follows)
+        heard = HeardPasses(clock, connector.pools) if engines else None
         logs = self.folder / identity
         logs.mkdir(exist_ok=True)
         here = InlineForecaster()  # virtual time would run away from a process
