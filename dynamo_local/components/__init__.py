@@ -1,7 +1,7 @@
 """The components that ship, in the processes of workers.
 
-`from dynamo_local.components import Frontend, Processor, Router, VllmWorker, PrefillWorker`. Each is imported when it is
-first asked for, so that a worker's start does not pay for its siblings' libraries.
+`from dynamo_local.components import Frontend, Processor, Router, VllmWorker, PrefillWorker`. Each is imported when it
+is first asked for, so that a worker's start does not pay for its siblings' libraries.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dynamo_local.components import Frontend
-    from dynamo_local.components import PrefillWorker
-    from dynamo_local.components import Processor
-    from dynamo_local.components import Router
-    from dynamo_local.components import VllmWorker
+    from dynamo_local.components.frontend import Frontend
+    from dynamo_local.components.prefill_worker import PrefillWorker
+    from dynamo_local.components.processor import Processor
+    from dynamo_local.components.router import Router
+    from dynamo_local.components.vllm_worker import VllmWorker
 
 _MODULES = {
     "Frontend": "frontend",
