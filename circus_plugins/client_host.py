@@ -43,7 +43,7 @@ STOP_SIGNAL = signal.SIGCONT
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningProcess:
     """A process of this host. `pidfd` is readable once it has ended."""
 
     pid: int
@@ -76,7 +76,7 @@ class CircusClientHost:
         self._leave_bound_s = leave_bound_s
         self._reply_timeout_s = reply_timeout_s
         self._connection: CircusClient | None = None
-        self._running: dict[str, Running] = {}
+        self._running: dict[str, RunningProcess] = {}
         self._listed: dict[str, str] = {}
         """circusd's names of renamed processes, because circusd cannot rename a watcher."""
         self._removals: dict[str, asyncio.Task[None]] = {}
@@ -128,7 +128,7 @@ class CircusClientHost:
         finally:
             self._tickets.withdraw(offer)
         # Nothing is awaited from here on, so the caller knows the pid before its exit can be reported.
-        self._running[spec.name] = Running(claim.pid, claim.pidfd)
+        self._running[spec.name] = RunningProcess(claim.pid, claim.pidfd)
         self._watch(spec.name)
         return claim.pid
 
@@ -150,7 +150,7 @@ class CircusClientHost:
     def adopt_process(self, spec: ProcessSpec, pid: int) -> None:
         """Take over a process. Its watcher is in circusd's list, or was in that of a killed circusd."""
         pidfd = os.pidfd_open(pid)
-        self._running[spec.name] = Running(pid, pidfd)
+        self._running[spec.name] = RunningProcess(pid, pidfd)
         self._watch(spec.name)
 
     async def _started(self, offer: Offer) -> Claim:

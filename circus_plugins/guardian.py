@@ -24,7 +24,7 @@ from tornado.ioloop import IOLoop
 
 from dynamo_local.arbiter import leftovers
 from dynamo_local.arbiter.guarded_run import OPTION, GuardedRun, KeptFiles
-from dynamo_local.arbiter.leftovers import Known, revoke
+from dynamo_local.arbiter.leftovers import RecordedProcess, revoke
 from dynamo_local.arbiter.marks import marked
 from dynamo_local.errors import NamespaceBusy, StateError
 from dynamo_local.system import collector
@@ -155,8 +155,8 @@ class Keeper:
         self._guarded = guarded
         self._files = files
         self._poll = select.poll()
-        self._watched: dict[int, Known] = {}
-        self._seen: set[Known] = set()
+        self._watched: dict[int, RecordedProcess] = {}
+        self._seen: set[RecordedProcess] = set()
 
     def run(self) -> None:
         """Return when no worker is left, unless a new arbiter ends us before."""
@@ -187,7 +187,7 @@ class Keeper:
         except OSError as error:  # tried again at the next look
             log.warning("what is missing of %s cannot be made again: %s", self._guarded.runtime, error)
 
-    def _watch(self, worker: Known, run: leftovers.Recorded) -> None:
+    def _watch(self, worker: RecordedProcess, run: leftovers.RecordedRun) -> None:
         try:
             fd = os.pidfd_open(worker.pid)
         except ProcessLookupError:
@@ -200,13 +200,13 @@ class Keeper:
             os.close(fd)
             self._clean_up_after(worker, run)
 
-    def _ended(self, fd: int, run: leftovers.Recorded) -> None:
+    def _ended(self, fd: int, run: leftovers.RecordedRun) -> None:
         worker = self._watched.pop(fd)
         self._poll.unregister(fd)
         os.close(fd)
         self._clean_up_after(worker, run)
 
-    def _clean_up_after(self, worker: Known, run: leftovers.Recorded) -> None:
+    def _clean_up_after(self, worker: RecordedProcess, run: leftovers.RecordedRun) -> None:
         log.warning("%s (pid %d) has ended, and is started again when the run is adopted", worker.name, worker.pid)
         revoke(run.etcd_endpoints, run.certificates, run.leases.get(worker.name, ()))
         for what in leftovers.end_sessions([worker]):

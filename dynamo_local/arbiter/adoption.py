@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dynamo_local.arbiter import leftovers, marks
 from dynamo_local.arbiter.deployment import WatcherFactory, WatcherPlan
-from dynamo_local.arbiter.marks import Marked
+from dynamo_local.arbiter.marks import MarkedProcess
 from dynamo_local.arbiter.servers import EmbeddedServers, EtcdSpec, NatsSpec, ServerBinary
 from dynamo_local.arbiter.statefile import restart_of_entry, standby_of_entry, with_sleepers, without_credentials
 from dynamo_local.core.fleet.backoff import RestartHistory
@@ -183,7 +183,7 @@ def settle(paths: Paths, *, adopt: bool, replace: bool, tell: Callable[[str], No
     return None
 
 
-def _to_adopt(paths: Paths, run: leftovers.Recorded, marked: list[Marked]) -> Found:
+def _to_adopt(paths: Paths, run: leftovers.RecordedRun, marked: list[MarkedProcess]) -> Found:
     state = load(paths.statefile) if run.readable or paths.statefile.exists() else None
     pids = {} if state is None else dict(_running(state, marked))
     if state is None or not any(name in pids for name in state.components):
@@ -196,7 +196,7 @@ def _to_adopt(paths: Paths, run: leftovers.Recorded, marked: list[Marked]) -> Fo
     return Found(state, pids, tuple(ended))
 
 
-def _wait_for_files(paths: Paths, state: State, marked: list[Marked]) -> None:
+def _wait_for_files(paths: Paths, state: State, marked: list[MarkedProcess]) -> None:
     """Wait until the guardian has restored the files by which the running etcd and NATS are reached.
 
     Somebody may have removed the runtime folder. Raises `DynamoError` if the files do not appear.
@@ -223,7 +223,7 @@ def _known_as(state: State, pids: Mapping[str, int]) -> frozenset[str]:
     return frozenset(name for entry in living for name in (entry.watcher_name, entry.born) if name is not None)
 
 
-def _running(state: State, marked: list[Marked]) -> Iterator[tuple[str, int]]:
+def _running(state: State, marked: list[MarkedProcess]) -> Iterator[tuple[str, int]]:
     """Name and pid of every process that still is the recorded one.
 
     If the arbiter was killed between a process's start and the next commit, the statefile lacks the start time. It has
@@ -240,7 +240,7 @@ def _running(state: State, marked: list[Marked]) -> Iterator[tuple[str, int]]:
             yield name, found.pid
 
 
-def _leads_session(found: Marked) -> bool:
+def _leads_session(found: MarkedProcess) -> bool:
     try:
         return os.getsid(found.pid) == found.pid
     except ProcessLookupError:

@@ -171,7 +171,7 @@ def _base(deployment: Deployment, store: StateStore, clock: Clock, view: View) -
         EventRecorder(EventLog(event_log_path(paths.logs)), clock.wall_s, notes.tell),
         HostSystem(
             partial(leftovers.end_children, paths, deployment.run_id),
-            partial(leftovers.end_workers, paths, leftovers.Recorded()),
+            partial(leftovers.end_workers, paths, leftovers.RecordedRun()),
         ),
     )
 

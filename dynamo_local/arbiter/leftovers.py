@@ -49,7 +49,7 @@ START_TIME_SLACK_S = 0.011
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class RecordedProcess:
     """A process in the statefile. `started_s` is seconds since boot, None if it is not written yet."""
 
     name: str
@@ -67,7 +67,7 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedRun:
     """The statefile of a run, read without validation: the guardian must cope with any content.
 
     `leases` are hex, by worker: its own first, then those of processes behind it. `readable` is False if the statefile
@@ -77,15 +77,15 @@ class Recorded:
     readable: bool = False
     run_id: str | None = None
     keep: bool = False
-    workers: tuple[Known, ...] = ()
-    servers: tuple[Known, ...] = ()
+    workers: tuple[RecordedProcess, ...] = ()
+    servers: tuple[RecordedProcess, ...] = ()
     leases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     etcd_endpoints: str | None = None
     certificates: str | None = None
     """The folder of the embedded etcd's certificates. None for the user's etcd."""
 
     @property
-    def living(self) -> list[Known]:
+    def living(self) -> list[RecordedProcess]:
         """Workers whose processes still are those of the statefile."""
         return [worker for worker in self.workers if worker.alive]
 
@@ -99,17 +99,17 @@ class Unkillable(DynamoError):
 # --- finding -------------------------------------------------------------------------------------
 
 
-def recorded(statefile: Path) -> Recorded:
+def recorded(statefile: Path) -> RecordedRun:
     """Read the statefile. The record is empty if the file is missing or broken."""
     try:
         raw = read_raw(statefile)
     except StateMissing:
-        return Recorded()
+        return RecordedRun()
     except StateError as error:
         log.warning("%s", error)
-        return Recorded()
+        return RecordedRun()
     entries, servers = _entries(raw.get("components")), _entries(raw.get("servers"))
-    return Recorded(
+    return RecordedRun(
         readable=isinstance(raw.get("run_id"), str),
         run_id=str(raw.get("run_id")),
         keep=raw.get("on_arbiter_death") == "keep",
@@ -131,9 +131,9 @@ def _entries(value: Any) -> dict[str, dict[str, Any]]:
     return {k: v for k, v in value.items() if isinstance(v, dict)} if isinstance(value, dict) else {}
 
 
-def _known(name: str, entry: Mapping[str, Any]) -> Known:
+def _known(name: str, entry: Mapping[str, Any]) -> RecordedProcess:
     started, deadline = entry.get("pid_start_time"), entry.get("drain_deadline_s")
-    return Known(
+    return RecordedProcess(
         name=name,
         pid=entry["pid"],
         started_s=float(started) if isinstance(started, int | float) else None,
@@ -143,7 +143,7 @@ def _known(name: str, entry: Mapping[str, Any]) -> Known:
     )
 
 
-def in_sessions(of: Iterable[Known]) -> dict[int, str]:
+def in_sessions(of: Iterable[RecordedProcess]) -> dict[int, str]:
     """pid -> name of every process in the sessions of these processes.
 
     The kernel does not reuse a session's number while it has members. A session is not ours if its leader is another
@@ -214,7 +214,7 @@ def end_guardian(paths: Paths, *, but: int | None = None) -> list[str]:
     return end(lambda: {found.pid: found.name for found in marked(paths) if found.name == name and found.pid != but})
 
 
-def end_workers(paths: Paths, run: Recorded, *, living: Iterable[str] = ()) -> list[str]:
+def end_workers(paths: Paths, run: RecordedRun, *, living: Iterable[str] = ()) -> list[str]:
     """End all workers and the processes that they started, of any run, except those named in `living`."""
     spared = frozenset(living)
     helpers = household(paths.namespace)
@@ -238,27 +238,27 @@ def end_children(paths: Paths, run_id: str, name: str) -> list[str]:
     )
 
 
-def end_sessions(of: Iterable[Known]) -> list[str]:
+def end_sessions(of: Iterable[RecordedProcess]) -> list[str]:
     """End what is left in the sessions of these processes."""
     of = list(of)
     return end(lambda: in_sessions(of))
 
 
-def end_servers(paths: Paths, run: Recorded) -> list[str]:
+def end_servers(paths: Paths, run: RecordedRun) -> list[str]:
     """End the embedded servers: NATS, then etcd. Their data ends with the run, so SIGKILL is enough."""
     ended = []
     for kind in SERVERS:
         name = watcher_name(paths.namespace, kind)
         known = [server for server in run.servers if server.name == name]
 
-        def find(name: str = name, known: list[Known] = known) -> dict[int, str]:
+        def find(name: str = name, known: list[RecordedProcess] = known) -> dict[int, str]:
             return {found.pid: name for found in marked(paths) if found.name == name} | in_sessions(known)
 
         ended += end(find)
     return ended
 
 
-def clear(paths: Paths, run: Recorded) -> None:
+def clear(paths: Paths, run: RecordedRun) -> None:
     """Remove the statefile of a dead run (a broken one is set aside), and the runtime folder."""
     from dynamo_local.state.store import StateStore
 
@@ -342,7 +342,7 @@ def _revoke_at(endpoint: str, certificates: str | None, leases: list[str]) -> No
 EXIT_POLL_S = 0.02
 
 
-def drain_without_arbiter(workers: Iterable[Known], tell: Callable[[str], None]) -> None:
+def drain_without_arbiter(workers: Iterable[RecordedProcess], tell: Callable[[str], None]) -> None:
     """Drain workers of a dead arbiter by SIGTERM, in the stages of a `down`, each within its own deadline.
 
     Blocks. The caller ends the remaining processes.

@@ -18,7 +18,7 @@ GUARDIAN = "guardian"
 
 
 @dataclass(frozen=True, slots=True)
-class Marked:
+class MarkedProcess:
     """A live process whose environment names this namespace."""
 
     pid: int
@@ -46,10 +46,10 @@ def marks(namespace: str, statefile: Path, run_id: str, name: str) -> dict[str, 
     }
 
 
-def marked(paths: Paths) -> list[Marked]:
+def marked(paths: Paths) -> list[MarkedProcess]:
     """Our live processes with the namespace's marks, without this process and its ancestors."""
     statefile, own_sessions = os.path.realpath(paths.statefile), {}
-    found: list[Marked] = []
+    found: list[MarkedProcess] = []
     for pid, env in _environments(paths.namespace):
         started_s, name, around = start_time_s(pid), env.get("DYN_WATCHER_NAME"), parent_and_session(pid)
         if started_s is None or name is None or around is None:
@@ -60,7 +60,7 @@ def marked(paths: Paths) -> list[Marked]:
         if session == pid:
             own_sessions[pid] = parent
         arbiter = _arbiter_named(env)
-        found.append(Marked(pid, started_s, name, env.get("DYN_RUN_ID", ""), is_worker=False, arbiter=arbiter))
+        found.append(MarkedProcess(pid, started_s, name, env.get("DYN_RUN_ID", ""), is_worker=False, arbiter=arbiter))
     return _with_workers(found, own_sessions, paths.namespace)
 
 
@@ -87,7 +87,7 @@ def _arbiter_named(env: Mapping[str, str]) -> int | None:
     return pid if is_alive(pid, started_s) else None
 
 
-def guarded_arbiter(found: Iterable[Marked]) -> int | None:
+def guarded_arbiter(found: Iterable[MarkedProcess]) -> int | None:
     """The live arbiter that a guardian among them watches, by pid. This works without lock and statefile, too."""
     return next((each.arbiter for each in found if each.arbiter is not None), None)
 
@@ -101,7 +101,9 @@ def statefiles_elsewhere(paths: Paths) -> list[Path]:
     return [Path(path) for path in sorted(named - {"/", os.path.realpath(paths.statefile)})]
 
 
-def _with_workers(found: Sequence[Marked], own_sessions: Mapping[int, int], namespace: str) -> list[Marked]:
+def _with_workers(
+    found: Sequence[MarkedProcess], own_sessions: Mapping[int, int], namespace: str
+) -> list[MarkedProcess]:
     """Mark the workers among them. Each process that an arbiter starts leads a session of its own.
 
     A worker's child inherits its marks and may begin a session, too. Then its parent has the same marks. `own_sessions`
@@ -110,7 +112,7 @@ def _with_workers(found: Sequence[Marked], own_sessions: Mapping[int, int], name
     servants = household(namespace)
     of_worker = {(process.pid, process.name, process.run_id) for process in found}
 
-    def is_worker(process: Marked) -> bool:
+    def is_worker(process: MarkedProcess) -> bool:
         parent = own_sessions.get(process.pid)
         inherited = (parent, process.name, process.run_id) in of_worker
         prewarmed = is_spare(process.name, namespace)

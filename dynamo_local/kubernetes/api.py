@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from dynamo_local.core.types import Role
 from dynamo_local.errors import ConfigError, DynamoError, InfraUnavailable, how_to_install
-from dynamo_local.kubernetes.graph import Adapter, Counts, GraphComponent, PatchGraph, ScaleAdapter, Seen
+from dynamo_local.kubernetes.graph import Adapter, Counts, GraphComponent, ObservedGraph, PatchGraph, ScaleAdapter
 from dynamo_local.kubernetes.manifests import (
     ADAPTER_PLURAL,
     GPU_RESOURCE,
@@ -107,7 +107,7 @@ class KubeApi:
 
     # --- the graph ---------------------------------------------------------------------------------
 
-    async def graph(self) -> Seen:
+    async def graph(self) -> ObservedGraph:
         """The graph, and the adapters of its components. Raises `NotThere`, `Forbidden`, `ApiAway`."""
         seen = await self._document()
         adapters: dict[str, Adapter] = {}
@@ -118,7 +118,7 @@ class KubeApi:
                 continue  # reported by a write: nothing is written past a missing adapter
         return replace(seen, adapters=adapters)
 
-    async def _document(self) -> Seen:
+    async def _document(self) -> ObservedGraph:
         versions = (self._version,) if self._version else (V1BETA1, V1ALPHA1)
         for version in versions:
             answer = await self._transport.request("GET", self._path(version, GRAPH_PLURAL, self.name))
@@ -140,7 +140,7 @@ class KubeApi:
 
     # --- scaling adapters --------------------------------------------------------------------------
 
-    async def _adapter(self, seen: Seen, component: str) -> Adapter:
+    async def _adapter(self, seen: ObservedGraph, component: str) -> Adapter:
         name = adapter_name(seen.name, component)
         answer = await self._transport.request("GET", self._scale(name))
         scale = _checked(answer, f"{ADAPTER_PLURAL}/{name}", self.namespace)
@@ -214,12 +214,12 @@ WORKERS = frozenset({"worker", "prefill", "decode"})
 MODEL_OPTIONS = ("--served-model-name", "--model", "--model-path", "--model-name")
 
 
-def read_observed(raw: Mapping[str, Any]) -> Seen:
+def read_observed(raw: Mapping[str, Any]) -> ObservedGraph:
     """The graph of this document. Raises `WrongKind` and pydantic's `ValidationError`."""
     graph = read_graph(raw)
     meta, status = graph.metadata, graph.status
     rolling = None if status is None else status.rolling_update
-    return Seen(
+    return ObservedGraph(
         name=meta.name or "",
         api_version=graph.api_version,
         resource_version=meta.resource_version or "",

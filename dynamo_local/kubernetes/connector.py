@@ -20,12 +20,12 @@ from dynamo_local.core.types import Role
 from dynamo_local.errors import ConfigError, DynamoError
 from dynamo_local.kubernetes.api import ApiAway, Conflict, KubeApi, all_texts
 from dynamo_local.kubernetes.graph import (
-    Counting,
-    Expected,
     Fault,
+    ObservedGraph,
     PatchGraph,
     Refusal,
-    Seen,
+    Requirements,
+    WorkerCounter,
     Write,
     change,
     drifted,
@@ -73,11 +73,11 @@ class KubernetesConnector:
         self,
         api: KubeApi,
         clock: Clock,
-        expected: Expected,
+        expected: Requirements,
         *,
         tell: Tell = _logged,
         follows: Callable[[], str | None] = lambda: None,
-        counting: Counting | None = None,
+        counting: WorkerCounter | None = None,
     ) -> None:
         self.on_manual: Callable[[], None] = lambda: None
         self._follows = follows
@@ -85,8 +85,8 @@ class KubernetesConnector:
         self._clock = clock
         self._expected = expected
         self._tell = tell
-        self._counting = counting or Counting()
-        self._seen: Seen | None = None
+        self._counting = counting or WorkerCounter()
+        self._seen: ObservedGraph | None = None
         self._seen_s = 0.0
         self._gone: str | None = "the graph was not read yet"
         self._written: dict[str, int] = {}
@@ -98,7 +98,7 @@ class KubernetesConnector:
 
     # --- with the planner --------------------------------------------------------------------------
 
-    async def start(self) -> Seen:
+    async def start(self) -> ObservedGraph:
         """Check the graph, and follow it. Raises `GraphUnfit` with all faults, and errors of the API server."""
         seen = await self._graph()
         found = faults(seen, self._expected)
@@ -124,10 +124,10 @@ class KubernetesConnector:
             except Exception:
                 log.exception("looking at the graph failed, and goes on")
 
-    async def _graph(self) -> Seen:
+    async def _graph(self) -> ObservedGraph:
         return replace(await self._api.graph(), only=self._expected.only)
 
-    async def look(self) -> Seen:
+    async def look(self) -> ObservedGraph:
         """Read the graph now. Raises the API server's errors."""
         async with self._reading:
             try:
@@ -143,7 +143,7 @@ class KubernetesConnector:
             self._took(seen)
             return seen
 
-    def _took(self, seen: Seen) -> None:
+    def _took(self, seen: ObservedGraph) -> None:
         self._seen, self._seen_s, self._gone = seen, self._clock.now_s(), None
         self._counting.saw(seen, self._seen_s)
         now = {one.name: seen.wanted(one) for one in seen.planned}
@@ -161,7 +161,7 @@ class KubernetesConnector:
     # --- what the loop sees ------------------------------------------------------------------------
 
     @property
-    def seen(self) -> Seen:
+    def seen(self) -> ObservedGraph:
         """As last read."""
         assert self._seen is not None, "the connector was not started"
         return self._seen
@@ -270,7 +270,7 @@ class NotLeading(DynamoError):
     retryable = True
 
 
-def _own(targets: Mapping[str, int], seen: Seen) -> Mapping[str, int]:
+def _own(targets: Mapping[str, int], seen: ObservedGraph) -> Mapping[str, int]:
     """The targets without the role of another planner: its number is in every decision and never changes."""
     if seen.only is None:
         return targets
@@ -278,7 +278,7 @@ def _own(targets: Mapping[str, int], seen: Seen) -> Mapping[str, int]:
     return {name: number for name, number in targets.items() if name in planned}
 
 
-def _unplannable(seen: Seen, expected: Expected) -> str | None:
+def _unplannable(seen: ObservedGraph, expected: Requirements) -> str | None:
     """The graph has lost a role, or its GPUs are unknown, so it cannot be counted."""
     needed = Role.DECODE if expected.only is None else expected.only
     if not any((one.role is Role.PREFILL) == (needed is Role.PREFILL) for one in seen.workers):

@@ -23,7 +23,7 @@ RENEW_EVERY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldLease:
     """The lease as of its last change, and when that was seen (planner's clock)."""
 
     holder: str
@@ -33,12 +33,12 @@ class Held:
     duration_s: float = LEASE_S
 
 
-def looked(lease: Mapping[str, Any], known: Held | None, now_s: float) -> Held:
+def looked(lease: Mapping[str, Any], known: HeldLease | None, now_s: float) -> HeldLease:
     """The lease, read now."""
     spec, version = lease.get("spec") or {}, lease["metadata"]["resourceVersion"]
     if known is not None and known.resource_version == version:
         return known
-    return Held(
+    return HeldLease(
         spec.get("holderIdentity") or "",
         version,
         now_s,
@@ -47,12 +47,12 @@ def looked(lease: Mapping[str, Any], known: Held | None, now_s: float) -> Held:
     )
 
 
-def may_take(held: Held, own: str, now_s: float) -> bool:
+def may_take(held: HeldLease, own: str, now_s: float) -> bool:
     """Whether it is ours, nobody's, or expired."""
     return held.holder in ("", own) or now_s - held.seen_s > held.duration_s
 
 
-def claimed(name: str, held: Held | None, own: str, wall_s: float) -> dict[str, Any]:
+def claimed(name: str, held: HeldLease | None, own: str, wall_s: float) -> dict[str, Any]:
     """The lease to write. Without `held` it is created."""
     now = datetime.fromtimestamp(wall_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
     changes_hands = held is not None and held.holder != own
@@ -68,7 +68,7 @@ def claimed(name: str, held: Held | None, own: str, wall_s: float) -> dict[str, 
     return {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata, "spec": spec}
 
 
-def released(name: str, held: Held) -> dict[str, Any]:
+def released(name: str, held: HeldLease) -> dict[str, Any]:
     """The released lease: the next planner need not wait."""
     spec = {"holderIdentity": "", "leaseDurationSeconds": 1, "leaseTransitions": held.transitions}
     metadata = {"name": name, "resourceVersion": held.resource_version}
@@ -91,7 +91,7 @@ class Election:
         self._api = api
         self._clock = clock
         self._name = name
-        self._held: Held | None = None
+        self._held: HeldLease | None = None
         self._renewed_s: float | None = None
         self._why = "it is not known yet which planner leads"
         self._task: asyncio.Task[None] | None = None
@@ -115,7 +115,7 @@ class Election:
             except DynamoError as error:
                 log.info("the lease was not given back, it expires: %s", error)
 
-    async def _give_back(self, held: Held) -> None:
+    async def _give_back(self, held: HeldLease) -> None:
         try:
             await self._api.replace_lease(released(self._name, held))
         except Conflict:  # the renewal that was cut short had arrived, or another planner has the lease

@@ -180,7 +180,7 @@ class ExportRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
+class ExportResult:
     """The manifest, and notes on everything that did not carry over unchanged."""
 
     graph: GraphV1Beta1
@@ -208,7 +208,7 @@ def graph_name(namespace: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", namespace.lower()).strip("-")
 
 
-def export(loaded: LoadedGraph, spec: GraphSpec, config: Config, request: ExportRequest) -> Exported:
+def export(loaded: LoadedGraph, spec: GraphSpec, config: Config, request: ExportRequest) -> ExportResult:
     """The manifest of the graph. Raises `NotCarried` with every reason."""
     router = _router(spec)
     parts = [_part(service, _settings(loaded, service, config), router, config, request) for service in spec.components]
@@ -239,7 +239,7 @@ def export(loaded: LoadedGraph, spec: GraphSpec, config: Config, request: Export
         spec=KubernetesSpec(components=components),
     )
     beside = () if request.planner_image is None else rights(_account(request))
-    return Exported(graph, tuple(dict.fromkeys(notes)), beside)
+    return ExportResult(graph, tuple(dict.fromkeys(notes)), beside)
 
 
 def _account(request: ExportRequest) -> str:

@@ -65,7 +65,7 @@ class GraphComponent:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ObservedGraph:
     """The graph at one moment. `adapters` are by component."""
 
     name: str
@@ -160,14 +160,14 @@ class _Times:
     starts: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
 
 
-class Counting:
+class WorkerCounter:
     """Remembers since when what is on its way, or leaves, does so. Times are the planner's."""
 
     def __init__(self, pending_after_s: float = PENDING_AFTER_S) -> None:
         self._pending_after_s = pending_after_s
         self._times: dict[str, _Times] = {}
 
-    def saw(self, seen: Seen, now_s: float) -> None:
+    def saw(self, seen: ObservedGraph, now_s: float) -> None:
         """The graph, looked at now."""
         for one in seen.workers:
             times, counts, wanted = self._of(one), one.counts or Counts(), seen.wanted(one)
@@ -185,7 +185,7 @@ class Counting:
             times.leaving_since_s = (times.leaving_since_s or now_s) if leaves else None
             times.ready = ready
 
-    def pools(self, seen: Seen, gpus: Mapping[str, int], now_s: float) -> WorkerPools:
+    def pools(self, seen: ObservedGraph, gpus: Mapping[str, int], now_s: float) -> WorkerPools:
         """As last seen. `gpus` is what a replica of each component holds."""
         prefill = None if seen.prefill is None else self._pool(seen, seen.prefill, gpus, now_s)
         decodes = any(one.role is not Role.PREFILL for one in seen.workers)
@@ -195,7 +195,7 @@ class Counting:
     def _of(self, one: GraphComponent) -> _Times:
         return self._times.setdefault(one.name, _Times())
 
-    def _pool(self, seen: Seen, one: GraphComponent, gpus: Mapping[str, int], now_s: float) -> Pool:
+    def _pool(self, seen: ObservedGraph, one: GraphComponent, gpus: Mapping[str, int], now_s: float) -> Pool:
         times, counts, wanted, size = self._of(one), one.counts or Counts(), seen.wanted(one), gpus[one.name]
         ready = min(counts.ready or 0, wanted)
         coming, leaving = wanted - ready, max(0, counts.replicas - wanted)
@@ -220,7 +220,7 @@ class Counting:
         )
 
 
-def drifted(seen: Seen) -> tuple[str, ...]:
+def drifted(seen: ObservedGraph) -> tuple[str, ...]:
     """Components whose workload somebody scaled under the operator (#4420), in words."""
     if seen.not_ready is not None or seen.state != "successful":
         return ()
@@ -232,7 +232,7 @@ def drifted(seen: Seen) -> tuple[str, ...]:
     )
 
 
-def gpus_of(seen: Seen, given: Mapping[Role, int | None]) -> dict[str, int]:
+def gpus_of(seen: ObservedGraph, given: Mapping[Role, int | None]) -> dict[str, int]:
     """GPUs of one replica of each component of workers, from the graph, else from the options (`given`)."""
     return {one.name: one.gpus if one.gpus is not None else given_for(one, given) or 0 for one in seen.workers}
 
@@ -280,7 +280,11 @@ class Refusal:
 
 
 def change(
-    seen: Seen, targets: Mapping[str, int], decided_from: Mapping[str, int], gpus: Mapping[str, int], max_gpus: int
+    seen: ObservedGraph,
+    targets: Mapping[str, int],
+    decided_from: Mapping[str, int],
+    gpus: Mapping[str, int],
+    max_gpus: int,
 ) -> tuple[Write, ...] | Refusal:
     """The writes in their order. Empty if all numbers are right.
 
@@ -316,7 +320,7 @@ def _over_budget(
 
 
 def _ordered(
-    seen: Seen, changed: list[GraphComponent], targets: Mapping[str, int], steps: Mapping[str, int]
+    seen: ObservedGraph, changed: list[GraphComponent], targets: Mapping[str, int], steps: Mapping[str, int]
 ) -> tuple[Write, ...] | Refusal:
     for one in changed:
         if one.by_adapter and one.name not in seen.adapters:
@@ -334,7 +338,7 @@ def _ordered(
 
 
 def _operations(
-    seen: Seen, components: list[GraphComponent], targets: Mapping[str, int]
+    seen: ObservedGraph, components: list[GraphComponent], targets: Mapping[str, int]
 ) -> tuple[Mapping[str, Any], ...]:
     tests: list[Mapping[str, Any]] = [_test("/metadata/resourceVersion", seen.resource_version)]
     changes: list[Mapping[str, Any]] = []
@@ -375,7 +379,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class Requirements:
     """The requirements of the planner's options.
 
     `prefill` says whether the graph must have prefill workers of its own (None: either). `only` is the one planned
@@ -390,7 +394,7 @@ class Expected:
     only: Role | None = None
 
 
-def faults(seen: Seen, expected: Expected) -> tuple[Fault, ...]:
+def faults(seen: ObservedGraph, expected: Requirements) -> tuple[Fault, ...]:
     """Every fault. Empty if a planner can begin."""
     found = list(_of_roles(seen, expected))
     if not seen.planned or (expected.only is None and not seen.of_role(Role.DECODE, Role.AGGREGATED)):
@@ -403,7 +407,7 @@ def faults(seen: Seen, expected: Expected) -> tuple[Fault, ...]:
     return (*found, *_of_budget(seen, expected))
 
 
-def _of_roles(seen: Seen, expected: Expected) -> Iterator[Fault]:
+def _of_roles(seen: ObservedGraph, expected: Requirements) -> Iterator[Fault]:
     there = ", ".join(f"{one.name} ({one.kind or 'no type'})" for one in seen.components) or "nothing"
     roles = {Role.PREFILL: ("prefill", (Role.PREFILL,)), Role.DECODE: ("decode", (Role.DECODE, Role.AGGREGATED))}
     needed = {Role.DECODE, *([Role.PREFILL] if expected.prefill else [])} if expected.only is None else {expected.only}
@@ -429,7 +433,7 @@ def _of_roles(seen: Seen, expected: Expected) -> Iterator[Fault]:
             yield Fault(FaultCode.NOT_FOUND_AS_PREFILL, why)
 
 
-def _of_models(seen: Seen, expected: Expected) -> Iterator[Fault]:
+def _of_models(seen: ObservedGraph, expected: Requirements) -> Iterator[Fault]:
     named = {one.name: one.model for one in seen.planned if one.model is not None}
     if len(set(named.values())) > 1:
         listed = ", ".join(f"{name} serves {model}" for name, model in named.items())
@@ -439,7 +443,7 @@ def _of_models(seen: Seen, expected: Expected) -> Iterator[Fault]:
         yield Fault(FaultCode.MODELS_DIFFER, f"served_model_name is {expected.model}, but {seen.name} serves {model}")
 
 
-def _of_gpus(seen: Seen, expected: Expected) -> Iterator[Fault]:
+def _of_gpus(seen: ObservedGraph, expected: Requirements) -> Iterator[Fault]:
     given = expected.gpus or {}
     for one in seen.planned:
         option = f"{'prefill' if one.role is Role.PREFILL else 'decode'}_engine_num_gpu"
@@ -453,7 +457,7 @@ def _of_gpus(seen: Seen, expected: Expected) -> Iterator[Fault]:
             yield Fault(FaultCode.GPUS_DIFFER, why)
 
 
-def _of_budget(seen: Seen, expected: Expected) -> Iterator[Fault]:
+def _of_budget(seen: ObservedGraph, expected: Requirements) -> Iterator[Fault]:
     least: list[tuple[GraphComponent, int, int]] = []
     for one in seen.planned:
         gpus = one.gpus if one.gpus is not None else given_for(one, expected.gpus or {})

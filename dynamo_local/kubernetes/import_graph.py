@@ -322,7 +322,7 @@ _SPEC = ("components", "services", "env", "envs", "backend_framework")
 
 
 @dataclass(frozen=True, slots=True)
-class Imported:
+class ImportResult:
     """The sections of the file for `dynamo serve -f`."""
 
     name: str
@@ -330,7 +330,7 @@ class Imported:
     notes: tuple[Note, ...]
 
 
-def import_graph(documents: Documents, source: str) -> Imported:
+def import_graph(documents: Documents, source: str) -> ImportResult:
     """The configuration. Raises `NotCarried` with every reason."""
     graph = documents.graph
     try:
@@ -361,7 +361,9 @@ def import_graph(documents: Documents, source: str) -> Imported:
     refuse(source, refusals)
     found = _sections(sections, planner)
     _check(found, source)
-    return Imported(graph.metadata.name or "", found, (*_of_graph(graph, documents, components), *dict.fromkeys(notes)))
+    return ImportResult(
+        graph.metadata.name or "", found, (*_of_graph(graph, documents, components), *dict.fromkeys(notes))
+    )
 
 
 def _is_prefill(component: Component) -> bool:

@@ -208,7 +208,7 @@ class Channel:
 
 
 @dataclass(frozen=True, slots=True)
-class Registered:
+class WorkerRegistrations:
     """The registrations of workers.
 
     `namespaces` are those with workers of the graph. `limits` are their engines', by Dynamo's name of the component.
@@ -220,7 +220,7 @@ class Registered:
     channels: frozenset[Channel] = frozenset()
 
 
-def registered(objects: Iterable[Any], namespace: str) -> Registered:
+def registered(objects: Iterable[Any], namespace: str) -> WorkerRegistrations:
     """The registrations among these objects of the graph with that namespace. Unreadable ones are left out."""
     ours = re.compile(re.escape(namespace) + WORKER_HASH)
     namespaces, limits, channels = set[str](), dict[str, Capabilities](), set[Channel]()
@@ -241,7 +241,7 @@ def registered(objects: Iterable[Any], namespace: str) -> Registered:
                 context_length=reported["context_length"],
                 dp_size=reported["dp_size"] or 1,
             )
-    return Registered(frozenset(namespaces), limits, frozenset(channels))
+    return WorkerRegistrations(frozenset(namespaces), limits, frozenset(channels))
 
 
 def _entries(objects: Iterable[Any]) -> Iterator[Mapping[str, Any]]:
@@ -354,7 +354,7 @@ class HeardPasses:
         self._tracker = PassTracker()
         self._last: dict[str, dict[str, float]] = {}
         """When each worker was last heard, by role."""
-        self.registered = Registered()
+        self.registered = WorkerRegistrations()
         """The registrations, as last read."""
         self._heard_in: dict[str, list[Any]] = {}
         self._sockets = PassSockets(self._took)
@@ -371,7 +371,9 @@ class HeardPasses:
                 with nats_call(nats, f"listen on {subject}"):
                     subscriptions.append(await nats.subscribe(subject, cb=self._callback(component)))
 
-    async def follow(self, nats: Any | None, namespace: str, look: Callable[[], Awaitable[Registered]]) -> None:
+    async def follow(
+        self, nats: Any | None, namespace: str, look: Callable[[], Awaitable[WorkerRegistrations]]
+    ) -> None:
         """Listen there, and read registrations from now on. Without NATS listen to sockets only.
 
         Raises `NatsUnavailable`.
@@ -385,7 +387,9 @@ class HeardPasses:
         await ended(task)
         await self._sockets.close()
 
-    async def _follow(self, nats: Any | None, namespace: str, look: Callable[[], Awaitable[Registered]]) -> None:
+    async def _follow(
+        self, nats: Any | None, namespace: str, look: Callable[[], Awaitable[WorkerRegistrations]]
+    ) -> None:
         while True:
             try:
                 found = await look()

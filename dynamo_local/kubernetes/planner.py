@@ -27,8 +27,14 @@ from dynamo_local.errors import ConfigError
 from dynamo_local.kubernetes.api import ApiAway, ApiRefused, KubeApi, connected, parent
 from dynamo_local.kubernetes.connector import KubernetesConnector
 from dynamo_local.kubernetes.election import Election
-from dynamo_local.kubernetes.graph import Expected
-from dynamo_local.kubernetes.observation import FrontendScrapes, HeardPasses, LoadsOfPasses, Registered, registered
+from dynamo_local.kubernetes.graph import Requirements
+from dynamo_local.kubernetes.observation import (
+    FrontendScrapes,
+    HeardPasses,
+    LoadsOfPasses,
+    WorkerRegistrations,
+    registered,
+)
 from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.collector import Puller, Sampled
 from dynamo_local.planner.forecasting.answers import ArbiterForecaster, InlineForecaster
@@ -120,7 +126,7 @@ class PodPlanner:
         loads = self._loads if self.options.policy == "load" else None
         loop = PlannerLoop(
             _Graph(self._connector, loads),
-            Puller(loads or _Unmeasured(), self._queue(loads), self._clock, traffic=self._traffic, passes=self.passes),
+            Puller(loads or _NoLoads(), self._queue(loads), self._clock, traffic=self._traffic, passes=self.passes),
             self._connector,
             self._clock,
             last_number=logged.log.last_seq,
@@ -194,7 +200,7 @@ class _Graph:
         return self._connector.blind()
 
 
-class _Unmeasured:
+class _NoLoads:
     """No loads: only the policy `load` needs those of single workers."""
 
     async def loads(self) -> dict[str, Sampled[Load]]:
@@ -272,7 +278,7 @@ def _mapping(text: str) -> dict[str, Any]:
     return section
 
 
-def expected_of(config: PlannerConfig) -> Expected:
+def expected_of(config: PlannerConfig) -> Requirements:
     """The requirements of these options for the graph."""
 
     def floor(own: int | None) -> int:
@@ -280,7 +286,7 @@ def expected_of(config: PlannerConfig) -> Expected:
 
     mode = config.mode if config.policy == "throughput-load" else None
     disaggregated = True if config.policy in ("sla", "slo") or mode == "disagg" else False if mode == "agg" else None
-    return Expected(
+    return Requirements(
         max_gpus=config.max_gpu_budget,
         floors={Role.PREFILL: floor(config.prefill_min_endpoint), Role.DECODE: floor(config.decode_min_endpoint)},
         model=config.served_model_name,
@@ -392,7 +398,7 @@ async def _traffic(
 async def _passes(
     api: KubeApi, dynamo: str, connector: KubernetesConnector, clock: Clock, stack: AsyncExitStack
 ) -> HeardPasses | None:
-    async def look() -> Registered:
+    async def look() -> WorkerRegistrations:
         return registered(await api.worker_metadata(), dynamo)
 
     url, nats = os.environ.get("NATS_SERVER"), None
@@ -411,7 +417,7 @@ async def _passes(
     return heard
 
 
-async def _unlisted(look: Callable[[], Awaitable[Registered]]) -> str | None:
+async def _unlisted(look: Callable[[], Awaitable[WorkerRegistrations]]) -> str | None:
     """Why the addresses of workers' ZeroMQ sockets cannot be known. None if they can, now or later."""
     try:
         await look()

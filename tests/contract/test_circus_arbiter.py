@@ -109,13 +109,13 @@ async def test_a_spare_is_a_worker_and_the_same_process(harness: Harness) -> Non
 
 
 async def test_stock_commands_answer_and_harmful_ones_are_refused(harness: Harness) -> None:
-    """Lesson 20, lesson 13: list/status/options/numprocesses work, reload and its like say why not."""
+    """list/status/options/numprocesses work, reload and its like say why not."""
     await harness.run("ns_A", "import time; time.sleep(60)")
     assert (await harness.ask("list"))["watchers"] == ["ns_a"]
     assert (await harness.ask("status"))["statuses"] == {"ns_A": "active"}
     assert (await harness.ask("numprocesses"))["numprocesses"] == 1
     options = (await harness.ask("options", name="ns_A"))["options"]
-    assert "hush" not in json.dumps(options), "lesson 11: secrets are masked in circusctl options"
+    assert "hush" not in json.dumps(options), "secrets are masked in circusctl options"
     for command in ("reload", "reloadconfig", "incr", "restart", "kill", "stats", "set"):
         answer = await harness.ask(command, name="ns_A")
         assert answer["status"] == "error"

@@ -119,7 +119,7 @@ def standby_templates() -> tuple[Template, ...]:
 
 
 def test_each_rung_that_was_measured_has_its_statistics_and_no_other_a_sample() -> None:
-    """This run's and this host's together; what was never measured is absent, not 0 (lesson 14)."""
+    """This run's and this host's together; what was never measured is absent, not 0."""
     leads = LeadTimes(host={"VllmWorker": {Rung.COLD: [30.0, 50.0]}})
     for seconds in (0.2, 0.1, 0.3):
         leads = leads.noted(Rung.FLIP_TO_DECODE, "VllmWorker", seconds)

@@ -17,7 +17,7 @@ from dynamo_local.errors import ConfigError
 from dynamo_local.kubernetes.api import KubeApi
 from dynamo_local.kubernetes.connector import GraphUnfit, KubernetesConnector
 from dynamo_local.kubernetes.election import Election
-from dynamo_local.kubernetes.graph import Expected
+from dynamo_local.kubernetes.graph import Requirements
 from dynamo_local.kubernetes.observation import HeardPasses, registered
 from dynamo_local.kubernetes.planner import PodPlanner, expected_of, lease_name, read_config
 from dynamo_local.planner.forecasting.answers import InlineForecaster
@@ -227,7 +227,7 @@ async def test_a_graph_of_prefill_workers_alone_can_be_planned() -> None:
         graph = beta()
         graph["spec"]["components"] = [one for one in graph["spec"]["components"] if one["name"] != DECODE]
         world = await stack.enter_async_context(
-            planned(graph, Expected(max_gpus=8, floors={}, only=Role.PREFILL), start_s=5.0)
+            planned(graph, Requirements(max_gpus=8, floors={}, only=Role.PREFILL), start_s=5.0)
         )
         here = Rig(world, Demand(AsyncioClock(), lambda at_s: 50.0, isl=2000.0, osl=400.0), stack)
         await here.planner({**THROUGHPUT_LOAD, "mode": "prefill"})
@@ -242,7 +242,7 @@ async def test_a_mode_that_the_graph_is_not_is_refused() -> None:
             graph = beta()
             if mode == "prefill":
                 graph["spec"]["components"] = graph["spec"]["components"][:2]
-            world = await stack.enter_async_context(planned(graph, Expected(max_gpus=8, floors={})))
+            world = await stack.enter_async_context(planned(graph, Requirements(max_gpus=8, floors={})))
             here = Rig(world, Demand(AsyncioClock(), lambda at_s: 1.0, isl=2000.0, osl=400.0), stack)
             with pytest.raises(GraphUnfit, match=why):
                 await here.planner({**THROUGHPUT_LOAD, "mode": mode})

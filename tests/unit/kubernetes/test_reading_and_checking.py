@@ -11,11 +11,11 @@ import yaml
 
 from dynamo_local.core.types import Role
 from dynamo_local.kubernetes.api import read_observed
-from dynamo_local.kubernetes.graph import Adapter, Expected, FaultCode, Refusal, Seen, change, faults
+from dynamo_local.kubernetes.graph import Adapter, FaultCode, ObservedGraph, Refusal, Requirements, change, faults
 from tests.fakes.kubernetes.graphs import DECODE, PREFILL, alpha, beta, component, main
 from tests.tools.dynamos_files import dynamos_file
 
-EXPECTED = Expected(max_gpus=8, floors={})
+EXPECTED = Requirements(max_gpus=8, floors={})
 
 
 def with_components(*components: dict[str, Any]) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def with_components(*components: dict[str, Any]) -> dict[str, Any]:
     return graph
 
 
-def codes(graph: dict[str, Any], expected: Expected = EXPECTED) -> set[FaultCode]:
+def codes(graph: dict[str, Any], expected: Requirements = EXPECTED) -> set[FaultCode]:
     return {fault.code for fault in faults(read_observed(graph), expected)}
 
 
@@ -75,7 +75,7 @@ def test_gpus_by_claims_are_counted_by_the_operator_or_said_by_an_option() -> No
     (first, *_) = faults(read_observed(graph), EXPECTED)
     assert "resource claims" in first.text
     assert "prefill_engine_num_gpu" in first.text
-    said = Expected(max_gpus=8, floors={}, gpus={Role.PREFILL: 2, Role.DECODE: 2})
+    said = Requirements(max_gpus=8, floors={}, gpus={Role.PREFILL: 2, Role.DECODE: 2})
     assert codes(graph, said) == set()
     told = {"componentKind": "Deployment", "replicas": 1, "updatedReplicas": 1, "gpusPerReplica": 2}
     graph["status"] = {"state": "successful", "components": {PREFILL: told, DECODE: told}}
@@ -106,16 +106,16 @@ def test_a_prefill_worker_that_would_register_as_a_decode_one_is_refused() -> No
 def test_a_role_that_is_missing_or_there_twice_is_refused() -> None:
     lone = with_components(component("Frontend", "frontend"), component("P", "prefill"))
     assert FaultCode.ROLE_MISSING in codes(lone)
-    assert FaultCode.ROLE_MISSING in codes(with_components(component("D", "decode")), Expected(8, {}, prefill=True))
+    assert FaultCode.ROLE_MISSING in codes(with_components(component("D", "decode")), Requirements(8, {}, prefill=True))
     twice = with_components(component("P", "prefill"), component("D", "decode"), component("E", "decode"))
     assert codes(twice) == {FaultCode.ROLE_TWICE}
 
 
 def test_models_budget_and_options_must_agree() -> None:
-    assert codes(beta(), Expected(8, {}, model="another/model")) == {FaultCode.MODELS_DIFFER}
-    assert codes(beta(), Expected(1, {})) == {FaultCode.BUDGET}
-    assert codes(beta(), Expected(4, {Role.DECODE: 4})) == {FaultCode.BUDGET}
-    assert codes(beta(), Expected(8, {}, gpus={Role.DECODE: 2})) == {FaultCode.GPUS_DIFFER}
+    assert codes(beta(), Requirements(8, {}, model="another/model")) == {FaultCode.MODELS_DIFFER}
+    assert codes(beta(), Requirements(1, {})) == {FaultCode.BUDGET}
+    assert codes(beta(), Requirements(4, {Role.DECODE: 4})) == {FaultCode.BUDGET}
+    assert codes(beta(), Requirements(8, {}, gpus={Role.DECODE: 2})) == {FaultCode.GPUS_DIFFER}
 
 
 @pytest.mark.parametrize("adapters", [(), (PREFILL,), (DECODE,), (PREFILL, DECODE)])
@@ -137,7 +137,7 @@ def test_whatever_is_decided_the_budget_is_kept_in_between(adapters: tuple[str, 
             assert now == targets
 
 
-def ready_graph(prefill: int, decode: int, adapters: tuple[str, ...]) -> Seen:
+def ready_graph(prefill: int, decode: int, adapters: tuple[str, ...]) -> ObservedGraph:
     """With adapters for these components."""
     graph = beta(prefill, decode)
     for one in graph["spec"]["components"]:
