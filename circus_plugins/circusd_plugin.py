@@ -91,7 +91,7 @@ class DynamoPlugin(CircusPlugin):  # type: ignore[misc]
         os.chdir(folder)
         who = f"the circusd plugin {self._own_watcher}"
         deadline_s = time.monotonic() + PREDECESSOR_TIMEOUT_S
-        told = False
+        logged = False
         while True:
             try:
                 return serve_with(options, who, lambda paths: LogView(), self._make_host)
@@ -102,9 +102,9 @@ class DynamoPlugin(CircusPlugin):  # type: ignore[misc]
             except NamespaceBusy as error:
                 if time.monotonic() > deadline_s:
                     raise
-                if not told:
+                if not logged:
                     log.warning("[%s] waits: %s", self._own_watcher, error)
-                told = True
+                logged = True
                 time.sleep(PREDECESSOR_POLL_S)
 
     def _make_host(self, deployment: Deployment, supervisor: Commanded, on_exit: ExitCallback) -> UnderCircusd:

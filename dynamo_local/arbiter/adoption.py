@@ -172,8 +172,8 @@ def settle(paths: Paths, *, adopt: bool, replace: bool, tell: Callable[[str], No
     if living and not replace and (run.keep or not run.readable):
         raise NamespaceBusy(
             f"namespace {paths.namespace!r} has {len(living)} live workers ({', '.join(living)}), whose arbiter is "
-            "dead: `dynamo serve --adopt` takes them back, no stream is cut; `dynamo down` lets them finish and ends "
-            "them; `dynamo serve --replace` ends them at once, which cuts what they stream, and starts anew"
+            "dead. `dynamo serve --adopt` takes them back, no stream is cut. `dynamo down` lets them finish and ends "
+            "them. `dynamo serve --replace` ends them at once, which cuts what they stream, and starts anew"
         )
     if replace and living:
         tell(f"--replace: {len(living)} live workers are ended at once; what they stream is cut")

@@ -80,7 +80,7 @@ class Parts:
     runtime_folder: RuntimeFolder
     views: PlannerViews
     prewarmed: PrewarmedPool
-    leads: RunLeadTimes
+    lead_times: RunLeadTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +118,12 @@ def compose(
     """
     base = _base(deployment, store, clock, view)
     prewarmed, effects, shell = _shell(base, host, pool, failed, on_change)
-    leads = _leads(base, prewarmed, shell)
+    lead_times = _lead_times(base, prewarmed, shell)
     orders, waiting = Orders(shell, pool.look), Waiting(shell, clock.now_s)
     sampling = Sampling(deployment.graph.namespace, shell, base.links, clock)
     exporter = _exporter(base, shell, sampling, state)
-    LeadTimeMetrics(exporter.metrics.registry, lambda: LeadTimesNow(leads.known, prewarmed.counts()))
-    planning = _planning(base, orders, shell, sampling, leads, follows)
+    LeadTimeMetrics(exporter.metrics.registry, lambda: LeadTimesNow(lead_times.known, prewarmed.counts()))
+    planning = _planning(base, orders, shell, sampling, lead_times, follows)
     control_api = _control_api(deployment, planning, state, base.tasks)
     servers = _servers(base, host, on_change)
     return Parts(
@@ -154,7 +154,7 @@ def compose(
         runtime_folder=RuntimeFolder(deployment.paths, [host, exporter, control_api], servers, clock, base.notes.tell),
         views=_views(base, planning, exporter),
         prewarmed=prewarmed,
-        leads=leads,
+        lead_times=lead_times,
     )
 
 
@@ -221,10 +221,11 @@ def _shell(
     return prewarmed, effects, shell
 
 
-def _leads(base: _Base, prewarmed: PrewarmedPool, shell: Shell) -> RunLeadTimes:
-    leads = RunLeadTimes(base.launcher, LeadFile(base.deployment.paths.statefile.parent), base.tasks.run)
-    shell.subscribe(on_transition=LeadTimeWatch(base.clock.now_s, leads.note, prewarmed.host.was_spare).on_transition)
-    return leads
+def _lead_times(base: _Base, prewarmed: PrewarmedPool, shell: Shell) -> RunLeadTimes:
+    lead_times = RunLeadTimes(base.launcher, LeadFile(base.deployment.paths.statefile.parent), base.tasks.run)
+    watch = LeadTimeWatch(base.clock.now_s, lead_times.note, prewarmed.host.was_spare)
+    shell.subscribe(on_transition=watch.on_transition)
+    return lead_times
 
 
 def _planning(
@@ -232,7 +233,7 @@ def _planning(
     orders: Orders,
     shell: Shell,
     sampling: Sampling,
-    leads: RunLeadTimes,
+    lead_times: RunLeadTimes,
     follows: Callable[[], dict[str, Any] | None],
 ) -> ArbiterPlanner:
     paths, clock, tell = base.deployment.paths, base.clock, base.notes.tell
@@ -248,11 +249,11 @@ def _planning(
         logs=paths.logs,
         background=base.tasks.run,
         tell=tell,
-        times=ScalingTimes(clock.now_s, known=leads.start_up_s, leads=leads.medians),
+        times=ScalingTimes(clock.now_s, known=lead_times.start_up_s, leads=lead_times.medians),
         follows=follows,
         plugins=PlannerPlugins(clock, environ=os.environ, runtime=paths.runtime, tell=tell),
     )
-    planning.subscribe(status=lambda: {"lead_times": leads.status()})
+    planning.subscribe(status=lambda: {"lead_times": lead_times.status()})
     return planning
 
 

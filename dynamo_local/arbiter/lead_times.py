@@ -53,17 +53,17 @@ class RunLeadTimes:
         except StateError as error:
             log.warning("the lead times of earlier runs are not known: %s", error)
 
-    def note(self, rung: str, component: str, seconds: float) -> None:
+    def note(self, option: str, component: str, seconds: float) -> None:
         """Add one lead time, in seconds from the decision. `LeadTimeWatch` calls it."""
-        self.known = self.known.noted(rung, component, seconds)
-        self._background(self._keep(rung, component, seconds))
+        self.known = self.known.noted(option, component, seconds)
+        self._background(self._keep(option, component, seconds))
 
-    async def _keep(self, rung: str, component: str, seconds: float) -> None:
+    async def _keep(self, option: str, component: str, seconds: float) -> None:
         factory = self._launcher.factory
         of = what_it_runs(factory.service(component))
         async with self._writing:
             try:
-                await asyncio.to_thread(self._file.add, factory.graph.namespace, component, of, rung, seconds)
+                await asyncio.to_thread(self._file.add, factory.graph.namespace, component, of, option, seconds)
             except StateError as error:
                 log.warning("a lead time was not kept for later runs: %s", error)
 
@@ -76,9 +76,9 @@ class RunLeadTimes:
 
         If the host keeps prewarmed processes, a start from one of these is preferred to a cold start.
         """
-        rungs = (Rung.SPARE, Rung.COLD) if self._launcher.factory.settings.spares else (Rung.COLD,)
+        options = (Rung.SPARE, Rung.COLD) if self._launcher.factory.settings.spares else (Rung.COLD,)
         found = self.medians(component)
-        return next((found[rung] for rung in rungs if rung in found), None)
+        return next((found[option] for option in options if option in found), None)
 
     def medians(self, component: str) -> dict[str, float]:
         """The median of each scaling option that was measured on this host."""
@@ -117,10 +117,10 @@ class LeadTimeWatch:
         if after in UNDER_WAY:
             if before not in UNDER_WAY:
                 self._began[name] = now_s
-        elif began_s is not None and (rung := self._rung(worker, before, after, event)) is not None:
-            self._note(rung, transition.component, now_s - began_s)
+        elif began_s is not None and (option := self._finished_option(worker, before, after, event)) is not None:
+            self._note(option, transition.component, now_s - began_s)
 
-    def _rung(self, worker: Worker, before: S, after: S, event: Event) -> Rung | None:
+    def _finished_option(self, worker: Worker, before: S, after: S, event: Event) -> Rung | None:
         """The scaling option that is complete now, or None."""
         level_2 = worker.standby.level == 2
         match before, after:
@@ -148,7 +148,7 @@ def what_it_runs(service: ServiceSpec) -> str:
 class LeadTimesNow:
     """The values at a scrape. `spares` counts prewarmed processes by engine and state."""
 
-    leads: LeadTimes = field(default_factory=LeadTimes)
+    lead_times: LeadTimes = field(default_factory=LeadTimes)
     spares: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
 
@@ -167,7 +167,7 @@ class LeadTimeMetrics(Collector):
 
 
 def _families(now: LeadTimesNow) -> Iterator[Metric]:
-    leads = GaugeMetricFamily(
+    lead_times = GaugeMetricFamily(
         f"{PREFIX}_lead_seconds",
         "From a decision until the worker served, by the way it came about; of this host's latest",
         labels=["component", "rung", "statistic"],
@@ -175,11 +175,11 @@ def _families(now: LeadTimesNow) -> Iterator[Metric]:
     kept = GaugeMetricFamily(
         f"{PREFIX}_lead_samples", "How many leads those statistics are of", labels=["component", "rung"]
     )
-    for component, rung, _, lead in now.leads.rows():
-        for statistic, value in (("last", lead.last_s), ("median", lead.median_s), ("p90", lead.p90_s)):
-            leads.add_metric([component, rung, statistic], value)
-        kept.add_metric([component, rung], lead.count)
-    yield leads
+    for component, option, _, lead_time in now.lead_times.rows():
+        for statistic, value in (("last", lead_time.last_s), ("median", lead_time.median_s), ("p90", lead_time.p90_s)):
+            lead_times.add_metric([component, option, statistic], value)
+        kept.add_metric([component, option], lead_time.count)
+    yield lead_times
     yield kept
     spares = GaugeMetricFamily(f"{PREFIX}_spares", "Processes of which workers can be made", labels=["engine", "state"])
     for (engine, state), count in now.spares.items():

@@ -216,15 +216,15 @@ def end_guardian(paths: Paths, *, but: int | None = None) -> list[str]:
 
 def end_workers(paths: Paths, run: RecordedRun, *, living: Iterable[str] = ()) -> list[str]:
     """End all workers and the processes that they started, of any run, except those named in `living`."""
-    spared = frozenset(living)
+    kept = frozenset(living)
     helpers = household(paths.namespace)
-    condemned = [worker for worker in run.workers if worker.name not in spared]
+    condemned = [worker for worker in run.workers if worker.name not in kept]
 
     def find() -> dict[int, str]:
         by_mark = {
             found.pid: found.name
             for found in marked(paths)
-            if found.name not in helpers and not (found.name in spared and found.run_id == run.run_id)
+            if found.name not in helpers and not (found.name in kept and found.run_id == run.run_id)
         }
         return by_mark | in_sessions(condemned)
 

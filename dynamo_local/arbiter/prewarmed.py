@@ -116,7 +116,7 @@ class PrewarmedProcesses:
         self._tell = tell
         self._end_process = end
         self._on_change = on_change
-        self._spares: dict[str, PrewarmedProcess] = {}
+        self._processes: dict[str, PrewarmedProcess] = {}
         self._failures = 0
         self._next_try_s = 0.0
         self._reason: str | None = None
@@ -141,11 +141,14 @@ class PrewarmedProcesses:
 
     def _missing(self) -> PrewarmedKind | None:
         wanted = self._wanted()
-        for spare in list(self._spares.values()):
-            if spare.kind not in wanted and not spare.taken:
-                self._dismiss(spare)
+        for process in list(self._processes.values()):
+            if process.kind not in wanted and not process.taken:
+                self._dismiss(process)
         for kind in wanted:
-            if sum(spare.kind == kind and not spare.taken for spare in self._spares.values()) < self._rules.count:
+            if (
+                sum(process.kind == kind and not process.taken for process in self._processes.values())
+                < self._rules.count
+            ):
                 return kind
         return None
 
@@ -158,7 +161,7 @@ class PrewarmedProcesses:
 
     def _free_name(self) -> str:
         n = 0
-        while (name := watcher_name(self._paths.namespace, SPARE, n)) in self._spares:
+        while (name := watcher_name(self._paths.namespace, SPARE, n)) in self._processes:
             n += 1
         return name
 
@@ -167,14 +170,14 @@ class PrewarmedProcesses:
         name = self._free_name()
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        spare = self._spares[name] = PrewarmedProcess(name, kind, ours, self._clock.now_s())
+        process = self._processes[name] = PrewarmedProcess(name, kind, ours, self._clock.now_s())
         rules = self._rules
         env = kind.environment(rules.marks(name), rules.visible, rules.log_level)
         log_file = self._paths.log_file(name)
         try:
             with theirs:
                 await asyncio.to_thread(set_aside, log_file)
-                spare.pid = await self._host.start_process(
+                process.pid = await self._host.start_process(
                     ProcessSpec(
                         name,
                         kind.argv,
@@ -193,16 +196,16 @@ class PrewarmedProcesses:
                 raise OSError(answer["error"])
         except (OSError, ValueError, TimeoutError) as error:
             why = f"it was not warm within {rules.start_deadline_s:g} s" if isinstance(error, TimeoutError) else error
-            await self._give_up(spare, f"{why}")
+            await self._give_up(process, f"{why}")
             return
-        spare.warm_s = self._clock.now_s()
+        process.warm_s = self._clock.now_s()
         await self._on_change()
 
-    async def _give_up(self, spare: PrewarmedProcess, why: str) -> None:
+    async def _give_up(self, process: PrewarmedProcess, why: str) -> None:
         """End a useless process, and try again later."""
-        if self._spares.get(spare.name) is spare:
-            self._failed(f"{spare.name}: {why}")
-        await self._end(spare)
+        if self._processes.get(process.name) is process:
+            self._failed(f"{process.name}: {why}")
+        await self._end(process)
 
     def _failed(self, why: str) -> None:
         delay_s = min(DELAY_MAX_S, DELAY_S * 2.0 ** min(self._failures, 10))
@@ -213,15 +216,15 @@ class PrewarmedProcesses:
 
     def exited(self, name: str, pid: int, code: int | None) -> bool:
         """The host calls this for every exit. Returns False if the process was not prewarmed."""
-        spare = self._spares.get(name)
-        if spare is None:
+        process = self._processes.get(name)
+        if process is None:
             return False
-        del self._spares[name]
-        spare.ended.set()
-        spare.connection.close()
-        if spare.warm_s is not None and self._clock.now_s() - spare.warm_s > RAN_WELL_S:
+        del self._processes[name]
+        process.ended.set()
+        process.connection.close()
+        if process.warm_s is not None and self._clock.now_s() - process.warm_s > RAN_WELL_S:
             self._failures = 0
-        if not spare.taken and not self._leaving:
+        if not process.taken and not self._leaving:
             self._failed(f"{name} {how_it_ended(code)}")
         self._woken.set()
         self._background(self._forgotten(name))
@@ -231,57 +234,57 @@ class PrewarmedProcesses:
         await self._host.forget(name)
         await self._on_change()
 
-    def _dismiss(self, spare: PrewarmedProcess) -> None:
+    def _dismiss(self, process: PrewarmedProcess) -> None:
         """Its kind is not wanted any more. It ends when its socket is closed."""
-        spare.taken = True
-        spare.connection.close()
+        process.taken = True
+        process.connection.close()
 
-    async def _end(self, spare: PrewarmedProcess) -> None:
-        spare.taken = True
-        if spare.pid is not None:
-            await self._end_process(spare.pid)
-        spare.connection.close()
-        if self._spares.get(spare.name) is spare and spare.pid is None:
-            del self._spares[spare.name]
+    async def _end(self, process: PrewarmedProcess) -> None:
+        process.taken = True
+        if process.pid is not None:
+            await self._end_process(process.pid)
+        process.connection.close()
+        if self._processes.get(process.name) is process and process.pid is None:
+            del self._processes[process.name]
         self._woken.set()
 
     async def close(self) -> None:
         self._leaving = True
         self._woken.set()
-        for spare in list(self._spares.values()):
-            await self._end(spare)
+        for process in list(self._processes.values()):
+            await self._end(process)
 
     async def become(self, spec: ProcessSpec, kind: PrewarmedKind) -> int | None:
         """Make a prewarmed process that worker. Returns its pid, or None without a suitable process."""
-        spare = next((each for each in self._spares.values() if each.kind == kind and each.state == "warm"), None)
-        if spare is None or self._leaving:
+        process = next((each for each in self._processes.values() if each.kind == kind and each.state == "warm"), None)
+        if process is None or self._leaving:
             return None
-        spare.taken = True
+        process.taken = True
         try:
-            await self._order(spare, spec)
-            pid = self._host.rename_process(spare.name, spec)
+            await self._order(process, spec)
+            pid = self._host.rename_process(process.name, spec)
         except (OSError, ValueError, TimeoutError) as error:
-            log.warning("%s did not become %s (%s): another process is started", spare.name, spec.name, error)
-            self._failed(f"{spare.name} did not become {spec.name}: {error or 'it did not answer'}")
-            await self._end(spare)
+            log.warning("%s did not become %s (%s): another process is started", process.name, spec.name, error)
+            self._failed(f"{process.name} did not become {spec.name}: {error or 'it did not answer'}")
+            await self._end(process)
             return None
         except BaseException:  # cancelled: a process that may be a worker by now must not run without an owner
-            await asyncio.shield(self._end(spare))
+            await asyncio.shield(self._end(process))
             raise
-        self._spares.pop(spare.name, None)
-        spare.connection.close()
+        self._processes.pop(process.name, None)
+        process.connection.close()
         self._woken.set()
         self._background(self._on_change())
         return pid
 
-    async def _order(self, spare: PrewarmedProcess, spec: ProcessSpec) -> None:
+    async def _order(self, process: PrewarmedProcess, spec: ProcessSpec) -> None:
         """Send its new identity, and wait for its confirmation. Raises OSError, TimeoutError, ValueError."""
         order = {"argv": list(spec.argv), "env": dict(spec.env), "cwd": spec.cwd, "secret": secrets_of(spec.env)}
         log_fd = os.open(spec.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             async with asyncio.timeout(ORDER_TIMEOUT_S):
-                await fd_messages.asend(spare.connection, order, [log_fd, *spec.inherited_fds])
-                answer = await fd_messages.areceive(spare.connection)
+                await fd_messages.asend(process.connection, order, [log_fd, *spec.inherited_fds])
+                answer = await fd_messages.areceive(process.connection)
         finally:
             os.close(log_fd)
         if answer.get("became") != spec.name:
@@ -290,9 +293,11 @@ class PrewarmedProcesses:
     def records(self) -> dict[str, SpareEntry]:
         """For the statefile."""
         return {
-            spare.name: SpareEntry(engine=spare.kind.engine, pid=spare.pid, pid_start_time=start_time_s(spare.pid))
-            for spare in self._spares.values()
-            if spare.pid is not None
+            process.name: SpareEntry(
+                engine=process.kind.engine, pid=process.pid, pid_start_time=start_time_s(process.pid)
+            )
+            for process in self._processes.values()
+            if process.pid is not None
         }
 
     def status(self) -> dict[str, Any]:
@@ -300,7 +305,7 @@ class PrewarmedProcesses:
         now_s = self._clock.now_s()
         return {
             "count": self._rules.count,
-            "spares": [_status(spare, now_s) for spare in self._spares.values()],
+            "spares": [_status(process, now_s) for process in self._processes.values()],
             "failures": self._failures,
             "reason": self._reason if self._failures else None,
             "next_try_s": round(left_s, 3) if (left_s := self._next_try_s - now_s) > 0 else None,
@@ -311,21 +316,21 @@ class PrewarmedProcesses:
         found: dict[tuple[str, str], int] = {
             (kind.engine, state): 0 for kind in self._wanted() for state in ("warming", "warm")
         }
-        for spare in self._spares.values():
-            if not spare.taken:
-                found[spare.kind.engine, spare.state] = found.get((spare.kind.engine, spare.state), 0) + 1
+        for process in self._processes.values():
+            if not process.taken:
+                found[process.kind.engine, process.state] = found.get((process.kind.engine, process.state), 0) + 1
         return found
 
 
-def _status(spare: PrewarmedProcess, now_s: float) -> dict[str, Any]:
+def _status(process: PrewarmedProcess, now_s: float) -> dict[str, Any]:
     return {
-        "watcher_name": spare.name,
-        "engine": spare.kind.engine,
-        "state": spare.state,
-        "pid": spare.pid,
-        "uptime_s": round(now_s - spare.started_s, 3),
-        "warm_after_s": None if spare.warm_s is None else round(spare.warm_s - spare.started_s, 3),
-        "memory_bytes": None if spare.pid is None else resident_bytes(spare.pid),
+        "watcher_name": process.name,
+        "engine": process.kind.engine,
+        "state": process.state,
+        "pid": process.pid,
+        "uptime_s": round(now_s - process.started_s, 3),
+        "warm_after_s": None if process.warm_s is None else round(process.warm_s - process.started_s, 3),
+        "memory_bytes": None if process.pid is None else resident_bytes(process.pid),
     }
 
 
@@ -348,14 +353,14 @@ class PrewarmedHost:
         self, host: ProcessHost, spares: PrewarmedProcesses | None, kind_of: Callable[[str], PrewarmedKind | None]
     ) -> None:
         self._host = host
-        self._spares = spares
+        self._processes = spares
         self._kind_of = kind_of
         self._warm: deque[int] = deque(maxlen=REMEMBERED)
 
     async def start_process(self, spec: ProcessSpec) -> int:
-        kind = None if self._spares is None else self._kind_of(spec.name)
-        if self._spares is not None and kind is not None:
-            pid = await self._spares.become(spec, kind)
+        kind = None if self._processes is None else self._kind_of(spec.name)
+        if self._processes is not None and kind is not None:
+            pid = await self._processes.become(spec, kind)
             if pid is not None:
                 self._warm.append(pid)
                 return pid

@@ -147,7 +147,7 @@ class ProfileDrift:
             except DynamoError as error:  # NATS is away
                 log.debug("nothing was compared with the profile: %s", error)
             except Exception:  # a defect must not end the comparison in silence
-                log.exception("comparing the engines with their profile failed; it is tried again")
+                log.exception("comparing the engines with their profile failed, and is tried again")
 
     async def _look(self, drift: Drift, tracker: PassTracker) -> None:
         turns = Turns()

@@ -187,7 +187,7 @@ def run_status(parts: Parts, state: str, following: DecisionFollower | None) -> 
         "planner": parts.planning.status(),
         "follow": None if following is None else following.status(),
         "spares": parts.prewarmed.status(),
-        "lead_times": parts.leads.status(),
+        "lead_times": parts.lead_times.status(),
         "tasks": parts.tasks.status(),
         "notes": parts.notes.as_json(fleet),
         "workers": [

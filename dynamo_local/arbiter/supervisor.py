@@ -175,7 +175,7 @@ class Supervisor(RunCommands):
             on_change=self._record_others,
         )
         self._applying = ApplyCommand(self.parts)
-        self._spare_descriptors = SpareDescriptors(self.parts.notes.tell)
+        self._descriptors = SpareDescriptors(self.parts.notes.tell)
         self._started_s = clock.now_s()
         loop = asyncio.get_running_loop()
         self._death: asyncio.Future[DynamoError] = loop.create_future()
@@ -192,8 +192,8 @@ class Supervisor(RunCommands):
         """
         become_subreaper()
         parts = self.parts
-        parts.leads.remember()
-        parts.tasks.keep("descriptor check", partial(self._spare_descriptors.run, self.clock))
+        parts.lead_times.remember()
+        parts.tasks.keep("descriptor check", partial(self._descriptors.run, self.clock))
         await parts.exporter.start()
         parts.tasks.keep("planner's reports", parts.views.reports.run)
         await parts.control_api.start()
@@ -425,7 +425,7 @@ class Supervisor(RunCommands):
     async def _close(self, *, for_good: bool) -> None:
         self.parts.shell.stopped = True
         await self.parts.tasks.close()
-        self._spare_descriptors.close()
+        self._descriptors.close()
         await self.parts.effects.close()
         if for_good and self.deployment.nats_server is not None:
             await self.parts.links.delete_queue()

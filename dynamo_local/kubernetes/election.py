@@ -108,8 +108,8 @@ class Election:
             return
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        leads, self._renewed_s = self.follows() is None, None
-        if leads and self._held is not None:
+        is_leader, self._renewed_s = self.follows() is None, None
+        if is_leader and self._held is not None:
             try:
                 await self._give_back(self._held)
             except DynamoError as error:

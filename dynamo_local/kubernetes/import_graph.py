@@ -169,7 +169,7 @@ def _role(component: Component, command: HostCommand, *, disaggregated: bool) ->
     module = module_of(words)
     if component.type is ComponentType.FRONTEND or module == FRONTEND:
         if module != FRONTEND:
-            raise CannotRun(f"a frontend here is python3 -m {FRONTEND}; it runs {' '.join(words[:3])}")
+            raise CannotRun(f"a frontend here is python3 -m {FRONTEND}, and this one runs {' '.join(words[:3])}")
         return Role.FRONTEND
     if module not in WORKERS:
         raise CannotRun(f"it runs {' '.join(words[:3])}, which is none of Dynamo's workers ({', '.join(WORKERS)})")
@@ -442,7 +442,7 @@ def read_documents(text: str, source: str, name: str | None = None) -> Documents
     if not graphs or (name is not None and name not in graphs):
         there = listing(graphs) if graphs else f"documents of the kinds {listing({raw['kind'] for raw in found})}"
         wanted = "" if name is None else f" {name!r}"
-        raise ConfigError(f"{source}: there is no {GRAPH_KIND}{wanted} in it; it holds {there}")
+        raise ConfigError(f"{source}: there is no {GRAPH_KIND}{wanted} in it, but {there}")
     chosen = name if name is not None else next(iter(graphs))
     others = tuple((raw["kind"], _name(raw)) for raw in found if raw["kind"] not in (GRAPH_KIND, CONFIG_MAP))
     maps = {_name(raw): raw["data"] for raw in found if raw["kind"] == CONFIG_MAP and isinstance(raw.get("data"), dict)}

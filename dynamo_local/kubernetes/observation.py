@@ -402,7 +402,7 @@ class HeardPasses:
                     self._trouble = str(error)
                     log.warning("the engines' limits are not known (policies take Dynamo's defaults): %s", error)
             except Exception:
-                log.exception("looking at the registered workers failed; it goes on")
+                log.exception("looking at the registered workers failed, and goes on")
             await self._clock.sleep_until(self._clock.now_s() + LOOK_EVERY_S)
 
     async def _listen_in(self, nats: Any, namespaces: frozenset[str]) -> None:

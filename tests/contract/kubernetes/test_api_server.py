@@ -1,4 +1,4 @@
-"""What the planner relies on, by the fake API server and by a real one."""
+"""The behaviour of an API server that the planner relies on, by the fake one and a real one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What we run etcd and NATS with, and which binaries we find."""
+"""Arguments, environment and files of the embedded etcd and NATS."""
 
 from __future__ import annotations
 

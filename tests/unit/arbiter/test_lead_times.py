@@ -1,4 +1,4 @@
-"""What each way to a worker took: noted by whoever watches the shell, for the machine's own transitions."""
+"""Lead times by scaling option: measured from transitions, and shown on `/metrics`."""
 
 from __future__ import annotations
 

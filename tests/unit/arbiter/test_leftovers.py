@@ -1,4 +1,4 @@
-"""What a killed arbiter left: found by its marks and by its sessions, and never a stranger."""
+"""Processes and files of a killed arbiter are found by marks and sessions, ended, and cleared away."""
 
 from __future__ import annotations
 

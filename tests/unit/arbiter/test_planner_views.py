@@ -1,4 +1,4 @@
-"""TensorBoard and Prometheus as the planner's onlookers: each reading and decision arrives once, acted upon or not."""
+"""TensorBoard and Prometheus as the planner's observers: each reading and decision arrives once, acted upon or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run shows while it goes: lines of all processes of now, rotation, and the display while something changes."""
+"""The display of a run: lines of all present processes, rotation, and a terminal that goes away."""
 
 from __future__ import annotations
 

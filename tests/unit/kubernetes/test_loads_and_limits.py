@@ -1,4 +1,4 @@
-"""What is heard of single workers on Kubernetes: their engines' passes over NATS, and what they registered."""
+"""Loads and limits of single workers on Kubernetes, from their passes and registrations."""
 
 from __future__ import annotations
 

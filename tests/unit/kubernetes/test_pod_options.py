@@ -1,4 +1,4 @@
-"""What a planner in a pod is told: a file or JSON, words over it, and variables of its pod."""
+"""The options of a planner in a pod: `--config`, words over it, and the environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kubelet is told of a planner's pod."""
+"""The answers of a planner's pod to the kubelet."""
 
 from __future__ import annotations
 

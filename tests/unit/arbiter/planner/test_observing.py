@@ -1,4 +1,4 @@
-"""What the arbiter asks of its workers for a planner: over a NATS in memory, with a fleet as a value."""
+"""The arbiter asks its workers for the planner's observations: requests, passes and benchmarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits for a prefill where prefill workers are commands: in them, and in the frontends' routers."""
+"""Requests that wait for a prefill where prefill workers are commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Dynamo's webhook and its planner ask of a graph, each rule by itself: however the graph was made."""
+"""The rules of Dynamo's webhook and planner for a graph."""
 
 from __future__ import annotations
 
