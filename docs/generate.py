@@ -264,17 +264,16 @@ def metrics() -> str:
 
 def arbiter_metrics() -> str:
     """The arbiter's metrics, from its registry."""
-    from dynamo_local.arbiter.lead_times import LeadMetrics
+    from dynamo_local.arbiter.lead_times import LeadTimeMetrics
     from dynamo_local.arbiter.metrics import ArbiterMetrics, DispatchMetrics
-    from dynamo_local.arbiter.planner_metrics import PluginMetrics
-    from dynamo_local.arbiter.planner_views import PlannerMetrics
+    from dynamo_local.arbiter.planner_metrics import PlannerMetrics, PluginMetrics
 
     arbiter = ArbiterMetrics()
     return metric_table(
         arbiter,
         PlannerMetrics(arbiter.registry),
         PluginMetrics(arbiter.registry),
-        LeadMetrics(arbiter.registry),
+        LeadTimeMetrics(arbiter.registry),
         DispatchMetrics(arbiter.registry),
     )
 

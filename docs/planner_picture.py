@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from dynamo_local.arbiter.planner_report.writing import write_report
+from dynamo_local.arbiter.planner_report_page import write_report
 from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.planner.policies.sla_sizing import SlaOptions
 from dynamo_local.planner.predictors import PredictorOptions

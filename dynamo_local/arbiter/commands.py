@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from dynamo_local.arbiter.controller import FleetController, Waiting
-from dynamo_local.core.fleet.effects import Transition
 from dynamo_local.core.fleet.events import (
     CalledBack,
     Command,
@@ -25,7 +24,6 @@ from dynamo_local.core.fleet.events import (
     Sleep,
     Wake,
 )
-from dynamo_local.core.fleet.fleet import Fleet, Worker
 from dynamo_local.core.fleet.moves import Answer, CancelDrain, FlipWorker, Move
 from dynamo_local.errors import DrainNotCancellable, DynamoError, FlipNotCancellable, NotEnoughGpus, TimedOut
 from dynamo_local.system.gpu_pool import GpuSample
@@ -47,7 +45,7 @@ class Commands:
         self._controller = controller
         self._look = look
         self._waiting = waiting
-        controller.observers.append(self)
+        controller.subscribe(on_event=self._on_event)
         self._call_backs: dict[str, asyncio.Future[str | None]] = {}
         self._lock_refused: dict[str, bool] = {}
         self.on_manual: list[Callable[[str], None]] = []
@@ -223,7 +221,7 @@ class Commands:
 
     # --- an observer of the controller ---------------------------------------------------------------
 
-    def on_event(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         """Note a refused lock, and pass a worker's answer on to the command that waits for it."""
         if isinstance(event, GpuReserved) and event.stimulus_id in self._lock_refused:
             self._lock_refused[event.stimulus_id] = True
@@ -231,12 +229,6 @@ class Commands:
             answered = self._call_backs.pop(event.asked_by or "", None)
             if answered is not None and not answered.done():
                 answered.set_result(event.error)
-
-    def on_transition(self, worker: Worker, transition: Transition) -> None:
-        """Nothing to do."""
-
-    def on_fleet(self, fleet: Fleet) -> None:
-        """Nothing to do."""
 
 
 def as_json(moves: Iterable[Move]) -> list[dict[str, str]]:

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from dynamo_local.arbiter.effects import Act, EffectRunner, Observer
+from dynamo_local.arbiter.effects import Act, EffectRunner
 from dynamo_local.clock import NowClock
 from dynamo_local.core.fleet.effects import (
     CallOff,
@@ -73,11 +73,12 @@ class FleetController:
         runner: EffectRunner,
         clock: NowClock,
         *,
-        observers: Iterable[Observer] = (),
         validates: bool = False,
     ) -> None:
         self.fleet = fleet
-        self.observers: list[Observer] = list(observers)
+        self._on_event: list[Callable[[Event], None]] = []
+        self._on_transition: list[Callable[[Worker, Transition], None]] = []
+        self._on_fleet: list[Callable[[Fleet], None]] = []
         self._runner = runner
         self._clock = clock
         self._validates = validates
@@ -85,6 +86,21 @@ class FleetController:
         self._alive_s: float | None = None
         self.stopped = False
         """Set by whoever lets go of the fleet: nothing is carried out any more."""
+
+    def subscribe(
+        self,
+        *,
+        on_event: Callable[[Event], None] | None = None,
+        on_transition: Callable[[Worker, Transition], None] | None = None,
+        on_fleet: Callable[[Fleet], None] | None = None,
+    ) -> None:
+        """Call these in each step, in this order. Each must return at once.
+
+        `on_transition` gets the worker as it is after the step, `on_fleet` the new fleet.
+        """
+        self._on_event += [] if on_event is None else [on_event]
+        self._on_transition += [] if on_transition is None else [on_transition]
+        self._on_fleet += [] if on_fleet is None else [on_fleet]
 
     # --- in ------------------------------------------------------------------------------------
 
@@ -157,8 +173,8 @@ class FleetController:
         if self._validates:
             validate(fleet)
         before, self.fleet = self.fleet, fleet
-        for observer in self.observers:
-            observer.on_event(event)
+        for on_event in self._on_event:
+            on_event(event)
         batch = _Batch()
         commit: Commit | None = None
         at_once: list[AtOnce] = []
@@ -201,10 +217,10 @@ class FleetController:
             worker = self.fleet.workers.get(transition.name) or before.workers.get(transition.name)
             if worker is None:
                 continue
-            for observer in self.observers:
-                observer.on_transition(worker, transition)
-        for observer in self.observers:
-            observer.on_fleet(self.fleet)
+            for on_transition in self._on_transition:
+                on_transition(worker, transition)
+        for on_fleet in self._on_fleet:
+            on_fleet(self.fleet)
 
     def _at_once(self, each: AtOnce) -> None:
         match each:
@@ -265,23 +281,13 @@ class FleetController:
 
 
 class Waiting:
-    """Lets tasks wait for a condition on the fleet: an `Observer` of the controller."""
+    """Lets tasks wait for a condition on the fleet."""
 
     def __init__(self, controller: FleetController, now_s: Callable[[], float]) -> None:
         self._controller = controller
         self._now_s = now_s
         self._changed = asyncio.Event()
-        controller.observers.append(self)
-
-    def on_event(self, event: Event) -> None:
-        """See `arbiter.effects.Observer`."""
-
-    def on_transition(self, worker: Worker, transition: Transition) -> None:
-        """Nothing to do: `on_fleet` is called after it."""
-
-    def on_fleet(self, fleet: Fleet) -> None:
-        """Wake everybody who waits."""
-        self.notify()
+        controller.subscribe(on_fleet=lambda _: self.notify())
 
     def notify(self) -> None:
         """Wake everybody who waits, though the fleet is the same."""

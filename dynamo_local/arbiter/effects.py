@@ -26,7 +26,6 @@ from dynamo_local.core.fleet.effects import (
     Signal,
     Spawn,
     Sweep,
-    Transition,
 )
 from dynamo_local.core.fleet.events import Event
 from dynamo_local.core.fleet.fleet import Fleet, Worker
@@ -96,20 +95,4 @@ class EffectRunner(Protocol):
         ...
 
 
-class Observer(Protocol):
-    """A read-only listener, such as metrics. It must return at once."""
-
-    def on_event(self, event: Event) -> None:
-        """The machine has taken a step for it; what follows is told next."""
-        ...
-
-    def on_transition(self, worker: Worker, transition: Transition) -> None:
-        """An event of the lifecycle was applied to `worker`, which is given as it is after the step."""
-        ...
-
-    def on_fleet(self, fleet: Fleet) -> None:
-        """The fleet is another one now."""
-        ...
-
-
-__all__ = ["Act", "Done", "EffectRunner", "GpuLocked", "Observer"]
+__all__ = ["Act", "Done", "EffectRunner", "GpuLocked"]

@@ -1,7 +1,7 @@
-"""`dynamo serve --follow virtual`: carries out what another planner decides, through its keys in etcd.
+"""Carries out another planner's decisions, from its keys in etcd (`dynamo serve --follow virtual`).
 
-`planner.following` says what is to be done; this sees the keys and the fleet, scales as `dynamo scale` does,
-and acknowledges. What it is at stands in `dynamo status` and among the events, under the name `NAMESPACE_follow`.
+`planner.following` decides the next step. This module reads keys and fleet, scales as `dynamo scale` does, and
+acknowledges. `dynamo status` and the event log show its progress under the name `NAMESPACE_follow`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ log = logging.getLogger(__name__)
 ENVIRONMENT = "virtual"
 NAME = "follow"
 AGAIN_S = 2.0
-"""What was refused is tried again when the fleet changes, and this often: a stranger's GPU comes free unseen."""
+"""A refused step is tried again when the fleet changes, and at this interval: a foreign process frees a GPU unseen."""
 _TRIED_AGAIN = frozenset({Phase.REFUSED, Phase.UNDER_WAY})
-"""In every other phase only a change of the keys or of the fleet can be anything to it."""
+"""In every other phase only a change of the keys or of the fleet makes a difference."""
 
 
-class Following:
-    """The follower of one namespace, from `start` to `stop`. `fleet` are the workers of both roles, counted now."""
+class DecisionFollower:
+    """Follows the keys of one namespace from `start` to `stop`. `fleet` counts the workers of both roles."""
 
     def __init__(
         self,
@@ -74,11 +74,11 @@ class Following:
         self._tasks: tuple[asyncio.Task[None], ...] = ()
 
     def start(self) -> None:
-        """Follow from now on; the workers must be ready."""
+        """Follow from now on. The workers must be ready."""
         self._tasks = (asyncio.ensure_future(self._keys.follow()), asyncio.ensure_future(self._run()))
 
     async def stop(self) -> None:
-        """Returns when a step that was under way has ended: nothing is done half."""
+        """Returns when the present step has ended."""
         self._stopping = True
         self._waiting.notify()
         tasks, self._tasks = self._tasks, ()
@@ -88,7 +88,7 @@ class Following:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def status(self) -> dict[str, Any]:
-        """`follow` in `dynamo status --json`. `scaled_decision_id` is what was acknowledged last."""
+        """`follow` in `dynamo status --json`. `scaled_decision_id` is the last acknowledged one."""
         decision = self._now.decision
         return {
             "environment": ENVIRONMENT,
@@ -110,13 +110,13 @@ class Following:
             try:
                 await self._step()
                 again = self._now.phase in _TRIED_AGAIN
-            except Exception as error:  # a bug: the following goes on, and says so (lesson 15)
+            except Exception as error:  # a defect: keep following, and report it
                 self._failed(error)
             deadline_s = self._clock.now_s() + AGAIN_S if again else None
             await self._waiting.until(partial(self._moved, seen), deadline_s)
 
     def _failed(self, error: Exception) -> None:
-        log.error("a step of --follow failed; it is tried again", exc_info=error)
+        log.error("a step of --follow failed, and is tried again", exc_info=error)
         reason = f"a step failed ({type(error).__name__}: {error}); the arbiter's log says more"
         if self._now.reason != reason:
             self._tell(f"follow: {reason}", Elsewhere())
@@ -126,11 +126,10 @@ class Following:
         return self._stopping or self._seen() != seen
 
     def _seen(self) -> tuple[Any, ...]:
-        """What a step depends on, but for GPUs that somebody else holds."""
+        """The inputs of a step, without GPUs that foreign processes hold."""
         return (self._keys.current, self._keys.told, self._fleet())
 
     async def _step(self) -> None:
-        """Do what is to be done now."""
         if not self._keys.current:
             reason = "etcd does not answer; what was decided last stays"
             self._now = replace(self._now, reason=reason)
@@ -167,7 +166,7 @@ class Following:
         log.info("%s: %s=%d is under way", decision, component, target)
 
     async def _at(self, now: Next) -> None:
-        """Note how far it has come; told and logged when the phase or the decision is another one than before."""
+        """Note the progress. A new phase or decision is logged and told."""
         before, self._now = self._now, now
         if _same(before, now):
             return
@@ -195,19 +194,21 @@ class Following:
 
 
 def _same(before: Next, now: Next) -> bool:
-    """Nobody need be told again. What cannot be read is what it is, whatever is written beside it."""
+    """Whether both mean the same. For unreadable keys the reason decides."""
     if before.phase is now.phase is Phase.UNREADABLE:
         return before.reason == now.reason
     return (before.phase, before.decision) == (now.phase, now.decision)
 
 
 async def layout_to_follow(
-    statefile: Statefile, fleet: Callable[[], Fleet], asked: Layout | None, *, plans: bool
+    statefile: Statefile, fleet: Callable[[], Fleet], requested: Layout | None, *, plans: bool
 ) -> Layout | None:
-    """Whose decisions to carry out: as the command line says (`asked`), else as an adopted run did, unless it `plans`
-    itself now. Kept in the statefile."""
+    """Which keys to follow, kept in the statefile.
+
+    The command line (`requested`) wins. Otherwise an adopted run goes on following, unless it `plans` itself.
+    """
     head = statefile.head
-    before, layout = head.follow, asked
+    before, layout = head.follow, requested
     if layout is None and before is not None and not plans:
         layout = Layout(before.keys)
     head.follow = None if layout is None else FollowEntry(keys=layout.value)
@@ -216,14 +217,10 @@ async def layout_to_follow(
     return layout
 
 
-# --- connecting
-# What carries a planner's decisions out in another environment: a connector on this run's etcd.
-
-
 async def connected_virtually(
     options: PlannerConfig, graph: GraphSpec, world: ArbiterWorld, *, links: Links, clock: Clock, tell: Tell
 ) -> VirtualConnector:
-    """It follows the keys from now on; `world` says from now on whether a decision waits. Raises `EtcdUnavailable`."""
+    """A connector that follows the keys from now on. Raises `EtcdUnavailable`."""
     prefill, decode = planned_components(graph)
     virtual = VirtualConnector(
         VirtualKeys(links.kv, graph.namespace, Layout(options.virtual_keys)),
@@ -236,5 +233,4 @@ async def connected_virtually(
         tell=tell,
     )
     await virtual.start()
-    world.pending = virtual.pending
     return virtual

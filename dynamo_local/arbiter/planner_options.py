@@ -1,4 +1,4 @@
-"""The `Planner` section as the value that its policy takes."""
+"""Turns the `Planner` section into the values that its policy takes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from dynamo_local.profile.reading import DEFAULT_PROFILE, shipped_profiles
 
 
 def changed_options(before: PlannerConfig, given: Mapping[str, Any], graph: GraphSpec) -> PlannerConfig:
-    """These over the options of before, checked as a whole. Raises `ConfigError` that names the option.
+    """These options over the previous ones, checked as a whole. Raises `ConfigError` that names the option.
 
-    Another policy begins with the defaults of its own options. Targets choose one as in a section: where nobody has
-    named any.
+    Another policy begins with the defaults of its own options. Targets choose a policy if none is named, as in a
+    section.
     """
     found = {key.replace("-", "_"): value for key, value in given.items()}
     named = "policy" in before.model_fields_set
@@ -48,7 +48,7 @@ def changed_options(before: PlannerConfig, given: Mapping[str, Any], graph: Grap
 
 
 def policy_options(config: PlannerConfig) -> PolicyOptions:
-    """What of it concerns the policy; the rest (names, folders, `no_operation`) is its surroundings'."""
+    """The options of the policy. Names, folders and `no_operation` are not among them."""
     match config.policy:
         case "load":
             return load_options(config)
@@ -61,14 +61,14 @@ def policy_options(config: PlannerConfig) -> PolicyOptions:
 
 
 def actuators(config: PlannerConfig) -> frozenset[Actuator]:
-    """By what its decisions may be carried out; starts always are possible. Flips only where they are asked for."""
+    """The actuators for its decisions. Starts are always possible, flips only if an option allows them."""
     return WAKES if config.actuators is None else frozenset(each for each in EVERY if each in config.actuators)
 
 
 def policy_of(config: PlannerConfig) -> Policy[Any]:
-    """A new policy with these options. The first call imports all policies, and some read files: call it in a thread.
+    """A new policy with these options. Raises `ConfigError` for unusable ones.
 
-    Raises `ConfigError` where what they name cannot be used.
+    The first call imports all policies, and some read files. So call it in a thread.
     """
     from dynamo_local.planner import choosing
 
@@ -76,7 +76,6 @@ def policy_of(config: PlannerConfig) -> Policy[Any]:
 
 
 def load_options(config: PlannerConfig) -> LoadOptions:
-    """Of the policy `load`."""
     return LoadOptions(
         adjustment_interval_s=config.adjustment_interval,
         metric_pulling_interval_s=config.metric_pulling_interval,
@@ -91,7 +90,7 @@ def load_options(config: PlannerConfig) -> LoadOptions:
 
 
 def throughput_load_options(config: PlannerConfig) -> ThroughputLoadOptions:
-    """Of the policy `throughput-load`. Its `min_gpu_budget` is off unless it is given, as Dynamo's is."""
+    """`min_gpu_budget` is off unless it is given, as in Dynamo."""
     predictor = predictor_options(config)
     return ThroughputLoadOptions(
         mode=None if config.mode is None else Mode(config.mode),
@@ -131,7 +130,7 @@ def throughput_load_options(config: PlannerConfig) -> ThroughputLoadOptions:
 
 
 def sla_options(config: PlannerConfig) -> SlaOptions:
-    """Of the policy `sla`. Raises `ConfigError` without a profile."""
+    """Raises `ConfigError` without a profile."""
     if config.profile_results_dir is None:
         raise ConfigError(
             "Planner: the policy sla sizes by a profile of the engines: say profile-results-dir, a folder as Dynamo's "
@@ -155,7 +154,7 @@ def sla_options(config: PlannerConfig) -> SlaOptions:
 
 
 def slo_options(config: PlannerConfig) -> SloOptions:
-    """Of the policy `slo`. Without a profile it begins with the shipped one, and learns."""
+    """Without a profile it begins with the shipped one, and learns."""
     return SloOptions(
         profile=_text(config.profile_results_dir) or DEFAULT_PROFILE,
         ttft_ms=config.ttft_ms,
@@ -170,7 +169,7 @@ def slo_options(config: PlannerConfig) -> SloOptions:
 
 
 def predictor_options(config: PlannerConfig) -> PredictorOptions:
-    """Who forecasts. Raises `ConfigError` where the extra that it needs is not installed."""
+    """The predictor. Raises `ConfigError` if its extra is not installed."""
     return PredictorOptions(**{field.name: getattr(config, field.name) for field in fields(PredictorOptions)})
 
 
@@ -179,7 +178,7 @@ def _text(path: Path | None) -> str | None:
 
 
 def prometheus_options(config: PlannerConfig, namespace: str) -> PrometheusOptions | None:
-    """The server that is asked for the traffic; None where the graph's own frontends are. Raises `ConfigError`."""
+    """The Prometheus server to ask for traffic. None if the graph's own frontends are asked. Raises `ConfigError`."""
     if config.metric_pulling_prometheus_endpoint is None:
         return None
     return PrometheusOptions(

@@ -1,7 +1,7 @@
-"""One run, from its start to its end: brings a deployment up, answers for it, and takes it down again.
+"""One run in its arbiter: brings a deployment up, answers commands, and takes it down again.
 
-One asyncio loop, which nothing here may block: files, NVML and fsync go through threads, etcd and NATS through
-async clients, waits have deadlines. What becomes of workers is decided by `core.fleet.step` and done by the controller.
+It runs on one asyncio loop, which nothing may block. Files, NVML and fsync use threads, etcd and NATS use async
+clients, and every wait has a deadline. `core.fleet.step` decides about workers, and the controller carries that out.
 """
 
 from __future__ import annotations
@@ -10,22 +10,21 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 from dynamo_local.arbiter.adoption import Adoption, Found
-from dynamo_local.arbiter.apply import Applying
+from dynamo_local.arbiter.apply import ApplyCommand
 from dynamo_local.arbiter.composition import compose
 from dynamo_local.arbiter.controller import PULSE_EVERY_S
 from dynamo_local.arbiter.deployment import Deployment, WatcherFactory
 from dynamo_local.arbiter.links import INFRA_TIMEOUT_S
-from dynamo_local.arbiter.planner_following import Following, layout_to_follow
-from dynamo_local.arbiter.planning import Planning
-from dynamo_local.arbiter.progress import View
-from dynamo_local.arbiter.server_choice import choose_servers
-from dynamo_local.arbiter.shown_logs import ShownLogs
+from dynamo_local.arbiter.planner_following import DecisionFollower, layout_to_follow
+from dynamo_local.arbiter.planning import ArbiterPlanner
+from dynamo_local.arbiter.progress import ShownLogs, View
+from dynamo_local.arbiter.servers import choose_servers
 from dynamo_local.arbiter.statefile import arbiter_facts, policy
 from dynamo_local.arbiter.status import ready_facts, row, run_status
 from dynamo_local.clock import Clock, sleep_to_next
@@ -38,39 +37,38 @@ from dynamo_local.state.store import StateStore
 from dynamo_local.system.descriptors import SpareDescriptors
 from dynamo_local.system.gpu_pool import GpuPool
 from dynamo_local.system.prctl import become_subreaper
-from dynamo_local.system.process_host import AdoptingHost, SupervisedHost
-
-# --- start_failures
-# How a start can fail, and who is to blame.
+from dynamo_local.system.process_host import AdoptingHost, ExitCallback, SupervisedHost
 
 
 class InterruptedStart(DynamoError):
-    """Somebody asked us to leave while we were starting: no failure of the graph."""
+    """Somebody asked the run to leave during its start. The graph did not fail."""
 
     code = "interrupted"
     exit_code = 130
 
 
-def too_late(worker: Worker, fleet: Fleet, factory: WatcherFactory, told: Mapping[str, str]) -> str:
-    """Who was late, and the log of the worker that it waited for: one that waits for another has nothing to say.
+def too_late(worker: Worker, fleet: Fleet, factory: WatcherFactory, waits_for: Mapping[str, str]) -> str:
+    """Which worker was late, with the end of the log of the worker that it waited for.
 
-    `told` has what starting workers wait for, as they said.
+    A worker that waits for another has nothing useful in its own log. `waits_for` has the workers' own answers.
     """
     culprit = waited_for(worker, fleet, factory.graph)
     waits = "" if culprit is worker else f": it waits for {culprit.name}"
-    if culprit.name in told:
-        waits += f", which waits for {told[culprit.name]}" if waits else f": it waits for {told[culprit.name]}"
+    if culprit.name in waits_for:
+        waits += (
+            f", which waits for {waits_for[culprit.name]}" if waits else f": it waits for {waits_for[culprit.name]}"
+        )
     return f"{worker.name} {worker.reason}{waits}; {factory.log_tail_of(culprit)}"
 
 
 def waited_for(worker: Worker, fleet: Fleet, graph: GraphSpec) -> Worker:
-    """Of a worker that is not ready: whom it waits for in the end; itself where it waits for nobody."""
+    """The worker that an unready worker waits for in the end, or itself."""
     workers = list(fleet.workers.values())
     ready = {other.component for other in workers if other.ready}
     culprit = worker
     while waited := set(graph.service(culprit.component).depends) - ready:
         culprit = next((other for other in workers if other.component in waited), culprit)
-        ready |= waited  # each is looked at once, also where two wait for each other
+        ready |= waited  # each is visited once, also if two wait for each other
     return culprit
 
 
@@ -85,8 +83,8 @@ class Supervisor:
     def __init__(
         self,
         deployment: Deployment,
+        make_host: Callable[[Supervisor, ExitCallback], SupervisedHost],
         *,
-        arbiter: SupervisedHost,
         store: StateStore,
         pool: GpuPool,
         clock: Clock,
@@ -96,28 +94,27 @@ class Supervisor:
         self.clock = clock
         self.view = view
         self.state = "starting"
-        self.following: Following | None = None
+        self.following: DecisionFollower | None = None
         self.parts = compose(
             deployment,
-            host=arbiter,
+            host=make_host(self, self._on_exit),
             store=store,
             pool=pool,
             clock=clock,
             view=view,
             failed=self._failed,
             state=lambda: self.state,
+            follows=lambda: None if self.following is None else self.following.status(),
+            on_change=self._record_others,
         )
-        self._applying = Applying(self.parts)
-        self._spare = SpareDescriptors(self.parts.notes.tell)
+        self._applying = ApplyCommand(self.parts)
+        self._descriptors = SpareDescriptors(self.parts.notes.tell)
         self._started_s = clock.now_s()
         loop = asyncio.get_running_loop()
         self._death: asyncio.Future[DynamoError] = loop.create_future()
         self._asked_down: asyncio.Future[str] = loop.create_future()
         self._signalled = self._now = False
         self._gone = asyncio.Event()
-        self.parts.servers.on_change = self._record_others
-        arbiter.supervisor = self
-        arbiter.on_exit = self._on_exit
 
     # --- commands ------------------------------------------------------------------------------
 
@@ -133,7 +130,7 @@ class Supervisor:
             )
         return await self.parts.commands.run(command)
 
-    def planner(self) -> Planning:
+    def planner(self) -> ArbiterPlanner:
         """The planner, for the `dynamo planner` commands."""
         self._check_running()
         return self.parts.planning
@@ -145,21 +142,22 @@ class Supervisor:
     # --- coming up -----------------------------------------------------------------------------
 
     async def start(self, found: Found | None = None) -> None:
-        """Everything up and ready, or a typed error that says what failed, with the tail of its log.
+        """Bring everything up, or raise a typed error with the end of the failed worker's log.
 
-        With `found`, take that run back instead. Whoever calls lets us leave after an error, as after a run.
+        With `found`, adopt that run instead. The caller calls `leave` after an error, as after a run.
         """
         become_subreaper()
         parts = self.parts
-        parts.leads.remember()
-        parts.tasks.keep("descriptor check", partial(self._spare.run, self.clock))
+        parts.lead_times.remember()
+        parts.tasks.keep("descriptor check", partial(self._descriptors.run, self.clock))
         await parts.exporter.start()
+        parts.tasks.keep("planner's reports", parts.views.reports.run)
         await parts.control_api.start()
         await parts.host.start()
         parts.tasks.keep("runtime folder check", parts.runtime_folder.run)
         await (self._start_anew() if found is None else self._take_back(found))
         self.state = "ready"
-        parts.spared.begin(parts.tasks, self._record_others)
+        parts.prewarmed.begin(parts.tasks)
         await self._follow()
         await parts.planning.begin(
             starts=self.deployment.load_planner_flag if self.following is None else False,
@@ -173,7 +171,7 @@ class Supervisor:
         for origin in parts.servers.origins:
             self.view.event(origin)
         await parts.statefile.create()
-        await parts.guarding.start()  # before there is anything to be guarded
+        await parts.guardian.start()  # before there is anything to guard
         workers = {}
         for plan in self.deployment.workers:
             uuids = fleet.gpus.held_uuids.get(plan.name, ())
@@ -181,7 +179,7 @@ class Supervisor:
             n = suffix_of(plan.name, fleet.namespace, plan.component)
             workers[plan.name] = Worker(plan.name, plan.component, plan.role, n, gpus=uuids)
         parts.controller.fleet = replace(fleet, workers=workers)
-        # All at once: order governs readiness, not spawning. Whoever needs a server waits for it.
+        # All at once: order matters for readiness, not for spawning. A worker that needs a server waits for it.
         parts.controller.feed(StartAll(stimulus_id="serve"))
         await asyncio.gather(*(parts.servers.spawn(name) for name in servers))
         self._show_logs(from_end=False)
@@ -189,11 +187,13 @@ class Supervisor:
         await self._unless_stopped(self._all_ready())
 
     async def _take_back(self, found: Found) -> None:
-        """Until the very end the run is our predecessor's: its guardian watches, and a failure of ours ends nothing."""
+        """Until the end of the adoption the run is the predecessor's: its guardian watches, and our failure ends
+        nothing.
+        """
         self.state = "adopting"
         parts, controller = self.parts, self.parts.controller
         parts.statefile.head = found.state.model_copy(update={"components": {}, **arbiter_facts(self.deployment)})
-        adoption = Adoption(found, cast(AdoptingHost, parts.host))  # only ours is asked to
+        adoption = Adoption(found, cast(AdoptingHost, parts.host))  # only our own host is asked to
         parts.effects.env = adoption.env(self.deployment.nats_server)
         controller.fleet = adoption.workers(controller.fleet, self.clock.now_s())
         controller.fleet = adoption.watch(controller.fleet, parts.effects.spec)
@@ -206,21 +206,21 @@ class Supervisor:
         for restart in controller.fleet.restarts:
             names = ", ".join(name for name, _ in restart.todo)
             parts.notes.tell(f"the restart that was under way goes on: {names}")
-        await parts.guarding.replace()
+        await parts.guardian.replace()
         parts.statefile.head.on_arbiter_death = policy(self.deployment)
         await self._record_others()
 
     async def _record_others(self) -> None:
-        """Pids of servers and spares may change with every restart; an adoption needs those of now."""
+        """Record the pids of servers and prewarmed processes: an adoption needs the present ones."""
         self.parts.statefile.head.servers = self.parts.servers.records() or None
-        self.parts.statefile.head.spares = self.parts.spared.records() or None
+        self.parts.statefile.head.spares = self.parts.prewarmed.records() or None
         await self.parts.statefile.write_head(self._fleet)
 
     async def _connect(self) -> None:
         parts, services = self.parts, self.deployment.graph.services
-        # Commands have queues of their own, if any: only a prefill component of ours pulls from this one.
+        # Commands have queues of their own, if any. Only our own prefill component uses this one.
         prefill = any(spec.role is Role.PREFILL and spec.runtime is None for spec in services)
-        env = {**self.deployment.factory.base_env, **parts.effects.env}  # with what a worker connects
+        env = {**self.deployment.factory.base_env, **parts.effects.env}  # the variables by which a worker connects
         await parts.links.connect(env, prefill_queue=prefill)
         parts.tasks.keep("registry watch", parts.registrations.follow, on_death=lambda: parts.links.etcd_seen(False))
         parts.tasks.keep("load sampling", parts.sampling.run)
@@ -239,13 +239,13 @@ class Supervisor:
             self.parts.controller.pulse()
 
     async def _follow(self) -> None:
-        """Begin to carry out another planner's decisions, if we are to. The run is ready, its own planner not begun."""
+        """Follow another planner's decisions, if the run is to. The run is ready, and its own planner has not begun."""
         parts, deployment = self.parts, self.deployment
         plans = bool(deployment.load_planner_flag)
         layout = await layout_to_follow(parts.statefile, self._fleet, deployment.follow, plans=plans)
         if layout is None:
             return
-        self.following = Following(
+        self.following = DecisionFollower(
             parts.links.kv,
             deployment.graph.namespace,
             layout,
@@ -256,7 +256,6 @@ class Supervisor:
             clock=self.clock,
             tell=parts.notes.tell,
         )
-        parts.planning.follows = self.following.status
         self.following.start()
 
     async def _all_ready(self) -> None:
@@ -270,7 +269,7 @@ class Supervisor:
             raise StartTimedOut(f"not ready in time: {', '.join(late())}")
 
     async def _unless_stopped(self, work: Awaitable[None]) -> None:
-        """Do `work`, unless a worker fails or somebody asks us to leave first."""
+        """Do `work`, unless a worker fails or a request to leave comes first."""
         task = asyncio.ensure_future(work)
         racing: set[asyncio.Future[Any]] = {task, self._death, self._asked_down}
         await asyncio.wait(racing, return_when=asyncio.FIRST_COMPLETED)
@@ -291,12 +290,12 @@ class Supervisor:
 
     def _on_exit(self, name: str, pid: int, code: int | None) -> None:
         parts = self.parts
-        ours = parts.servers.exited(name, code) or parts.guarding.exited(name, code)
-        if not ours and not parts.spared.exited(name, pid, code):
+        ours = parts.servers.exited(name, code) or parts.guardian.exited(name, code)
+        if not ours and not parts.prewarmed.exited(name, pid, code):
             parts.effects.exited(name, pid, code)
 
     def _failed(self, worker: Worker, reason: str) -> None:
-        """A worker failed. While we start, that ends the start; later it is told, and the policy acts."""
+        """A worker failed. During the start this ends the start. Later it is noted, and the restart policy acts."""
         message = f"{worker.name} {reason}; {self.parts.launcher.factory.log_tail_of(worker)}"
         if self.state == "starting":
             late = worker.state is WorkerState.START_TIMED_OUT
@@ -311,7 +310,7 @@ class Supervisor:
         return StartTimedOut(too_late(worker, self._fleet(), parts.launcher.factory, parts.starts.waits_for))
 
     def _show_logs(self, *, from_end: bool) -> None:
-        """Progress, log lines and rotation, for as long as we live."""
+        """Show progress and log lines, and rotate logs, until the end."""
         parts = self.parts
         workers, servers = lambda: parts.controller.fleet.workers, lambda: parts.servers.names
         shown = ShownLogs(self.view, self.clock, workers, servers, self.deployment.paths.log_file, self._rows)
@@ -333,7 +332,7 @@ class Supervisor:
     # --- leaving -------------------------------------------------------------------------------
 
     def request_down(self, why: str, *, now: bool = False) -> int:
-        """Ask to leave, however often; with `now`, to end at once, cutting what streams. Returns our pid."""
+        """Ask the run to leave. With `now` it ends at once and cuts streams. Returns our pid."""
         if now and self.parts.controller.fleet.leaving is not None:
             self.parts.controller.feed(Leave(stimulus_id="down", now=True))
         self._now = self._now or now
@@ -342,21 +341,21 @@ class Supervisor:
         return os.getpid()
 
     def signalled(self, why: str) -> None:
-        """A signal asks us to leave; the second ends at once. `dynamo down` has `--now` for that instead."""
+        """A signal asks the run to leave. The second one ends it at once. `dynamo down` has `--now` for that."""
         self.request_down(why, now=self._signalled)
         self._signalled = True
 
     async def wait_down_request(self) -> str:
-        """Who asked us to leave."""
+        """The reason of the request to leave."""
         return await asyncio.shield(self._asked_down)
 
     async def down(self, why: str) -> None:
-        """Ask to leave and wait until everything is gone but the arbiter itself."""
+        """Leave, and return when everything but the arbiter itself is gone."""
         self.request_down(why)
         await self._gone.wait()
 
     async def leave(self) -> None:
-        """End the workers in order, then NATS and etcd, then remove what is ours on disk."""
+        """End the workers in order, then NATS and etcd. Then remove our files."""
         parts = self.parts
         if not self._asked_down.done():
             self._asked_down.set_result("the run ended")
@@ -364,14 +363,15 @@ class Supervisor:
         if self.following is not None:
             await self.following.stop()
         if self.state == "adopting":
-            await self._close(for_good=False)  # nothing was taken over: nothing is ended
+            await self._close(for_good=False)  # nothing was taken over, so nothing is ended
             await parts.control_api.stop()
+            await parts.views.reports.close()
             await parts.exporter.stop()
-            await parts.guarding.stop()
+            await parts.guardian.stop()
             self._gone.set()
             return
         self.state = "leaving"
-        await parts.spared.close()
+        await parts.prewarmed.close()
         try:
             parts.controller.feed(Leave(stimulus_id="down", now=self._now))
             await parts.waiting.until(lambda: leaving.has_left(parts.controller.fleet))
@@ -381,7 +381,7 @@ class Supervisor:
     async def _close(self, *, for_good: bool) -> None:
         self.parts.controller.stopped = True
         await self.parts.tasks.close()
-        self._spare.close()
+        self._descriptors.close()
         await self.parts.effects.close()
         if for_good and self.deployment.nats_server is not None:
             await self.parts.links.delete_queue()
@@ -397,8 +397,9 @@ class Supervisor:
         await parts.system.end_what_is_left()
         await parts.servers.stop()
         await parts.control_api.stop()
+        await parts.views.reports.close()
         await parts.exporter.stop()
-        await parts.guarding.stop()  # last: until here it would have ended what we had not
+        await parts.guardian.stop()  # last: until here it would have ended what we had not
         try:
             await asyncio.to_thread(parts.statefile.store.remove_if_owned, self.deployment.run_id)
         except DynamoError as error:

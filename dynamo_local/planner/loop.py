@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -136,13 +136,14 @@ class PlannerLoop:
         tell: Tell = _logged,
         forecaster: Forecaster | None = None,
         recorder: Recorder | None = None,
+        observers: Iterable[PlannerObserver] = (),
     ) -> None:
         self.state = PlannerState.STOPPED
         self.since_s = clock.now_s()
         self.options: PolicyOptions = LoadOptions()
         self._policy: Policy[Any] = LoadPlanner(self.options)
         self.no_operation = False
-        self.observers: list[PlannerObserver] = []
+        self.observers: list[PlannerObserver] = list(observers)
         self.counts = Counts(held=puller.held)
         self.last: DecisionRecord | None = None
         self.trouble: str | None = None

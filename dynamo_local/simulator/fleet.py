@@ -36,7 +36,6 @@ from dynamo_local.core.fleet.effects import (
 from dynamo_local.core.fleet.events import (
     CalledBack,
     Change,
-    Event,
     FlipAnswered,
     GpusSeen,
     KeyLookedUp,
@@ -201,14 +200,14 @@ class _Order:
 
 
 class Sleeps:
-    """The orders that processes were given, by instance id."""
+    """The commands that processes were given, by instance id."""
 
     def __init__(self, options: TwinOptions, agenda: Agenda) -> None:
         self._agenda = agenda
         self._lead = options.lead
         self._residue_bytes = options.sim.sleep_residue_bytes
         self._host_bytes = options.sim.sleep_host_bytes
-        self._orders: dict[int, _Order] = {}
+        self._commands: dict[int, _Order] = {}
         self._sleeping: set[int] = set()
 
     def begins_asleep(self, process: SimulatedProcess) -> None:
@@ -220,19 +219,19 @@ class Sleeps:
         """It takes nothing new. A worker that was still being woken just goes on sleeping."""
         process.resting = True
         process.deregistered_s = now_s if process.deregistered_s is None else process.deregistered_s
-        self._orders[process.instance_id] = _Order(order, level, asleep=True)
+        self._commands[process.instance_id] = _Order(order, level, asleep=True)
         if process.instance_id in self._sleeping:
             self.rests(process, now_s)
 
     def rests(self, process: SimulatedProcess, now_s: float) -> None:
         """Its streams have ended, and nothing comes any more."""
-        order = self._orders.get(process.instance_id)
+        order = self._commands.get(process.instance_id)
         if order is not None and order.asleep and order.due_s is None:
             self._due(process, order, now_s + self._lead.sleep_s)
 
     def wake(self, process: SimulatedProcess, order: int, now_s: float) -> None:
         """It serves when its engine is awake; at once where that never slept."""
-        given = self._orders[process.instance_id] = _Order(order, 1, asleep=False)
+        given = self._commands[process.instance_id] = _Order(order, 1, asleep=False)
         self._due(process, given, now_s + (self._lead.wake_s if process.instance_id in self._sleeping else 0.0))
 
     def _due(self, process: SimulatedProcess, order: _Order, at_s: float) -> None:
@@ -242,7 +241,7 @@ class Sleeps:
     def carried_out(self, process: SimulatedProcess, now_s: float) -> KeyPut | None:
         """Its ready key then; None if another order has come since, or if this one is not due yet."""
         number = process.instance_id
-        order = self._orders.get(number)
+        order = self._commands.get(number)
         if order is None or order.due_s != now_s or process.asked_to_leave:
             return None
         if order.asleep:
@@ -259,7 +258,7 @@ class Sleeps:
             self._sleeping.discard(number)
             process.deregistered_s, process.resting = None, False
             facts = StandbyFacts(order.number)
-        del self._orders[number]
+        del self._commands[number]
         return KeyPut(stimulus_id="standby", name=process.name, pid=number, lease=lease_hex(number), standby=facts)
 
 
@@ -360,8 +359,9 @@ class VirtualFleet:
         for template in fleet.templates:
             for _ in range(template.standby or 0):
                 fleet = self._begun(fleet, template, asleep=True)
-        self.controller = FleetController(fleet, self, self._clock, observers=[self])
-        self.on_fleet(fleet)
+        self.controller = FleetController(fleet, self, self._clock)
+        self.controller.subscribe(on_transition=self._on_transition, on_fleet=self._on_fleet)
+        self._on_fleet(fleet)
 
     def _begun(self, fleet: Fleet, template: Template, *, asleep: bool) -> Fleet:
         """One more that has been there before: it serves, or sleeps; none where no device is free for one to sleep."""
@@ -582,17 +582,13 @@ class VirtualFleet:
     def report(self, worker: Worker, reason: str) -> None:
         """Nothing fails here."""
 
-    # --- control.effects.Observer --------------------------------------------------------------
+    # --- the controller's subscriber ----------------------------------------------------------------
 
-    def on_event(self, event: Event) -> None:
-        """See `arbiter.effects.Observer`."""
-
-    def on_transition(self, worker: Worker, transition: Transition) -> None:
-        """Workers are counted by `on_fleet`; here what brought them there."""
+    def _on_transition(self, worker: Worker, transition: Transition) -> None:
         if (how := done_by(transition)) is not None:
             self.done_by[how] += 1
 
-    def on_fleet(self, fleet: Fleet) -> None:
+    def _on_fleet(self, fleet: Fleet) -> None:
         """Note how many there are of each kind, where that has changed."""
         counts = {component: _count(fleet.of(component)) for component in (PREFILL, DECODE)}
         held = sum(len(worker.gpus) for worker in fleet.workers.values())

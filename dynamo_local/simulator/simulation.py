@@ -112,11 +112,9 @@ class Simulation:
         self.flow = Flow(options, perf, self._agenda, picker or LeastLoaded(), watches=watches)
         self.fleet = VirtualFleet(options, self._agenda, self.flow.make_process, 0.0)
         self.flow.attach(self.fleet)
-        self._times = ScalingTimes(self.fleet.now_s)
-        self.fleet.controller.observers.append(self._times)
-        self._times.leads = options.medians
-        if options.leads is not None:  # as a host knows them from earlier runs
-            self._times.known = options.start_up_known_s
+        known = {} if options.leads is None else {"known": options.start_up_known_s}  # from earlier runs of a host
+        self._times = ScalingTimes(self.fleet.now_s, leads=options.medians, **known)
+        self.fleet.controller.subscribe(on_transition=self._times.on_transition)
         self._run = Run([Job(number, request) for number, request in enumerate(trace)])
 
     def run(self) -> Run:

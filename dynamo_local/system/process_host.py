@@ -33,9 +33,7 @@ class ProcessSpec:
 
 
 class ProcessHost(Protocol):
-    """Starts processes as watchers and tells of their exits. The supervisor ends them, by pid and session."""
-
-    on_exit: ExitCallback | None
+    """Starts processes as watchers. The supervisor ends them, by pid and session."""
 
     async def start_process(self, spec: ProcessSpec) -> int:
         """A watcher of that name with its one process; the pid. OSError says why it could not be started.
@@ -59,10 +57,9 @@ class ProcessHost(Protocol):
 class SupervisedHost(ProcessHost, Protocol):
     """A host with a control endpoint: our own arbiter, or the plugin under somebody's stock circusd.
 
-    `supervisor` answers the commands (`arbiter.supervisor.Supervisor`).
+    Its maker gives it a supervisor, which answers the commands (`arbiter.supervisor.Supervisor`), and the
+    `ExitCallback` that it calls when a process ends.
     """
-
-    supervisor: Any
 
     def start(self) -> Awaitable[Any]:
         """Make everything ready to start processes and to answer commands."""

@@ -1,4 +1,4 @@
-"""A stock circusd's own ways: its one slot, its own commands for our watchers, its death, its silence."""
+"""Properties of a stock circusd alone, for instance its one slot for commands."""
 
 from __future__ import annotations
 

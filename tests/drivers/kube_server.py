@@ -17,8 +17,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from dynamo_local.kubernetes.api import Answer, ApiAway, Transport
-from dynamo_local.kubernetes.official_client import connected
+from dynamo_local.kubernetes.api import Answer, ApiAway, Transport, connected
 from tests.fakes.kubernetes.api_server import Rule
 from tests.tools.free_port import free_port
 

@@ -7,8 +7,7 @@ import asyncio
 import pytest
 import yaml
 
-from dynamo_local.kubernetes.import_graph import import_graph
-from dynamo_local.kubernetes.import_words import read_documents
+from dynamo_local.kubernetes.import_graph import import_graph, read_documents
 from tests.drivers.scaled import names
 from tests.drivers.served import ROOT
 from tests.dynamo1x.dynamo_graphs import DynamoServed, ask, instances, listed

@@ -80,7 +80,7 @@ class Arbiter(Successor):
         self._tasks: set[asyncio.Task[Any]] = set()
         self.host = SimHost(world)
         clock, tell = world.clock, self._tell
-        self.spares = SimSpares(world, self.host, self.factory.paths, run=self._background, tell=tell)
+        self.spares = self._spares()
         world.host, world.loop.on_crash = self.host, self.died
         head = State(namespace=NAMESPACE, run_id=run_id, circus_endpoint="ipc:///simulated/ctl.sock")
         store = MemoryStore(world.file, on_write=self._on_write)
@@ -101,7 +101,8 @@ class Arbiter(Successor):
             report=lambda worker, reason: tell(f"{worker.name} {reason}"),
             rng=world.rng,
         )
-        self.controller = WatchedController(self._nobody(), self.effects, clock, observers=[self], validates=True)
+        self.controller = WatchedController(self._nobody(), self.effects, clock, validates=True)
+        self.controller.subscribe(on_transition=self._on_transition, on_fleet=self._on_fleet)
         self.controller.on_moves = self._on_moves  # type: ignore[method-assign]
         self.controller.on_apply = self._on_apply  # type: ignore[method-assign]
         self.effects.connect(self._feed, self._ticked, lambda: self.controller.fleet)
@@ -110,8 +111,18 @@ class Arbiter(Successor):
         self.sampling = Sampling(NAMESPACE, self.controller, self.links, clock)
         self.waiting = Waiting(self.controller, clock.now_s)
         self.commands = ArbiterCommands(self.controller, self.pool.look, self.waiting)
-        self.spares.connect(lambda: self.controller.fleet, self._record_spares)
         self.host.on_exit = self._guarded(self._exited)
+
+    def _spares(self) -> SimSpares:
+        return SimSpares(
+            self.world,
+            self.host,
+            self.factory.paths,
+            run=self._background,
+            tell=self._tell,
+            fleet=lambda: self.controller.fleet,
+            record=self._record_spares,
+        )
 
     def _nobody(self) -> Fleet:
         """The fleet before its first worker."""
@@ -287,8 +298,8 @@ class Arbiter(Successor):
             if worker.counts and (after is None or not after.counts):
                 self.wanted.discard(name)
 
-    def on_fleet(self, fleet: Fleet) -> None:
-        """See `arbiter.effects.Observer`. A worker whose substitute serves is not wanted any more."""
+    def _on_fleet(self, fleet: Fleet) -> None:
+        """A worker whose substitute serves is not wanted any more."""
         for plan in self._plans:
             for name in plan.substitutes:
                 worker = fleet.workers.get(name)
@@ -297,10 +308,7 @@ class Arbiter(Successor):
         self._plans = fleet.restarts
         self.wanted -= {worker.name for worker in fleet.workers.values() if worker.stands_by}
 
-    def on_event(self, event: Event) -> None:
-        """See `arbiter.effects.Observer`."""
-
-    def on_transition(self, worker: Worker, transition: Transition) -> None:
+    def _on_transition(self, worker: Worker, transition: Transition) -> None:
         """Keep the books of what is wanted."""
         kind, name, before = transition.kind, transition.name, transition.before
         cause = transition.stimulus_id

@@ -23,7 +23,7 @@ SHARE_MAX = 1 / 3
 """Share of the time of a cold start."""
 
 
-class Spared:
+class PrewarmedPool:
     """`Host.spares`."""
 
     async def test_a_spare_becomes_a_worker_in_a_third_of_the_time_and_answers_as_any(

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.kubernetes.export import Wish
-from dynamo_local.kubernetes.manifests import as_v1alpha1
-from dynamo_local.kubernetes.model import document
+from dynamo_local.kubernetes.export import ExportRequest
+from dynamo_local.kubernetes.manifests import as_v1alpha1, document
 from tests.contract.kubernetes.kube_worlds import old_kube, real_kube
 from tests.drivers.kube_server import RealKube
 from tests.tools.clean_imports import clean_imports
@@ -64,7 +63,9 @@ def lost(sent: Any, kept: Any, where: str = "") -> list[str]:
 
 @pytest.mark.parametrize("wish", [WISH, PLANNED], ids=["alone", "planned"])
 @pytest.mark.parametrize("file", CARRIED)
-async def test_what_is_exported_is_taken_whole(file: str, wish: Wish, real_kube: RealKube, old_kube: RealKube) -> None:
+async def test_what_is_exported_is_taken_whole(
+    file: str, wish: ExportRequest, real_kube: RealKube, old_kube: RealKube
+) -> None:
     found = exported((EXAMPLES / file).read_text(), wish, target=CARRIED[file])
     for manifest in (document(found.graph), *found.beside):
         assert lost(manifest, await applied(real_kube, manifest)) == []

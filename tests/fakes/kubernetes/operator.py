@@ -15,7 +15,7 @@ from typing import Any
 
 from dynamo_local.clock import Clock
 from dynamo_local.kubernetes.api import JSON_PATCH, MERGE_PATCH, ApiAway, Transport
-from dynamo_local.kubernetes.model import ADAPTER_PLURAL, GRAPH_PLURAL, adapter_name
+from dynamo_local.kubernetes.manifests import ADAPTER_PLURAL, GRAPH_PLURAL, adapter_name
 
 EVERY_S = 0.2
 PENDS = float("inf")

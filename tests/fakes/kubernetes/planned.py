@@ -10,14 +10,14 @@ from typing import Any
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.types import Role
 from dynamo_local.kubernetes.api import KubeApi
-from dynamo_local.kubernetes.changes import Expected
 from dynamo_local.kubernetes.connector import KubernetesConnector
+from dynamo_local.kubernetes.graph import Requirements
 from tests.fakes.arbiter.told import Told
 from tests.fakes.kubernetes.api_server import Kube
 from tests.fakes.kubernetes.graphs import NAME, adapter, beta
 from tests.fakes.kubernetes.operator import Operator
 
-EXPECTED = Expected(max_gpus=8, floors={Role.PREFILL: 1, Role.DECODE: 1}, prefill=True)
+EXPECTED = Requirements(max_gpus=8, floors={Role.PREFILL: 1, Role.DECODE: 1}, prefill=True)
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class Planned:
 
 @asynccontextmanager
 async def planned(
-    graph: dict[str, Any] | None = None, expected: Expected = EXPECTED, *, ready: bool = True, **operator: Any
+    graph: dict[str, Any] | None = None, expected: Requirements = EXPECTED, *, ready: bool = True, **operator: Any
 ) -> AsyncIterator[Planned]:
     """Deployed, reconciled and, with `ready`, ready; adapters are made for components that ask for one."""
     graph = beta() if graph is None else graph

@@ -8,8 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dynamo_local.arbiter.planner_plugins import PlannerPlugins
-from dynamo_local.arbiter.planning import Planning
+from dynamo_local.arbiter.planning import ArbiterPlanner, PlannerPlugins
 from dynamo_local.arbiter.sampler import LoadsSample
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.config.planner import PlannerConfig
@@ -54,9 +53,9 @@ class Arbiter:
         self.on_manual: list[Callable[[str], None]] = []
         self.planning = self.made(PlannerConfig())
 
-    def made(self, options: PlannerConfig, plugins: PlannerPlugins | None = None) -> Planning:
+    def made(self, options: PlannerConfig, plugins: PlannerPlugins | None = None, **more: Any) -> ArbiterPlanner:
         """The planner of an arbiter on this statefile."""
-        return Planning(
+        return ArbiterPlanner(
             GRAPH,
             options,
             commands=self,  # type: ignore[arg-type]
@@ -69,6 +68,7 @@ class Arbiter:
             background=self.background,
             tell=self.told,
             plugins=plugins,
+            **more,
         )
 
     def background(self, work: Coroutine[Any, Any, Any]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from nats.errors import Error as NatsError
 
-from dynamo_local.arbiter.revocation import revoke
+from dynamo_local.arbiter.leftovers import revoke
 from dynamo_local.errors import ConfigError, EtcdUnavailable, NatsUnavailable
 from dynamo_local.ports import DeleteEvent, PutEvent, SnapshotEvent
 from dynamo_local.transport.access import EtcdAccess, NatsAccess

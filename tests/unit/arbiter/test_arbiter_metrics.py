@@ -67,7 +67,7 @@ class House:
             tasks=self.tasks,
             place=place,
         )
-        self.exporter.on_fleet(self.controller.fleet)
+        self.exporter.now()
 
     def worker(self, n: int = 0) -> Worker:
         """A decode worker, as it is now."""

@@ -9,6 +9,7 @@ import json
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from dynamo_local.arbiter.event_log import (
     EventLogUnwritable,
     EventRecorder,
     EventTail,
+    RunRecords,
     event_log_path,
     read,
     record_of,
@@ -326,3 +328,42 @@ async def test_events_that_cannot_be_written_are_told_and_come_later(tmp_path: P
     assert [each["stimulus_id"] for each in read(path)] == ["first", "second"]
     assert recorded.told[1:] == ["the event log is written again"]
     assert recorded.told.notes == []
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> RunRecords:
+    """Those of an arbiter of namespace `ns`, which is we ourselves."""
+    deployment: Any = SimpleNamespace(
+        graph=SimpleNamespace(namespace="ns", target="g:F"), paths=SimpleNamespace(logs=tmp_path), run_id="01J"
+    )
+    return RunRecords(deployment, EventRecorder(EventLog(event_log_path(tmp_path)), lambda: 7.0, Told()), lambda: 7.0)
+
+
+def written(folder: Path) -> list[tuple[str, int | None]]:
+    """The event, and the pid of an arbiter that was killed before it."""
+    return [(each["event"], each.get("killed_pid")) for each in read(event_log_path(folder))]
+
+
+async def test_a_run_says_who_runs_it_and_how_it_ended(records: RunRecords, tmp_path: Path) -> None:
+    await records.began(adopted=False)
+    await records.ended("W died; the end of its log:\n  | boom", 1, ours=True)
+    began, ended = read(event_log_path(tmp_path))
+    assert (began["run_id"], began["arbiter_pid"], began["target"], began["time"]) == ("01J", os.getpid(), "g:F", 7.0)
+    assert (ended["event"], ended["reason"], ended["exit_code"]) == ("RunEnded", "W died; the end of its log:", 1)
+
+
+async def test_an_arbiter_that_wrote_no_end_is_named_by_the_next(records: RunRecords, tmp_path: Path) -> None:
+    await records.began(adopted=False)
+    await records.began(adopted=True)
+    await records.ended("no etcd", 1, ours=False)
+    await records.began(adopted=True)
+    await records.ended("dynamo down", 0, ours=True)
+    await records.began(adopted=False)
+    assert written(tmp_path) == [
+        ("RunStarted", None),
+        ("RunAdopted", os.getpid()),
+        ("RunNotAdopted", None),
+        ("RunAdopted", None),
+        ("RunEnded", None),
+        ("RunStarted", None),
+    ]

@@ -1,4 +1,4 @@
-"""Whoever plans by itself is told of a person's change, and of no other: its own would keep it still for ever."""
+"""A planner is told of a person's change, and of no other."""
 
 from __future__ import annotations
 

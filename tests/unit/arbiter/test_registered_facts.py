@@ -1,4 +1,4 @@
-"""What a worker's key in the registry may say, and what is taken from it."""
+"""Facts in a worker's registry key."""
 
 from __future__ import annotations
 

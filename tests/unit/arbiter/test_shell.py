@@ -28,8 +28,13 @@ class Bench:
         self.clock = HandClock()
         self.effects = FakeEffects(quick=quick)
         self.effects.locked = set(begun.gpus.holder_of)
-        self.controller = FleetController(begun, self.effects, self.clock, observers=[self], validates=True)
+        self.controller = FleetController(begun, self.effects, self.clock, validates=True)
         self.seen: list[str] = []
+        self.controller.subscribe(
+            on_event=lambda event: self.seen.append(type(event).__name__),
+            on_transition=self._on_transition,
+            on_fleet=lambda fleet: self.seen.append(f"{len(fleet.workers)} workers"),
+        )
 
     @property
     def journal(self) -> list[str]:
@@ -46,17 +51,8 @@ class Bench:
         """`dynamo drain`"""
         self.controller.feed(st.Drain(stimulus_id="drain", name=name(n)))
 
-    def on_event(self, event: st.Event) -> None:
-        """See `Observer`."""
-        self.seen.append(type(event).__name__)
-
-    def on_transition(self, worker: Worker, transition: Transition) -> None:
-        """See `Observer`."""
+    def _on_transition(self, worker: Worker, transition: Transition) -> None:
         self.seen.append(f"{transition.kind} of one that is {worker.state}")
-
-    def on_fleet(self, fleet: Fleet) -> None:
-        """See `Observer`."""
-        self.seen.append(f"{len(fleet.workers)} workers")
 
 
 # --- in which order ----------------------------------------------------------------------------------

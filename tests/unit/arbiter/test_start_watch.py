@@ -1,4 +1,4 @@
-"""What a worker waits for that takes long to start is asked of it, for `dynamo status`."""
+"""The arbiter asks workers with a long start what they wait for."""
 
 from __future__ import annotations
 

@@ -13,8 +13,10 @@ import pytest
 from tensorboardX.event_file_writer import EventsWriter
 
 from dynamo_local.arbiter import tensorboard
+from dynamo_local.arbiter.request import ServeOptions, understand
 from dynamo_local.arbiter.tensorboard import ScalarFile, folder_for
 from dynamo_local.errors import EXIT_BAD_INPUT, ConfigError
+from tests.tools.clean_imports import clean_imports
 from tests.tools.event_files import named, read_points
 
 NOW = datetime(2026, 3, 7, 14, 5, 9, tzinfo=UTC)
@@ -135,3 +137,27 @@ def test_without_the_extra_a_log_dir_is_refused_by_name_and_none_is_needed(
     with pytest.raises(ConfigError, match=r"extra `tensorboard`.*'\.\[tensorboard\]'") as caught:
         folder_for(Path("tb"), base=tmp_path, logs=tmp_path, now=NOW)
     assert caught.value.exit_code == EXIT_BAD_INPUT
+
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "llm"
+
+
+def _understand(tmp_path: Path, *overrides: str, planner: bool | None) -> None:
+    options = ServeOptions(
+        "graphs.agg:Frontend", file=EXAMPLE / "configs/agg.yaml", overrides=overrides, planner=planner
+    )
+    with clean_imports():
+        understand(options, {"HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)}, EXAMPLE)
+
+
+def test_without_the_extra_serve_names_it_and_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorboard, "available", lambda: False)
+    with pytest.raises(ConfigError, match=r"extra `tensorboard`.*'\.\[tensorboard\]'") as caught:
+        _understand(tmp_path, "--Planner.log-dir=tb", planner=True)
+    assert caught.value.exit_code == EXIT_BAD_INPUT
+
+
+def test_without_the_extra_a_planner_without_a_log_dir_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorboard, "available", lambda: False)
+    _understand(tmp_path, planner=True)
+    _understand(tmp_path, "--Planner.log-dir=tb", planner=False)  # it does not start

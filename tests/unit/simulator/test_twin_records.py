@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dynamo_local.arbiter.planner_report.writing import write_report
+from dynamo_local.arbiter.planner_report_page import write_report
 from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.planner.policies.sla_sizing import SlaOptions
 from dynamo_local.planner.records.decision_log import DecisionLog, as_json, read, words

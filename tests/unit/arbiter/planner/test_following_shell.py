@@ -11,7 +11,7 @@ import pytest
 
 from dynamo_local.arbiter import planner_following as following
 from dynamo_local.arbiter.controller import Waiting
-from dynamo_local.arbiter.planner_following import Following
+from dynamo_local.arbiter.planner_following import DecisionFollower
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.fleet.events import Command, Scale
 from dynamo_local.core.virtual import Layout
@@ -43,7 +43,7 @@ class Arbiter:
         self.last: Scale | None = None
         self.told = Told()
         self.fails: list[Exception] = []
-        self.following = Following(
+        self.following = DecisionFollower(
             self.etcd,
             "dynamo",
             layout,

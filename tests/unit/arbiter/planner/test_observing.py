@@ -1,4 +1,4 @@
-"""What the arbiter asks of its workers for a planner: over a NATS in memory, with a fleet as a value."""
+"""The arbiter asks its workers for the planner's observations: requests, passes and benchmarks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.arbiter.planner_observation import Observing
+from dynamo_local.arbiter.planner_observation import ObservationSources
 from dynamo_local.clock import AsyncioClock, run_virtual
 from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.fleet.fleet import Fleet, Registration, Worker
@@ -39,7 +39,7 @@ class Graph:
         self.clients: dict[str, Any] = {}
         links: Any = SimpleNamespace(nats=self.nats.client())
         controller: Any = self
-        self.observing = Observing(lambda: graph, controller, links, AsyncioClock(), self._background, Told())
+        self.observing = ObservationSources(lambda: graph, controller, links, AsyncioClock(), self._background, Told())
 
     async def add(self, name: str, state: WorkerState = WorkerState.READY, **tells: Any) -> Any:
         """One more worker; the connection by which it answers."""

@@ -1,4 +1,4 @@
-"""What waits for a prefill where prefill workers are commands: in them, and in the frontends' routers."""
+"""Requests that wait for a prefill where prefill workers are commands."""
 
 from __future__ import annotations
 
@@ -55,8 +55,9 @@ async def waiting(loads: dict[str, tuple[Load, float]], failed: Missing | None =
     sampling: Any = SimpleNamespace(loads=sample)
     nothing: Any = None
     clock = HandClock()
-    world = ArbiterWorld(controller, sampling, nothing, "Prefill", "Decode", clock, ScalingTimes(clock.now_s))
-    world.waiting_in = prefills_wait_in(GRAPH, "Prefill")
+    waiting_in = prefills_wait_in(GRAPH, "Prefill")
+    times = ScalingTimes(clock.now_s)
+    world = ArbiterWorld(controller, sampling, nothing, "Prefill", "Decode", clock, times, waiting_in=waiting_in)
     return await world.depth()
 
 

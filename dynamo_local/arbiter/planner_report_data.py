@@ -1,7 +1,7 @@
-"""From a decision log of any length to few points: one pass, in bounded memory.
+"""Reads a decision log of any length into few points, for the planner's report: one pass, in bounded memory.
 
-A point stands for some decisions that follow each other: rates, latencies and loads are their means, what is counted is
-as the last of them has it. When there are too many points, each two become one.
+A point stands for consecutive decisions. Rates, latencies and loads are their means. A count has the value of the last
+decision. If there are too many points, each two become one.
 """
 
 from __future__ import annotations
@@ -12,15 +12,12 @@ from dataclasses import dataclass, field
 
 from dynamo_local.planner.records.figures import Figures, Line, all_figures, number
 
-# --- forecasts
-# Forecasts beside what came: each is kept until the window that it was made for has been observed.
-
 FORECAST = ("requests_per_second", "input_sequence_tokens", "output_sequence_tokens")
 
 
 @dataclass(slots=True)
 class ForecastErrors:
-    """Of one series: sums of what was observed, of the errors' sizes, and of the errors (forecast less observed)."""
+    """The errors of one series' forecasts, as sums. `signed` is forecast minus observed."""
 
     windows: int = 0
     observed: float = 0.0
@@ -29,28 +26,28 @@ class ForecastErrors:
 
     @property
     def mean(self) -> float:
-        """The mean size of the error, in the series' unit."""
+        """The mean absolute error, in the series' unit."""
         return self.absolute / self.windows
 
     @property
     def share(self) -> float | None:
-        """The errors' sizes as a share of what was observed; None where nothing was."""
+        """The absolute errors divided by the observed values. None if nothing was observed."""
         return self.absolute / self.observed if self.observed > 0 else None
 
     @property
     def bias(self) -> float:
-        """The mean error; above 0 where too much was expected."""
+        """The mean error. Above 0 the forecasts were too high."""
         return self.signed / self.windows
 
 
-class Forecast:
-    """Forecasts whose windows have not ended yet."""
+class OpenForecasts:
+    """Forecasts whose windows have not been observed yet."""
 
     def __init__(self) -> None:
         self._open: deque[tuple[float, float, Figures]] = deque()
 
     def met(self, line: Line, figures: Figures, errors: dict[str, ForecastErrors]) -> Figures:
-        """`forecast_…` of the window that this line observed, made when it had not begun; the errors are counted."""
+        """Returns the `forecast_…` that was made earlier for the window of this line, and counts its errors."""
         wall_s = float(line["wall_s"])
         found: Figures = {}
         if "observed_requests_per_second" in figures:
@@ -71,7 +68,7 @@ class Forecast:
         return found
 
     def _made_for(self, ended_s: float) -> Figures:
-        """The forecast of the window that has just ended. Those of windows that nobody observed are dropped."""
+        """The forecast of the window that has just ended. Forecasts of unobserved windows are dropped."""
         while self._open and self._open[0][0] < ended_s - self._open[0][1] / 2:
             self._open.popleft()
         if self._open and self._open[0][0] <= ended_s + self._open[0][1] / 2:
@@ -79,20 +76,20 @@ class Forecast:
         return {}
 
 
-POINTS_MAX = 700
+POINTS_MAX = 400
 CHANGES_MAX = 300
-"""So many of the last changes are told; all are counted."""
+"""The report shows this many of the last decisions with a step. All are counted."""
 NOT_LOOKING = 3
-"""Where the next decision came after so many times the announced interval, the planner had stopped in between."""
+"""If the next decision came later than this many announced intervals, the planner had stopped in between."""
 NOT_LOOKING_MIN_S = 60.0
 
 _LAST = ("num_", "capacity_", "predicted_num_", "needed_", "min_", "bound_", "max_", "sla_target_", "gpu")
-"""Names that begin so are as the last decision has them; of all others a point has the mean."""
+"""Figures with these prefixes have the value of the last decision. All others are means."""
 
 
 @dataclass(slots=True)
 class Point:
-    """`decisions` that follow each other, the last at `wall_s` (Unix time). `gpu_hours` are those since the first."""
+    """Consecutive decisions, the last at `wall_s` (Unix time). `gpu_hours` counts from the first point of all."""
 
     wall_s: float
     decisions: int
@@ -113,15 +110,15 @@ class Point:
 
 @dataclass(slots=True)
 class Attainment:
-    """Windows whose mean was within the target, of all that had both."""
+    """How many windows had a mean within the target. `windows` counts those with a mean and a target."""
 
     within: int = 0
     windows: int = 0
 
 
 @dataclass(slots=True)
-class Gathered:
-    """What a report is made of. `steps` counts decided steps by what became of them, `rules` the rules by component."""
+class ReportData:
+    """The data of one report. `steps` counts decided steps by outcome, `rules` decisions by component and rule."""
 
     points: list[Point] = field(default_factory=list)
     changes: deque[Line] = field(default_factory=lambda: deque(maxlen=CHANGES_MAX))
@@ -130,7 +127,7 @@ class Gathered:
     changed: int = 0
     gpu_hours: float = 0.0
     looked_s: float = 0.0
-    """Time in which the planner decided: gaps are left out, in GPU-hours too."""
+    """Seconds in which the planner decided. Gaps are left out here and in `gpu_hours`."""
     steps: Counter[str] = field(default_factory=Counter)
     rules: Counter[tuple[str, str]] = field(default_factory=Counter)
     errors: dict[str, ForecastErrors] = field(default_factory=dict)
@@ -138,7 +135,7 @@ class Gathered:
     per_point: int = 1
 
     def add(self, point: Point) -> None:
-        """One more decision. All points but the last stand for as many of them."""
+        """Add one decision. All points but the last stand for `per_point` decisions."""
         if self.points and self.points[-1].decisions < self.per_point:
             self.points[-1] = self.points[-1].joined(point)
             return
@@ -149,9 +146,9 @@ class Gathered:
         self.points.append(point)
 
 
-def gathered(lines: Iterable[Line]) -> Gathered:
-    """Of these lines, the oldest first. One that cannot be read is left out."""
-    found, forecast = Gathered(), Forecast()
+def collect(lines: Iterable[Line]) -> ReportData:
+    """Read these lines, the oldest first. An unreadable line is left out."""
+    found, forecast = ReportData(), OpenForecasts()
     before: tuple[float, float, float] | None = None  # when, GPUs held, the longest time to the next decision
     for line in lines:
         try:
@@ -177,7 +174,7 @@ def _patience_s(line: Line) -> float:
     return max(NOT_LOOKING_MIN_S, NOT_LOOKING * (announced[0] - announced[1]))
 
 
-def _count(found: Gathered, line: Line) -> None:
+def _count(found: ReportData, line: Line) -> None:
     policy = line["inputs"].get("policy", "load")
     if policy not in found.policies:
         found.policies.append(policy)
@@ -191,7 +188,7 @@ def _count(found: Gathered, line: Line) -> None:
         found.changes.append(line)
 
 
-def _compare(found: Gathered, figures: Figures) -> None:
+def _compare(found: ReportData, figures: Figures) -> None:
     for what, attainment in found.attained.items():
         observed, target = figures.get(f"observed_{what}"), figures.get(f"sla_target_{what}")
         if observed is not None and target is not None:

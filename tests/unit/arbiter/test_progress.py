@@ -1,18 +1,30 @@
-"""What a run shows while it goes: lines of all processes of now, rotation, and the display while something changes."""
+"""The display of a run: lines of all present processes, rotation, and a terminal that goes away."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
+import json
 import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dynamo_local.arbiter.progress import Row
-from dynamo_local.arbiter.shown_logs import LOG_POLL_S, QUIET_LOG_POLL_S, ROTATE_EVERY_S, ShownLogs
+from dynamo_local.arbiter.progress import (
+    LOG_POLL_S,
+    QUIET_LOG_POLL_S,
+    ROTATE_EVERY_S,
+    BootReport,
+    LastingView,
+    PlainView,
+    Row,
+    ShownLogs,
+)
 from dynamo_local.system.log_files import MAX_BYTES
 from tests.fakes.arbiter.quick_clock import QuickClock
 
@@ -171,3 +183,62 @@ async def test_logs_of_workers_that_left_long_ago_go_and_those_of_the_run_stay(h
     async with house.runs():
         await house.until(lambda: not house.file("dynamo_A_1").exists())
     assert {file.stem for file in house.folder.iterdir()} == {"dynamo_A", "dynamo_arbiter", "dynamo_guardian"}
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from dynamo_local.arbiter.progress import open_view
+view = open_view()
+view.event("first"); sys.stdin.read()
+for n in range(3):
+    view.event("nobody reads this"); view.log_line("dynamo_W", "nor this", ["dynamo_W"])
+Path(sys.argv[1]).write_text(f"wants logs: {view.wants_logs}")
+view.failed("and not this", 1); view.close(); print("at the end"); sys.exit(7)
+"""
+
+
+class Full(io.StringIO):
+    """Takes nothing."""
+
+    def write(self, text: str) -> int:
+        """As a full disk."""
+        raise OSError(28, os.strerror(28))
+
+
+def test_a_view_that_fails_is_not_tried_again() -> None:
+    silenced: list[str] = []
+    view = LastingView(PlainView(Full()), lambda: silenced.append("once"))
+    assert view.wants_logs
+    view.event("lost")
+    view.rows("title", [Row("dynamo_W", "ready", "0", 1.0)])
+    view.ready({"namespace": "dynamo"})
+    view.close()
+    assert not view.wants_logs
+    assert silenced == ["once"]
+
+
+def test_a_process_whose_output_nobody_reads_goes_on_and_ends_as_it_means_to(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    words = [sys.executable, "-c", SCRIPT, str(told)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"first\n"
+        process.stdout.close()
+        process.stdin.close()
+        assert process.wait(30) == 7
+    assert told.read_text() == "wants logs: False"
+
+
+def test_a_boot_report_is_read_to_its_end_and_then_nobody_reads_the_output(tmp_path: Path) -> None:
+    """A detached run prints into its parent's memory while that waits; what came later would grow for ever."""
+    silenced: list[str] = []
+    report = BootReport(tmp_path / "report", lambda: silenced.append("once"))
+    report.event("a start")
+    assert silenced == []
+    report.ready({"namespace": "dynamo"})
+    report.event("of the run")
+    report.close()
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "report").read_text().splitlines()]
+    assert (kinds, silenced) == (["event", "ready"], ["once"])

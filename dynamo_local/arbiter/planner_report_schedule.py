@@ -1,6 +1,6 @@
-"""When the arbiter has reports written: every so many hours, and when the planner stops.
+"""Has the planner's reports written, in the arbiter: at an interval, and when the planner stops.
 
-Each is written by a process of its own, which reads the decision log: the arbiter's loop has nothing to do with it.
+A process of its own writes each report from the decision log. So the arbiter's event loop is never blocked.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from dynamo_local.arbiter.planner_report import reports_folder
 from dynamo_local.clock import Clock
 from dynamo_local.planner.forecasting.process import INHERITED
 from dynamo_local.planner.records.decision_log import decision_log_path
@@ -27,16 +26,23 @@ from dynamo_local.system.processes import wait_exit
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 30.0
-"""How often it looks whether a report is due; the interval may be changed at any time."""
+"""How often to check whether a report is due. The interval may change at any time."""
 DEADLINE_S = 120.0
 LEAVING_S = 15.0
-"""How long a run that leaves waits, after its workers are gone, for the report of its end."""
-COMMAND = (sys.executable, "-P", "-m", "dynamo_local.arbiter.planner_report")
+"""How long a run that leaves waits for its last report, after its workers are gone."""
+COMMAND = (sys.executable, "-P", "-m", "dynamo_local.arbiter.planner_report_page")
+
+
+def reports_folder(logs: Path) -> Path:
+    """Where the reports of the namespace with that log folder are."""
+    return logs / "planner_reports"
 
 
 class ReportSchedule:
-    """Between `began` and `ended` a planner runs. `hours` is the interval of now (None: no reports), `written` waits
-    until the decisions so far are in the log."""
+    """Between `began` and `ended` a planner runs. `hours` is the present interval (None: no reports).
+
+    `written` returns when the decisions so far are in the log.
+    """
 
     def __init__(
         self,
@@ -60,11 +66,11 @@ class ReportSchedule:
         self._last: set[asyncio.Task[None]] = set()
 
     def began(self) -> None:
-        """The planner starts: the next report begins here."""
+        """The planner starts. The next report covers the time from now on."""
         self._since_s = self._clock.wall_s()
 
     def ended(self) -> None:
-        """The planner has stopped: a report is written in the background."""
+        """The planner has stopped. Write a report in the background."""
         since_s, self._since_s = self._since_s, None
         if since_s is not None and self._hours() is not None:
             task = asyncio.ensure_future(self._write(since_s))
@@ -72,20 +78,20 @@ class ReportSchedule:
             task.add_done_callback(self._last.discard)
 
     async def run(self) -> None:
-        """For ever: write those that are due."""
+        """Write each report that is due, until cancelled."""
         while True:
             await self._clock.sleep_until(self._clock.now_s() + LOOK_EVERY_S)
             await self.look()
 
     async def look(self) -> None:
-        """Write a report, if one is due now."""
+        """Write a report if one is due."""
         hours, now_s, since_s = self._hours(), self._clock.wall_s(), self._since_s
         if hours is not None and since_s is not None and now_s - since_s >= hours * 3600:
             self._since_s = now_s
             await self._write(since_s)
 
     async def close(self) -> None:
-        """Wait for the report of the end, but not for long."""
+        """Wait for the last report, at most `LEAVING_S`."""
         if not self._last:
             return
         _, late = await asyncio.wait(self._last, timeout=LEAVING_S)
@@ -109,7 +115,7 @@ class ReportSchedule:
 
 
 async def _run(command: tuple[str, ...], deadline_s: float) -> str:
-    """What it said of a failure; empty: it has done it."""
+    """Run the command. Returns its last line on standard error, empty on success."""
     inherited = {name: value for name, value in os.environ.items() if any(fnmatchcase(name, it) for it in INHERITED)}
     with subprocess.Popen(  # noqa: ASYNC220 - waited for by its pidfd; see `forecasting.process`
         command,

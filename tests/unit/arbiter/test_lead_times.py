@@ -1,30 +1,32 @@
-"""What each way to a worker took: noted by whoever watches the controller, for the machine's own transitions."""
+"""Lead times by scaling option: measured from transitions, and shown on `/metrics`."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
-from dynamo_local.arbiter.lead_times import LeadWatch
+from dynamo_local.arbiter.lead_times import LeadTimeMetrics, LeadTimesNow, LeadTimeWatch
 from dynamo_local.core.fleet import effects as ins
 from dynamo_local.core.fleet import events as st
 from dynamo_local.core.fleet.events import Change
 from dynamo_local.core.fleet.fleet import Fleet, StandbyFacts, Template
 from dynamo_local.core.fleet.step import step
+from dynamo_local.core.lead_times import LeadTimes, Rung
 from tests.fakes.arbiter.fleet_views import DECODE, PREFILL, lease_of, name, on_ledger, pid_of, worker
 
 D, P = DECODE.component, PREFILL.component
 
 
 class Watched:
-    """A fleet under a `LeadWatch`; what that noted, with its seconds."""
+    """A fleet under a `LeadTimeWatch`; what that noted, with its seconds."""
 
     def __init__(self, fleet: Fleet, spares: frozenset[int] = frozenset()) -> None:
         self.fleet = fleet
         self.now_s = 100.0
         self.noted: list[tuple[str, str, float]] = []
-        self.watch = LeadWatch(lambda: self.now_s, lambda *note: self.noted.append(note), lambda pid: pid in spares)
+        self.watch = LeadTimeWatch(lambda: self.now_s, lambda *note: self.noted.append(note), lambda pid: pid in spares)
 
     def feed(self, event: st.Event, after_s: float = 0.0) -> None:
         self.now_s += after_s
@@ -114,3 +116,34 @@ def test_what_an_earlier_arbiter_began_is_not_known() -> None:
 
 def standby_templates() -> tuple[Template, ...]:
     return (replace(DECODE, standby=0), PREFILL)
+
+
+def test_each_rung_that_was_measured_has_its_statistics_and_no_other_a_sample() -> None:
+    """This run's and this host's together; what was never measured is absent, not 0."""
+    leads = LeadTimes(host={"VllmWorker": {Rung.COLD: [30.0, 50.0]}})
+    for seconds in (0.2, 0.1, 0.3):
+        leads = leads.noted(Rung.FLIP_TO_DECODE, "VllmWorker", seconds)
+    leads = leads.noted(Rung.COLD, "VllmWorker", 40.0)
+    registry = CollectorRegistry()
+    LeadTimeMetrics(registry, lambda: LeadTimesNow(leads, {("vllm", "warm"): 2}))
+
+    def sample(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"dynamo_arbiter_{name}", labels)
+
+    def lead(rung: str, statistic: str) -> float | None:
+        return sample("lead_seconds", component="VllmWorker", rung=rung, statistic=statistic)
+
+    assert [lead("flip_to_decode", each) for each in ("last", "median", "p90")] == [0.3, 0.2, 0.3]
+    assert [lead("cold", each) for each in ("last", "median", "p90")] == [40.0, 40.0, 50.0]
+    assert sample("lead_samples", component="VllmWorker", rung="cold") == 3
+    assert sample("spares", engine="vllm", state="warm") == 2
+    assert lead("wake_1", "median") is None
+    assert b"flip_to_prefill" not in generate_latest(registry)
+
+
+def test_the_families_are_there_before_anything_was_measured() -> None:
+    registry = CollectorRegistry()
+    LeadTimeMetrics(registry)
+    assert b"# TYPE dynamo_arbiter_lead_seconds gauge" in generate_latest(registry)
+    with pytest.raises(ValueError, match="Duplicated"):
+        LeadTimeMetrics(registry)
