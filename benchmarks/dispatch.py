@@ -196,15 +196,15 @@ def section(found: Sequence[Row], costs: tuple[Sequence[float], Sequence[float]]
     for row in found:
         remote = "–" if row.remote is None else f"{row.remote:.2%}"
         lines.append(f"| {row.trial} | {row.fleet} | {row.threshold:.2%} | {remote} | **{row.slo:.2%}** |")
-    told = "; ".join(
-        f"{trial.name}: {trial.requests(1).told}, TTFT {trial.ttft_ms:g} ms, ITL {trial.itl_ms:g} ms"
+    told = (
+        f"- {trial.name}: {trial.requests(1).told}, TTFT {trial.ttft_ms:g} ms, ITL {trial.itl_ms:g} ms"
         + ("" if trial.speed == 1 else f", engines at {trial.speed:g} of their speed")
         for trial in TRIALS
     )
     picks, decisions = (sorted(cost) for cost in costs)
     lines += [
         "",
-        f"{told}.",
+        *told,
         "",
         f"A choice among {WORKERS} workers takes {picks[len(picks) // 2]:.0f} µs, a decision of a worker with "
         f"{STREAMS} streams {decisions[len(decisions) // 2]:.0f} µs (median of {DECISIONS:,}, one core).",

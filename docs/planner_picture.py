@@ -1,6 +1,6 @@
 """Draw docs/planner-report.svg: `python docs/planner_picture.py`. The same bytes each time.
 
-An hour of a load that rises and falls, in the twin, planned by `sla`.
+One simulated hour with a load that rises and falls, planned by `sla`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Five episodes of a fleet's life, as scripts of stimuli; `docs/generate.py` runs them and draws what the machine did.
+"""Five episodes of a fleet's life, as scripts of events; `docs/generate.py` runs them and writes what the machine did.
 
-Nothing here is a stand-in: `step` is the machine that runs in the arbiter, the fleet is checked after each step, and
-time passes as in the arbiter (whatever is due before the next event of a script happens first).
+`step` is the machine that runs in the arbiter. The fleet is validated after each step. Time passes as in the arbiter:
+deadlines before the next event of a script take effect first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FIRST_PID = 101
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One step: when, what came in, which states changed (`worker: before -> after, by which event`), what came out."""
+    """One step: time, event, state changes (`worker: before -> after, by which transition`), effects."""
 
     at_s: float
     event: str
@@ -48,35 +48,35 @@ class Row:
 
 
 class Play:
-    """A fleet of one namespace, on a host that has one GPU for each of its first workers and `spare` more.
+    """A fleet of one namespace, on a host that has one GPU for each of its first workers and `extra_gpus` more.
 
     A method feeds the machine what the world would say next, and notes the step. Processes are numbered from 101 in
     the order in which they are made, and their leases after them; workers are named without the namespace.
     """
 
-    def __init__(self, workers: Mapping[str, int], *, spare: int = 0) -> None:
+    def __init__(self, workers: Mapping[str, int], *, extra_gpus: int = 0) -> None:
         """A fleet in which all workers serve: `{"VllmWorker": 2}`."""
         self.rows: list[Row] = []
         self.now_s = 0.0
         self._pids: Iterator[int] = iter(range(FIRST_PID, 1000))
-        self._fleet = self._pending(workers, spare)
+        self._fleet = self._pending(workers, extra_gpus)
         self.do(0.0, StartAll(stimulus_id="serve"))
         for name in map(_short, list(self._fleet.workers)):
             self.made(0.0, name)
             self.registers(0.0, name)
         self.rows = []
 
-    def _pending(self, workers: Mapping[str, int], spare: int) -> Fleet:
+    def _pending(self, workers: Mapping[str, int], extra_gpus: int) -> Fleet:
         entries = {}
         for component, count in workers.items():
             for n in range(count):
                 name = f"dynamo_{component}" + (f"_{n}" if n else "")
                 entries[name] = Worker(name, component, ROLES[component], n)
-        devices = [GpuDevice(i, f"GPU-{i}", "simulated", 80 * GIB, 0) for i in range(len(entries) + spare)]
+        devices = [GpuDevice(i, f"GPU-{i}", "simulated", 80 * GIB, 0) for i in range(len(entries) + extra_gpus)]
         templates = tuple(Template(component, ROLES[component], gpus_per_worker=1) for component in workers)
         return Fleet("dynamo", templates, entries, GpuLedger.of(devices))
 
-    # --- stimuli -------------------------------------------------------------------------------
+    # --- events --------------------------------------------------------------------------------
 
     def do(self, at_s: float, event: Event) -> None:
         """Feed the machine; whatever was due before then happens first."""
@@ -114,7 +114,7 @@ class Play:
         """Nothing is left of what the process had started."""
         self.do(at_s, Swept(stimulus_id=f"sweep:{_full(name)}", name=_full(name)))
 
-    def gpus_seen(self, at_s: float, *, busy: tuple[int, ...] = ()) -> None:
+    def gpus_observed(self, at_s: float, *, busy: tuple[int, ...] = ()) -> None:
         """The devices were looked at; those in `busy` still hold somebody's memory."""
         devices = tuple(
             replace(device, memory_used_bytes=70 * GIB if device.index in busy else 0)
@@ -184,15 +184,15 @@ def _row(at_s: float, event: Event, effects: tuple[Effect, ...]) -> Row:
     return Row(at_s, f"{said} ({_short(event.stimulus_id)})", moved, shown)
 
 
-def _only_logged(instruction: Effect) -> bool:
-    return isinstance(instruction, Commit) and not (instruction.names or instruction.head)
+def _only_logged(effect: Effect) -> bool:
+    return isinstance(effect, Commit) and not (effect.names or effect.head)
 
 
-def _said(instruction: Effect) -> str:
+def _said(effect: Effect) -> str:
     """As `dynamo events --story` says it, and which worker is meant."""
-    if isinstance(instruction, Commit):
-        return f"commit {', '.join(instruction.names)}" + (" and the restart" if instruction.head else "")
-    said, name = describe(instruction), getattr(instruction, "name", "")
+    if isinstance(effect, Commit):
+        return f"commit {', '.join(effect.names)}" + (" and the restart" if effect.head else "")
+    said, name = describe(effect), getattr(effect, "name", "")
     if not name:
         return said
     return f"{said} ({name})" if " " in said else f"{said} {name}"
@@ -206,41 +206,50 @@ def _short(text: str) -> str:
 
 
 def drain() -> Play:
-    """`dynamo drain VllmWorker_1`: its lease is revoked, it finishes what it streams, exits, and its GPU comes back.
+    """`dynamo drain VllmWorker_1`: the worker loses its lease, finishes its streams and exits; its GPU becomes free.
 
-    The GPU is looked at twice: at first the driver has not given the memory back yet.
+    The arbiter looks at the GPU twice, because the driver has not freed the memory at the first look.
     """
     play = Play({"VllmWorker": 2})
     play.do(1.0, Drain(stimulus_id="command:7", name="VllmWorker_1"))
     play.deregisters(1.01, "VllmWorker_1")
     play.exits(4.2, "VllmWorker_1", code=0)
     play.swept(4.25, "VllmWorker_1")
-    play.gpus_seen(4.3, busy=(1,))
+    play.gpus_observed(4.3, busy=(1,))
     play.until(4.4)
-    play.gpus_seen(4.45)
+    play.gpus_observed(4.45)
     return play
 
 
 def crash() -> Play:
-    """A decode worker segfaults, comes back after its back-off, and serves.
+    """A decode worker segfaults, restarts after its back-off, and serves again.
 
-    Its GPU stays promised to it, is seen to be empty first, and the second failure would wait longer.
+    It keeps its GPU. The new process starts after a look showed the GPU empty. A second failure would wait longer.
     """
     play = Play({"VllmWorker": 1})
     play.exits(5.0, "VllmWorker", code=-11)
     play.swept(5.05, "VllmWorker")
     play.until(6.5)
-    play.gpus_seen(6.6)
+    play.gpus_observed(6.6)
     play.made(6.65, "VllmWorker")
     play.registers(9.0, "VllmWorker")
     return play
 
 
-def adoption() -> Play:
-    """The arbiter was killed; its successor finds one worker that serves, one that ended unseen, one that drains.
+def scale_up() -> Play:
+    """`dynamo scale VllmWorker +1`: the arbiter locks a free GPU, commits the new worker, and spawns its process."""
+    play = Play({"VllmWorker": 1}, extra_gpus=1)
+    play.do(1.0, Scale(stimulus_id="command:7", component="VllmWorker", target=Change(1, relative=True)))
+    play.made(1.1, "VllmWorker_1")
+    play.registers(4.0, "VllmWorker_1")
+    return play
 
-    It reads the registry first and then resumes: the worker that serves is not touched, the one that has ended is a
-    crash like any other, and the drain goes on by its old deadline.
+
+def adoption() -> Play:
+    """The arbiter was killed. Its successor finds a serving worker, a worker that ended meanwhile, and a drain.
+
+    The successor reads the registry first, and then resumes. It does not touch the serving worker. The ended worker is
+    a crash like any other. The drain keeps its old deadline.
     """
     play = Play({"VllmWorker": 3})
     play.do(1.0, Drain(stimulus_id="command:7", name="VllmWorker_2"))
@@ -250,34 +259,34 @@ def adoption() -> Play:
     play.swept(8.05, "VllmWorker_1")
     play.exits(8.6, "VllmWorker_2", code=0)
     play.swept(8.65, "VllmWorker_2")
-    play.gpus_seen(8.7)
+    play.gpus_observed(8.7)
     play.until(9.2)
-    play.gpus_seen(9.25)
+    play.gpus_observed(9.25)
     play.made(9.3, "VllmWorker_1")
     play.registers(12.0, "VllmWorker_1")
     return play
 
 
 def rolling_restart() -> Play:
-    """`dynamo restart VllmWorker --rolling`: one after the other, never without a worker that serves."""
+    """`dynamo restart VllmWorker --rolling`: one worker after the other, and one always serves.
+
+    When the first one serves again, the second one drains. It goes the same way, which the table leaves out.
+    """
     play = Play({"VllmWorker": 2})
     play.do(1.0, Restart(stimulus_id="command:8", name="VllmWorker"))
-    at_s = 1.0
-    for name in ("VllmWorker_1", "VllmWorker"):
-        play.deregisters(at_s + 0.01, name)
-        play.exits(at_s + 2.0, name, code=0)
-        play.swept(at_s + 2.05, name)
-        play.gpus_seen(at_s + 2.1)
-        play.made(at_s + 2.2, name)
-        play.registers(at_s + 5.0, name)
-        at_s += 5.0
+    play.deregisters(1.01, "VllmWorker_1")
+    play.exits(3.0, "VllmWorker_1", code=0)
+    play.swept(3.05, "VllmWorker_1")
+    play.gpus_observed(3.1)
+    play.made(3.2, "VllmWorker_1")
+    play.registers(6.0, "VllmWorker_1")
     return play
 
 
 def swap() -> Play:
-    """A planner wants one prefill worker less and one decode worker more, on a host whose GPUs are all held.
+    """A planner replaces a prefill worker by a decode worker, on a host without a free GPU.
 
-    The new decode worker is committed at once and waits for the GPU of the prefill worker, which first finishes.
+    The arbiter commits the new decode worker at once. It starts when the prefill worker has finished and freed its GPU.
     """
     play = Play({"VllmWorker": 1, "PrefillWorker": 2})
     less, more = Change(-1, relative=True), Change(1, relative=True)
@@ -287,10 +296,10 @@ def swap() -> Play:
     play.do(1.0, up)
     play.deregisters(1.2, "PrefillWorker_1")
     play.until(1.5)
-    play.gpus_seen(1.6)
+    play.gpus_observed(1.6)
     play.exits(1.9, "PrefillWorker_1", code=0)
     play.swept(1.95, "PrefillWorker_1")
-    play.gpus_seen(2.0)
+    play.gpus_observed(2.0)
     play.made(2.1, "VllmWorker_1")
     play.registers(5.0, "VllmWorker_1")
     return play
@@ -299,6 +308,7 @@ def swap() -> Play:
 EPISODES: Mapping[str, Callable[[], Play]] = {
     "drain": drain,
     "crash": crash,
+    "scale": scale_up,
     "adoption": adoption,
     "rolling-restart": rolling_restart,
     "swap": swap,

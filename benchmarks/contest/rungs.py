@@ -251,7 +251,7 @@ def section(facts: Facts) -> str:
 
 
 def _table(facts: Facts, load: Load) -> Iterator[str]:
-    yield "| Rungs | `thrift` | Missed | GPU-hours | Starts, wakes, flips | Fewer missed (least, most) |"
+    yield "| Scaling options | `thrift` | Missed | GPU-hours | Starts, wakes, flips | Fewer missed (least, most) |"
     yield "|---|--:|--:|--:|--:|--:|"
     for name, _, thrift in _runs():
         rows = [row for row in facts.of(load.name, name) if row.thrift == thrift]

@@ -89,7 +89,7 @@ def _applied(
 
 
 def deployment_of(paths: Paths, file: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """What `dynamo serve` would make of the file and the words, for the graph that runs and in its folder.
+    """The deployment that `dynamo serve` would make of this file and these words, for the running graph, in its folder.
 
     Raises `NotRunning`, `StateError`, and all that `serve` refuses.
     """

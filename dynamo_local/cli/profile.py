@@ -54,7 +54,7 @@ class Budget(click.ParamType):
 @click.option("--budget", type=Budget(), default="15m", show_default=True, help="For everything that is measured.")
 @click.option("--roles", default=None, help="Only these: prefill, decode, or agg.  [all of the graph]")
 @click.option("--gpus", default=None, help="As for `dynamo serve`.")
-@click.option("--namespace", "-n", default="profile", show_default=True, help="Of the graph while it is measured.")
+@click.option("--namespace", "-n", default="profile", show_default=True, help="Namespace of the measured graph.")
 @click.option(
     "--max-context",
     type=click.IntRange(min=256),
@@ -63,9 +63,9 @@ class Budget(click.ParamType):
     help="Longest sequence that is measured, tokens.",
 )
 @click.option("--start-deadline", type=click.FloatRange(min=0.1, max=SECONDS_MAX), help="As for `dynamo serve`.")
-@click.option("--kv-tokens", type=click.IntRange(min=1), help="Of a command: tokens that its KV cache holds.")
-@click.option("--context-length", type=click.IntRange(min=1), help="Of a command: its longest sequence, tokens.")
-@click.option("--max-num-seqs", type=click.IntRange(min=1), help="Of a command: requests that it runs at once.")
+@click.option("--kv-tokens", type=click.IntRange(min=1), help="For a command: size of its KV cache, tokens.")
+@click.option("--context-length", type=click.IntRange(min=1), help="For a command: its longest sequence, tokens.")
+@click.option("--max-num-seqs", type=click.IntRange(min=1), help="For a command: requests that it runs at once.")
 @click.option("--small", is_flag=True, help="A third of the points: for a first look.")
 @click.option("--resume", is_flag=True, help="Go on with what an earlier run left in the folder.")
 @click.option("--no-actions", is_flag=True, help="Do not time starts, drains, flips and sleeps.")

@@ -39,12 +39,12 @@ POLL_S = 0.02
     "--on-arbiter-death",
     type=click.Choice(["end", "keep"]),
     default=None,
-    help="What becomes of the workers when this process is killed: ended (the default), or kept serving for --adopt.",
+    help="If this process is killed: end the workers (the default), or keep them serving for --adopt.",
 )
 @click.option(
     "--planner/--no-planner",
     default=None,
-    help="Scale the graph by its load, or do not. By default it is if the configuration has a `Planner` section.",
+    help="Scale the graph by its load, or not. Default: on if the configuration has a `Planner` section.",
 )
 @click.option(
     "--follow",

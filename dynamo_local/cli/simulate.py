@@ -1,4 +1,4 @@
-"""`dynamo simulate`: a trace through the twin, as a table, JSON, or an HTML page."""
+"""`dynamo simulate`: runs a trace in the simulator. Prints a table or JSON, or writes an HTML page."""
 
 from __future__ import annotations
 
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from dynamo_local.simulator.trace import TraceRequest
 
 
-# --- simulated_leads
-# `--lead`: how long each way to one more worker takes in the twin, as given or as measured on this host.
-
 NAMES = ("flip", "wake", "spare", "cold", "sleep")
 MEASURED = "measured"
 """`--lead measured`, or `--lead measured:NAMESPACE`."""
@@ -44,8 +41,10 @@ RUNGS: Mapping[str, tuple[Rung, ...]] = {
 
 
 def leads_of(words: Sequence[str], start_up_s: float) -> LeadOptions:
-    """The twin's leads; what is not said is the twin's default, and `cold` is `--start-up-s`. A number counts more than
-    what was measured, the last one most. Raises `BadInput`."""
+    """Lead times by scaling option. `cold` is `--start-up-s`; the rest defaults to the simulator's own.
+
+    A number given here replaces a measured one. The last value given for an option wins. Raises `BadInput`.
+    """
     from dynamo_local.simulator.options import LeadOptions
 
     parts = [part.strip() for word in words for part in word.split(",")]
@@ -69,7 +68,7 @@ def _given(part: str) -> tuple[str, float]:
 
 
 def _measured(text: str) -> dict[str, float]:
-    """The slowest component's median of each rung that was measured in that namespace."""
+    """For each scaling option: the median of the slowest component, as measured in that namespace."""
     from dynamo_local.simulator.options import DECODE, PREFILL
     from dynamo_local.state.leads import LeadFile
     from dynamo_local.state.raw import state_folder
@@ -92,13 +91,13 @@ def _measured(text: str) -> dict[str, float]:
 # `dynamo simulate --profile FOLDER`: what a measured profile says of its engines beside their times.
 
 START_UP_S = 30.0
-"""Of a new worker, where nobody measured it."""
+"""Start-up time of a new worker if nothing was measured."""
 
 
 def with_measured(words: Mapping[str, Any]) -> dict[str, Any]:
     """The command's words with `start_up_s` and `engines`: options of the simulated engine, each as it was measured.
 
-    What the user says counts more. Of a profile without `profile.json` nothing is known. Raises `ConfigError`.
+    Options given by the user win. A profile without `profile.json` gives none. Raises `ConfigError`.
     """
     from dynamo_local.profile.document import read_document
     from dynamo_local.profile.reading import profile_folder
@@ -180,7 +179,7 @@ class _Made:
 
 
 def source_of(trace: Path | None, generate: str | None, write_to: Path | None) -> Source:
-    """What the options ask for. Raises `BadInput` unless there is one of `--trace` and `--generate`."""
+    """The requests to simulate. Raises `BadInput` unless exactly one of `--trace` and `--generate` is given."""
     if (trace is None) == (generate is None):
         given = "both are given; keep one" if trace is not None else "neither is given"
         raise BadInput(f"the requests come from --trace FILE or from --generate chat|code|sin, and {given}")
@@ -200,7 +199,7 @@ def source_of(trace: Path | None, generate: str | None, write_to: Path | None) -
 def print_tables(
     facts: Sequence[tuple[str, str]], rows: Sequence[tuple[str, Metrics]], words: Mapping[str, Any]
 ) -> None:
-    """What the runs were worth, what was dropped and why, by what workers came, and the times."""
+    """Tables of the runs: attainment and cost, dropped requests with reasons, scaling actions, latencies."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -284,7 +283,7 @@ DEFAULT_INITIAL = "1,1"
 @click.option(
     "--start-up-s",
     type=FiniteRange(min=0, max=SECONDS_MAX),
-    help="Of a new worker.  [default: the profile's cold start, or 30]",
+    help="Start-up time of a new worker.  [default: the profile's cold start, or 30]",
 )
 @click.option("--spares", type=click.IntRange(0, 64), default=0, show_default=True, help="As Host's: warm starts.")
 @click.option(
@@ -318,7 +317,7 @@ DEFAULT_INITIAL = "1,1"
     help="As the Frontend's.",
 )
 @click.option("--router", type=click.Choice(["least-loaded", "slo", "round-robin", "random"]), default="least-loaded")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the random router.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random router.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Runs at once.  [default: one for each core]")
 @click.option("--report", type=click.Path(path_type=Path, dir_okay=False), help="Write an HTML page (extra `report`).")
 @json_option
@@ -477,7 +476,7 @@ def _with_targets(given: Mapping[str, Mapping[str, Any]], words: Mapping[str, An
 def _gpus(option: str) -> int:
     match = re.fullmatch(r"sim:([0-9]{1,4})", option, re.ASCII)
     if match is None or int(match[1]) < 1:
-        raise BadInput(f"--gpus {option}: the twin has simulated GPUs only; write sim:<number>, for example sim:8")
+        raise BadInput(f"--gpus {option}: the simulator has simulated GPUs only; write sim:<number>, for example sim:8")
     return int(match[1])
 
 

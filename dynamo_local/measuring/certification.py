@@ -1,6 +1,6 @@
-"""A mixed trace through the measured graph and through the twin with the fresh profile: do they agree?
+"""Does the profile agree with the graph? One mixed trace runs through the measured graph and through the simulator.
 
-The twin knows no HTTP and no data plane; what those take of a request that is alone was measured, and is added.
+The simulator has no HTTP and no data plane. Their time for a single request was measured and is added.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def slower_over(path: Sequence[PathFacts]) -> float:
 
 
 def twin_options(target: Target, folder: Path, limits: Mapping[str, Limits], shape: FleetShape) -> TwinOptions:
-    """The same graph in the twin, its engines by the profile in that folder."""
+    """The same graph in the simulator, its engines as the profile in that folder says."""
     role = AGG if target.standalone else DECODE
     config = next(s.config for s in target.spec.services if s.name == target.components[role])
     decode, told = limits[role], _underscored(config)
@@ -154,7 +154,7 @@ def twin_options(target: Target, folder: Path, limits: Mapping[str, Limits], sha
         max_num_seqs=decode.max_num_seqs,
         max_num_batched_tokens=decode.max_num_batched_tokens,
         max_model_len=min(decode.context_length, decode.max_kv_tokens),
-        # What a hand-off takes was measured with the way over HTTP, and is added with it.
+        # The measured time of a hand-off contains HTTP, so it is added together with it.
         kv_transfer_latency_s=0.0,
         kv_transfer_bytes_per_s=1e18,
     )

@@ -87,7 +87,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a run came to. `document` is None where it was broken off before it could be written; `why` says so."""
+    """The result of a run. `document` is None if the run ended before it could be written. `why` is the reason."""
 
     document: Document | None
     progress: Progress
@@ -167,7 +167,7 @@ def _points(target: Target, limits: Mapping[str, Limits], asked: Asked) -> list[
 
 
 def _curves(target: Target, known: Mapping[Point, Measured], engines: Mapping[str, Limits]) -> Any:
-    """Of prefill and of decode; empty where the role is not measured."""
+    """Role -> workers. Empty for a role that is not measured."""
     first, second = (AGG, AGG) if target.standalone else (PREFILL, DECODE)
     prefill = prefill_points(known, target.gpus_of(first) if first in engines else 1)
     kv = engines[second].max_kv_tokens if second in engines else 1
@@ -176,7 +176,7 @@ def _curves(target: Target, known: Mapping[Point, Measured], engines: Mapping[st
 
 @dataclass(frozen=True, slots=True)
 class _Rest:
-    """What a profile has besides its points."""
+    """The parts of a profile besides its points."""
 
     path: list[PathFacts]
     actions: Acted

@@ -24,9 +24,11 @@ WARM_UP = 2
 
 
 class Session:
-    """Measures the points of `progress` on these workers, by the kind of the point; a point's repetitions are made on
-    all workers of its kind at once, or `in_turn` where they would share processors. `stop` ends it after the repetition
-    that is under way."""
+    """Measures the points of `progress` on the workers of the point's kind.
+
+    All workers of a kind repeat a point at once. `in_turn`: one after the other, because they share processors. `stop`
+    ends the session after the current repetition.
+    """
 
     def __init__(
         self,
@@ -49,7 +51,7 @@ class Session:
         self.stop = asyncio.Event()
 
     async def run(self, progress: Progress) -> Progress:
-        """All of it, or as far as it came. What the engine refuses counts as a failure of its point."""
+        """Run until the end or `stop`. A refusal of the engine counts as a failure of its point."""
         began_s, kept_s = time.monotonic() - progress.elapsed_s, time.monotonic()
         await self._warm_up(progress)
         while not self.stop.is_set() and (point := progress.next_point()) is not None:
@@ -96,18 +98,17 @@ class Session:
         return sample_of(point, answer, asked, worker.name, at_s)
 
 
-# --- spending
-# What the budget of a measurement goes to, once it is known how long its graph took to start. Pure.
+# --- How the budget of a measurement is divided, once the duration of the start is known. Pure.
 
 TRACE_SHARE = 1 / 3
-"""Of what is measured: the trace that the profile is checked by; five minutes at most."""
+"""Share of the measuring time for the trace that checks the profile. At most five minutes."""
 TRACE_MAX_S = 300.0
 START_SHARE_MAX = 0.5
 """A start that takes more of the budget does so beside it: a profile of no points is none."""
 ACTIONS_SHARE_MAX = 1 / 3
-"""Of what the start leaves."""
+"""Share of the time that the start leaves."""
 ACTION_S = 15.0
-"""Of the command around one more worker, and of the one less that follows."""
+"""Time for the commands around one more worker and one less, s."""
 
 
 @dataclass(frozen=True, slots=True)

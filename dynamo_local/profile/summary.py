@@ -21,7 +21,7 @@ PAYS = 0.5
 
 
 def summary_lines(document: Document) -> Iterator[str]:
-    """What was measured, what one engine can do, what was noticed, and how far it may be believed."""
+    """Lines: the measured engines, the capacity of one, the host's faults, and the verdict."""
     for role, engine in document.engines.items():
         yield (
             f"{role}: {engine.component}, {engine.engine} {engine.version} on {engine.gpus} GPU each; KV cache of "

@@ -1,6 +1,6 @@
-"""The arbiter's part of the simulator: the same `step` and controller as in the arbiter, over virtual processes.
+"""The arbiter's part of the simulator: the arbiter's own machine and controller over virtual processes.
 
-There are no crashes, failed starts or hung processes. A spawned process is ready after its start-up.
+No process crashes, hangs or fails to start here. Each is ready after its start-up time.
 """
 
 from __future__ import annotations
@@ -72,8 +72,7 @@ from dynamo_local.errors import DynamoError
 from dynamo_local.simulator.options import DECODE, GPU_MEMORY_BYTES, LONG_AGO_S, NAMESPACE, PREFILL, TwinOptions
 from dynamo_local.simulator.process import Agenda, SimulatedProcess, What
 
-# --- beginning
-# Templates, devices, and the workers that there are when a run begins.
+# --- The initial fleet
 
 
 def templates_of(options: TwinOptions) -> tuple[Template, ...]:
@@ -141,9 +140,6 @@ def with_sleeping(fleet: Fleet, template: Template, n: int, number: int, sim: Si
     return replace(fleet, workers={**fleet.workers, name: asleep}, gpus=fleet.gpus.fall_asleep(name, sleeper))
 
 
-# --- done_by
-# The actuator that brought a worker where it was wanted.
-
 _ENDS = {
     (S.FLIPPING, S.READY): "flips",
     (S.WAKING, S.READY): "wakes",
@@ -157,11 +153,10 @@ def done_by(transition: Transition) -> str | None:
     return None if transition.kind is TransitionKind.FLIP_FAILED else _ENDS.get((transition.before, transition.after))
 
 
-# --- flips
-# Role flips of simulated workers, as those of real ones: the process and its streams go on.
+# --- Role flips. The process and its streams go on, as with real workers.
 #
-# decode -> prefill: it pulls at once, beside its streams, and is out of decode routing with its new name. prefill ->
-# decode: it pulls nothing more, and is in decode routing with its new name.
+# decode -> prefill: the worker pulls at once, beside its streams, and leaves decode routing with its new name.
+# prefill -> decode: the worker pulls nothing more and enters decode routing with its new name.
 
 
 class Flips:
@@ -186,8 +181,7 @@ class Flips:
             done(FlipAnswered(stimulus_id="flip", name=name, pid=instance_id, to=to, lease=lease))
 
 
-# --- sleeps
-# Standby in the simulator: a worker finishes its streams, sleeps, and wakes when it is told to, its prefix cache empty.
+# --- Standby. A worker finishes its streams and sleeps. It wakes on request, with an empty prefix cache.
 
 
 @dataclass(slots=True)
@@ -217,7 +211,7 @@ class Sleeps:
         self._sleeping.add(process.instance_id)
 
     def sleep(self, process: SimulatedProcess, order: int, level: int, now_s: float) -> None:
-        """It takes nothing new. A worker that was still being woken just goes on sleeping."""
+        """The worker takes nothing new. A worker that was still waking goes back to sleep."""
         process.resting = True
         process.deregistered_s = now_s if process.deregistered_s is None else process.deregistered_s
         self._orders[process.instance_id] = _Order(order, level, asleep=True)
@@ -240,7 +234,7 @@ class Sleeps:
         self._agenda.add(at_s, What.ORDERED, process.instance_id)
 
     def carried_out(self, process: SimulatedProcess, now_s: float) -> KeyPut | None:
-        """Its ready key then; None if another order has come since, or if this one is not due yet."""
+        """The worker's standby facts at that time. None if a newer order replaced this one, or it is not due."""
         number = process.instance_id
         order = self._orders.get(number)
         if order is None or order.due_s != now_s or process.asked_to_leave:
@@ -275,7 +269,7 @@ class Spares:
         self._warm_s = [LONG_AGO_S] * options.spares
 
     def start_s(self, now_s: float) -> float:
-        """How long a start takes now: from a prewarmed process, if one is warm."""
+        """Duration of a start now, s. A prewarmed process shortens it."""
         lead = self._lead
         for n, warm_at_s in enumerate(self._warm_s):
             if warm_at_s <= now_s:
@@ -306,7 +300,7 @@ class FleetPoint:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """The outcome of a command: the moves that were made, or why none was."""
+    """The moves that were made, or the reason why there were none."""
 
     moves: tuple[Move, ...] = ()
     refused: DynamoError | None = None
@@ -377,7 +371,7 @@ class VirtualFleet:
         return with_sleeping(fleet, template, n, number, self._options.sim)
 
     def _number(self, name: str) -> int:
-        """A new process's number, which is its pid, too."""
+        """The number of a new process. It also serves as its pid."""
         number = next(self._numbers)
         self._names[number] = name
         return number

@@ -1,8 +1,7 @@
-"""The way of a request, as in the real data plane: choose a worker, prefill here or there, take over the KV, decode.
+"""The way of a request, as in the real data plane: choose a worker, prefill here or remotely, take over the KV, decode.
 
-The decisions are those of `core.routing.choice` and `core.routing.disagg`; the engines are `SimScheduler`s. What a hop
-over NATS or
-TCP takes is left out.
+`core.routing.choice` and `core.routing.disagg` decide. The engines are `SimScheduler`s. Hops over NATS and TCP take no
+time here.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ from dynamo_local.simulator.options import TwinOptions
 from dynamo_local.simulator.process import Agenda, Dropped, Job, SimulatedProcess, What, entry_of, is_entry, samples_of
 from dynamo_local.simulator.trace import block_keys
 
-# --- prefill_choice
-# The decode worker's decision in the twin: prefill here, or there. By the functions of the real one.
+# --- The decode worker's decision: prefill here or remotely. It uses the functions of a real worker.
 
 
 class PrefillChoices:
@@ -50,7 +48,7 @@ class PrefillChoices:
         self._computing = 0
 
     def side(self, role: Role) -> DecodeSide | None:
-        """What a new worker of that role decides with; None: by the thresholds, or never."""
+        """The estimator of a new worker of that role. None: thresholds decide, or there is no remote prefill."""
         if self._options.disagg_policy != "slo" or role is not Role.DECODE:
             return None
         return DecodeSide(
@@ -175,7 +173,7 @@ class Flow:
         return found
 
     def loads(self, now_s: float) -> dict[str, Load]:
-        """Of the decode workers that serve, by name."""
+        """Name -> load of each serving decode worker."""
         return {process.name: load_of(process.scheduler) for process in self.serving(now_s, *DECODES)}
 
     # --- time ----------------------------------------------------------------------------------
@@ -307,7 +305,7 @@ class Flow:
     # --- prefill elsewhere ---------------------------------------------------------------------
 
     def _joined(self, process: SimulatedProcess, now_s: float) -> None:
-        """Who pulls is fed; others are found by the picker. It may have been somebody else's before (a flip)."""
+        """Give work to this process if it pulls. The picker finds the others. The name may be new after a flip."""
         if process.side is None:
             process.side = self._choices.side(process.role)
         if process.pulls and not process.prefilling and process not in self._idle:
@@ -436,7 +434,7 @@ class Flow:
         self.ended += 1
 
     def _cut(self, process: SimulatedProcess, now_s: float) -> None:
-        """A process was killed with work in it. What has not produced a token goes elsewhere, the rest is lost."""
+        """A process was killed with work in it. Requests without a token go to another worker; the rest are lost."""
         self._roll(process, now_s)
         prefills = [job for engine_id, job in process.streams.items() if is_entry(engine_id)]
         decodes = [job for engine_id, job in process.streams.items() if not is_entry(engine_id)]

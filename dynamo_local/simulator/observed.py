@@ -1,4 +1,4 @@
-"""The forward passes of the twin's engines, as a planner is shown them."""
+"""A planner's view of the simulated fleet: forward passes of the engines, and windows of traffic."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class PassesSeen:
 
 
 def capabilities(process: SimulatedProcess, context_length: int) -> Capabilities:
-    """What its engine can take at most."""
+    """The limits of the engine."""
     config = process.scheduler.config
     return Capabilities(
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -64,8 +64,7 @@ def capabilities(process: SimulatedProcess, context_length: int) -> Capabilities
     )
 
 
-# --- traffic_seen
-# What clients and engines did in the twin, by time: the windows of traffic that a planner is shown.
+# --- Windows of traffic
 
 NO_REQUEST = Missing("no request in this window")
 

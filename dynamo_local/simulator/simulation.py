@@ -28,9 +28,6 @@ from dynamo_local.simulator.options import DECODE, PREFILL, TwinOptions
 from dynamo_local.simulator.process import Agenda, Job, What
 from dynamo_local.simulator.trace import TraceRequest
 
-# --- observing
-# What the twin's planner is shown beyond loads and workers, as far as it wants it.
-
 
 def observed(flow: Flow, wants: Wants, pull: Pull) -> Pull:
     """The pull, with traffic and passes."""
@@ -53,14 +50,14 @@ STUCK_AFTER_S = 6 * 3600.0
 
 
 class Stuck(DynamoError):
-    """The run does not come to an end: a defect of the twin, or of what it drives."""
+    """The run does not end. This is a defect of the simulator, or of the code that it drives."""
 
     code = "stuck"
 
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """What the planner saw at one pull: entries waiting, and the mean KV use of the decode workers (None: of none)."""
+    """One observation of the planner: waiting entries, mean KV use of the decode workers (None: no worker)."""
 
     at_s: float
     queue: int | None
@@ -78,7 +75,7 @@ class Acted:
 
 @dataclass(slots=True)
 class Run:
-    """What happened. Times are seconds after the first arrival; `end_s` is the last completion."""
+    """The result of a run. Times are seconds after the first arrival. `end_s` is the last completion."""
 
     jobs: list[Job]
     points: list[FleetPoint] = field(default_factory=list)
