@@ -274,7 +274,7 @@ class Waiting:
         controller.observers.append(self)
 
     def on_event(self, event: Event) -> None:
-        """See `arbiter.effects.Observer`."""
+        """Nothing to do."""
 
     def on_transition(self, worker: Worker, transition: Transition) -> None:
         """Nothing to do: `on_fleet` is called after it."""

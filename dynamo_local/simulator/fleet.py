@@ -313,7 +313,6 @@ class VirtualClock:
         self.at_s = now_s
 
     def now_s(self) -> float:
-        """See `NowClock`."""
         return self.at_s
 
 
@@ -567,7 +566,6 @@ class VirtualFleet:
         self.check_exit(process, now_s)
 
     def wake_at(self, at_s: float) -> None:
-        """See `EffectRunner`."""
         self._agenda.add(max(at_s, self._clock.at_s), What.DEADLINE)
 
     def tell(self, text: str, about: About = None) -> None:
@@ -579,7 +577,7 @@ class VirtualFleet:
     # --- control.effects.Observer --------------------------------------------------------------
 
     def on_event(self, event: Event) -> None:
-        """See `arbiter.effects.Observer`."""
+        """Nothing to do."""
 
     def on_transition(self, worker: Worker, transition: Transition) -> None:
         """Workers are counted by `on_fleet`; here what brought them there."""
