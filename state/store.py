@@ -150,7 +150,6 @@ class StateStore:
         self._threads = threading.Lock()  # threads of one process queue here instead of polling the file lock
 
     def read(self) -> State:
-        """See `load`."""
         return load(self.path)
 
     def stamp(self) -> object:

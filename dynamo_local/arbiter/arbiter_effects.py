@@ -205,21 +205,17 @@ class ArbiterEffects:
     # --- EffectRunner -------------------------------------------------------------------------------
 
     def lock(self, name: str, uuids: Sequence[str]) -> tuple[str, ...]:
-        """See `EffectRunner`."""
         return self._pool.lock(name, uuids)
 
     def unlock(self, uuids: Sequence[str]) -> None:
-        """See `EffectRunner`."""
         self._pool.unlock(uuids)
 
     def commit(self, commit: Commit, fleet: Fleet, effects: Sequence[Effect], then: Callable[[], None]) -> None:
-        """See `EffectRunner`."""
         self._writes.append(_Write(commit, effects, then))
         if self._writer is None or self._writer.done():
             self._writer = self._task(self._write(), "the writer of the statefile")
 
     def begin(self, act: Act, worker: Worker | None, done: Done) -> None:
-        """See `EffectRunner`."""
         if isinstance(act, Signal):
             self._system.send_signal(act.pid, signal.SIGTERM)
             asyncio.get_running_loop().call_soon(done, None)
@@ -227,7 +223,6 @@ class ArbiterEffects:
         self._task(self._carried_out(act, worker, done), type(act).__name__)
 
     def wake_at(self, at_s: float) -> None:
-        """See `EffectRunner`."""
         if self._timer is not None and not self._timer.cancelled() and self._timer_s <= at_s:
             return
         if self._timer is not None:

@@ -49,19 +49,15 @@ class HostSystem:
         self._sweep_all = sweep_all
 
     def send_signal(self, pid: int, signum: int) -> None:
-        """See `System`."""
         send_signal(pid, signal.Signals(signum))
 
     async def end_session(self, pid: int) -> None:
-        """See `System`."""
         await aend_session(pid)
 
     def start_time_s(self, pid: int) -> float | None:
-        """See `System`."""
         return start_time_s(pid)
 
     async def end_children(self, name: str) -> list[str]:
-        """See `System`."""
         return await SWEEPS.run(
             lambda: self._sweep(name), SWEEP_DEADLINE_S, what=f"looking for what {name} left behind"
         )
@@ -77,5 +73,4 @@ class HostSystem:
             log.warning("left behind by a worker that is gone, ended: %s", what)
 
     def put_log_aside(self, plan: WatcherPlan) -> None:
-        """See `System`."""
         set_aside(plan.log_file)
