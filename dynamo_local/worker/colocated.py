@@ -1,7 +1,8 @@
 """Components that run in another one's process (`ServiceArgs.colocate`): they live and die with the worker's role.
 
-They have no lease, no subjects and no load of their own: their keys are under their host's lease, and their endpoints
-answer only within the process (`transport.requests.local`). They start before their host and stop after it.
+They have no lease and no load of their own: their keys stand under their host's lease. Calls from the same process
+stay in it (`transport.requests.local`); other processes call them over NATS. They start before their host and stop
+after it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dynamo_local.transport.lease import LeaseKeeper
 from dynamo_local.transport.requests.client import DependencyClient
 from dynamo_local.transport.requests.local import ColocatedPlane, LocalEndpoint
 from dynamo_local.worker.context import Callback, Connections, Context, Identity
-from dynamo_local.worker.registration import adapted
+from dynamo_local.worker.registration import Endpoints, adapted
 from dynamo_local.worker.startup import dependency_clients, required
 
 # --- order
@@ -139,6 +140,10 @@ class Guests:
             connections.plane.add(service.name, _endpoints(self._made[-1]))
             waited += required(service, clients)
         return waited
+
+    def serving(self, endpoints: Endpoints) -> list[Awaitable[None]]:
+        """To be awaited before registering: their endpoints are served on NATS too, for callers in other processes."""
+        return [endpoints.serve_colocated(made.context, made.service, made.component) for made in self._made]
 
     async def register_waiting_keys(self) -> None:
         """As `Context.register_waiting_keys`."""

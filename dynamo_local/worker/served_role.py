@@ -156,6 +156,7 @@ class ServedRole:
         self._stack.push_async_callback(publisher.close)
         await together(
             self.endpoints.serve(context, self.service, self.component, self.load),
+            *self._guests.serving(self.endpoints),
             publisher.start(),
             context.answer_planners(),
         )

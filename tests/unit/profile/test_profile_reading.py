@@ -73,7 +73,11 @@ PREFILL, DECODE = prefill_arrays(), decode_arrays()
 @pytest.mark.parametrize(
     ("prefill", "decode", "told"),
     [
-        ({k: v for k, v in PREFILL.items() if k != "prefill_ttft"}, None, "no array prefill_ttft; the file has: prefill_isl"),
+        (
+            {k: v for k, v in PREFILL.items() if k != "prefill_ttft"},
+            None,
+            "no array prefill_ttft; the file has: prefill_isl",
+        ),
         (changed(PREFILL, prefill_ttft=[1.0, 2.0]), None, "prefill_ttft has 2 values and prefill_isl 4"),
         (changed(PREFILL, prefill_isl=[[100.0, 200.0]] * 2), None, "prefill_isl is no list of numbers"),
         (changed(PREFILL, prefill_isl=[]), None, "prefill_isl is empty"),
