@@ -162,7 +162,9 @@ def planned_components(graph: GraphSpec) -> tuple[str | None, str]:
         there = f"it has {listing(decode)}" if decode else "it has none"
         raise ConfigError(f"Planner: it scales a graph with one decode (or aggregated) component; {there}")
     if len(prefill) > 1:
-        raise ConfigError(f"Planner: it scales a graph with one prefill component; it has {listing(prefill)}")
+        raise ConfigError(
+            f"Planner: a planner scales a graph with one prefill component, but this one has {listing(prefill)}"
+        )
     return (prefill[0] if prefill else None), decode[0]
 
 
@@ -258,7 +260,7 @@ def not_in_a_pod() -> ConfigError:
 
 
 def check_planner(planner: PlannerConfig, graph: GraphSpec) -> None:
-    """What the options say about engines and models against what the graph says (planner-rules).
+    """Check the options about engines and models against the graph.
 
     Raises `ConfigError` that names the option.
     """

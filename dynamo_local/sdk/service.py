@@ -1,7 +1,7 @@
-"""What a user writes: `@service`, `@endpoint`, `depends`, `@async_on_start`, `@on_shutdown` and `link`.
+"""The decorators of a graph: `@service`, `@endpoint`, `depends`, `@async_on_start`, `@on_shutdown`, and `link`.
 
-Dynamo's spellings are accepted where they mean something on one host; what cannot work here is refused at
-the decorator, with the place, instead of having no effect.
+Dynamo's spellings are accepted if they mean something on one host. Others are refused at the decorator, with file and
+line.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WITHOUT_MEANING = frozenset({"traffic", "image", "labels"})
 """Keywords of Dynamo's `@service` about BentoML and Kubernetes: accepted so that graphs port, and not used."""
 
 _MODEL_MARKS = ("model_validate", "__struct_fields__")
-"""By these a request's model is known, without importing pydantic or msgspec."""
+"""Attributes of a request model: they identify one without an import of pydantic or msgspec."""
 
 _ENDPOINT_MARK = "__dynamo_endpoint__"
 _START_MARK = "__dynamo_startup_hook__"
@@ -143,8 +143,10 @@ class DynamoService(Generic[T]):
         return other
 
     def request_model(self, endpoint_name: str) -> type | None:
-        """The model (pydantic's, or a msgspec `Struct`) with which the endpoint's method annotates its request, if it
-        does so; `NoneType` where it annotates None, because it does not look at the request."""
+        """The annotation of the endpoint method's request: a pydantic model or a msgspec `Struct`, or None.
+
+        `NoneType` if the method annotates None, because it ignores the request.
+        """
         method = inspect.unwrap(getattr(self.inner, self.endpoints[endpoint_name].method))
         parameters = list(inspect.signature(method).parameters)[1:]
         try:

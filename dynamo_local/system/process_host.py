@@ -1,4 +1,4 @@
-"""What the supervisor needs of the host that runs its processes: our own arbiter, or somebody's stock circusd."""
+"""The interface to the program that runs the processes: our own arbiter, or a stock circusd."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ ExitCallback = Callable[[str, int, int | None], None]
 class ProcessSpec:
     """A process to start: in a session of its own, writing to its own log file.
 
-    `death_signal` is sent by the kernel when the host dies (None: the process outlives it); `asks_itself` says that
-    the program is an entry point of ours, which asks the kernel for it (`prctl.die_as_asked`): then the host can use a
-    cheap vfork; `inherited_fds` stay open in the process (the GPUs' locks).
+    `death_signal`: sent by the kernel when the host dies. None: the process outlives the host. `asks_itself`: the
+    program is our own entry point and asks the kernel for that signal (`prctl.die_as_asked`), so the host can use
+    a cheap vfork.
+    `inherited_fds`: stay open in the process (the GPU locks).
     """
 
     name: str
@@ -44,9 +45,9 @@ class ProcessHost(Protocol):
         ...
 
     def rename(self, was: str, name: str, pid: int) -> None:
-        """The watcher `was`, whose process is `pid`, is called `name` from now on; nothing where it has ended.
+        """Rename the watcher `was`, whose process is `pid`, to `name`. No effect if the process has ended.
 
-        What had that name has no process any more: it is dropped.
+        A former watcher of that name, which has no process any more, is dropped.
         """
         ...
 

@@ -25,7 +25,7 @@ class Stages:
         self._passed: list[tuple[str, float]] = []
 
     def passed(self, stage: str) -> None:
-        """The stage has ended now; it began with the end of the one before."""
+        """End a stage now. The stage began with the end of the one before."""
         self._passed.append((stage, _now_s()))
 
     def stages(self) -> dict[str, float]:
@@ -55,7 +55,7 @@ def _own() -> Stages:
 
 
 def begin_anew() -> None:
-    """What came before was no part of the start: a spare's imports."""
+    """Forget the time before: the imports of a prewarmed process are no part of the start."""
     global _start
     _start = Stages()
 

@@ -41,7 +41,7 @@ def in_order(graph: LoadedGraph, names: Sequence[str]) -> tuple[DynamoService[An
             return
         under_way.add(name)
         if name not in graph.services:
-            raise ConfigError(f"{graph.target} has no service {name!r}; it has: {', '.join(graph.services)}")
+            raise ConfigError(f"{graph.target} has no service {name!r}; its services: {', '.join(graph.services)}")
         for other in graph.bindings(name).values():
             if other is not None and other.name in names:
                 add(other.name)
@@ -57,7 +57,7 @@ Service = DynamoService[Any]
 
 
 class Host(Protocol):
-    """What a guest needs of the process; `served_role.RoleHost` has it."""
+    """The process, as a colocated component needs it. `served_role.RoleHost` implements this."""
 
     @property
     def graph(self) -> LoadedGraph:
@@ -151,7 +151,7 @@ class Guests:
             await guest.context.register_waiting_keys()
 
     def drain_callbacks(self) -> list[Callback]:
-        """What their components have still to finish."""
+        """Unfinished work of the colocated components."""
         return [callback for guest in self._made for callback in guest.context.drain_callbacks()]
 
     async def ready(self) -> None:

@@ -1,7 +1,7 @@
 """A worker's lease in etcd, and the keys that it holds there: from the grant until it is given back.
 
-grant -> the key with the worker's name (whoever wants to revoke the lease finds it there)
--> endpoints -> the component's own keys -> the key that tells the arbiter: ready
+grant -> the key with the worker's name (it shows the lease to revoke)
+-> endpoints -> the component's own keys -> the ready key, for the arbiter
 -> (a drain) revoked: all keys go with it -> (the drain is taken back) a new lease, and the same keys under it
 """
 
@@ -49,9 +49,9 @@ class Endpoints:
     async def serve(
         self, context: Context, service: DynamoService[Any], component: Any, load: Callable[[], Load]
     ) -> None:
-        """Take requests from now on, for the methods of `component` and, if it reports its load, for that.
+        """Take requests for the methods of `component`, and for its load if it reports one.
 
-        Raises `NatsUnavailable`. What is started here is closed by `context`'s stack.
+        Raises `NatsUnavailable`. The stack of `context` closes these endpoints.
         """
         handlers = {name: getattr(component, declared.method) for name, declared in service.endpoints.items()}
         if service.endpoints and context.load_source is not None:
@@ -179,10 +179,10 @@ class Touch(Protocol):
 
 
 class Registration:
-    """What etcd knows of this worker. `on_change` is called whenever that has changed.
+    """The worker's keys in etcd. `on_change` is called after each change.
 
-    `facts` go into the ready key's value; `on_revoked` is called when somebody has revoked the lease; `serves` says
-    whether the worker is ready and does not drain.
+    `facts`: go into the value of the ready key. `on_revoked`: called after somebody revoked the lease. `serves`:
+    whether the worker is ready and not draining.
     """
 
     def __init__(
@@ -246,15 +246,15 @@ class Registration:
         )
         await lease.start()
         self._follow()
-        # The first key is watched, so that a revoke is seen at once also during a long start; and whoever wants
-        # to revoke it finds the lease by the worker's name.
+        # The first key is watched, so a revoke is seen at once even during a long start. The key's name contains the
+        # worker's name, so that a person finds the lease to revoke.
         about = json.dumps({"pid": os.getpid(), "run_id": identity.run_id}).encode()
         await lease.register(self._lease_key, lambda _lease: about)
         self._on_change()
         return lease
 
     async def register_endpoints(self) -> None:
-        """Whoever sees these keys may send a request at once. Raises as `LeaseKeeper.register`."""
+        """Register the endpoints. Requests may come at once. Raises as `LeaseKeeper.register`."""
         assert self._lease is not None
         await self._lease.register_all(self._endpoints.registrations())
 
@@ -309,17 +309,17 @@ class Registration:
                 return
 
     async def give_back(self, timeout_s: float) -> None:
-        """Return once etcd has none of our keys any more. Raises `EtcdUnavailable`; it then expires by itself."""
+        """Return once etcd has none of our keys. Raises `EtcdUnavailable`; then the lease expires later."""
         assert self._lease is not None
         await self._lease.revoke(timeout_s)
         self._given_back, self.ready = True, False
         self._on_change()
 
     async def give_back_failed(self, timeout_s: float, why: str) -> None:
-        """Give the lease back, and record first that this is a failure, and `why`.
+        """Record a failure with its reason, then give the lease back.
 
-        To the arbiter a lease that is given back looks like a drain, and a worker that was drained is not started again
-        (its exit came 15 ms after its key's end).
+        Without the record, the arbiter would take this for a drain and not start the worker again. (The exit came 15 ms
+        after the end of the key.)
         """
         assert self._lease is not None
         if self._was_ready and self.holds_lease:

@@ -36,11 +36,10 @@ Operations = Mapping[str, Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RoleHost:
-    """What a role needs of its process. `kept` closes what stays when the role changes; `facts` go into a role's
-    ready key.
+    """The process, as a role needs it. `kept`: closes what outlives a change of role. `facts`: go into the ready key.
 
-    `on_change` is called when the statefile's entry is out of date, `on_revoked` and `serves` with the role: somebody
-    has revoked its lease; whether it is the one of now, and takes requests.
+    `on_change()`: the statefile's entry is out of date. `on_revoked(role)`: somebody revoked its lease. `serves(role)`:
+    it is the current role and takes requests.
     """
 
     graph: LoadedGraph
@@ -134,7 +133,7 @@ class ServedRole:
         return [*waited, *required(self.service, clients)]
 
     def be_current(self) -> None:
-        """What the process's code asks for its context is told this role's. Nothing before `begin`."""
+        """The role's context becomes the current one of the process. No effect before `begin`."""
         lease = self.registration.lease
         if self.context is not None and lease is not None:
             set_current_context(self.context)
@@ -184,7 +183,7 @@ class ServedRole:
             await self._made.resume()
 
     def until_finished(self) -> list[Callback]:
-        """What is to be awaited before it leaves: its components' own work, and its endpoints' requests."""
+        """The work to await before leaving: that of its components, and the requests of its endpoints."""
         return [*self._made.drain_callbacks(), *self._guests.drain_callbacks(), *self.endpoints.until_idle()]
 
     # --- going -----------------------------------------------------------------------------------
@@ -214,12 +213,12 @@ class ServedRole:
     # --- what others may ask -----------------------------------------------------------------------
 
     def load(self) -> Load:
-        """Of its engine; else how many requests it serves."""
+        """The engine's load. Without an engine: the number of requests."""
         source = self.context.load_source if self.context is not None else None
         return source() if source is not None else Load(request_active_slots=self.endpoints.in_flight)
 
     def work(self) -> Work:
-        """What the component has in hand, the requests of its endpoints among it."""
+        """The component's unfinished work, its endpoints' requests included."""
         work = Work() if self.context is None else self.context.work_source()
         return Work((*self.endpoints.in_flight_ids(), *work.requests), work.pulled, work.unnamed)
 

@@ -44,7 +44,7 @@ from dynamo_local.system.executors import ended
 HEARTBEAT_S = 1.0
 
 Passing = tuple[Requests, Requests]
-"""What is computed now, and what is queued."""
+"""The requests of the current pass, and the queued ones."""
 
 
 class ToldPasses:
@@ -89,7 +89,7 @@ class ToldPasses:
 # The simulated engine's sleep: it takes the time, and keeps the memory, that its options say.
 
 SIM_MEMORY_BYTES = 80 * 1024**3
-"""Of a simulated device (`system.gpus`), of which an awake engine takes `SIM_SHARE`."""
+"""Memory of a simulated device (`system.gpus`). An awake engine takes `SIM_SHARE` of it."""
 SIM_SHARE = 0.9
 
 
@@ -369,7 +369,7 @@ class SimEngine(EngineBase):
         return {"prefix_queries": self._queried, "prefix_hits": self._found}
 
     def _passing(self) -> Passing | None:
-        """What is computed now; None before the start, and after the end."""
+        """The current pass. None before the start and after the end."""
         self._pump()
         return None if self._scheduler is None else self._scheduler.passing()
 

@@ -43,11 +43,10 @@ from dynamo_local.ports import (
 )
 from dynamo_local.system import start_stages
 
-# --- handoffs
-# KV that was computed for another engine and is still here, as far as this side can tell. Pure.
+# --- KV that was computed for another engine and is still here, as far as this side knows. Pure.
 #
-# vLLM keeps the blocks under a lease, which the engine that will pull them renews while the request waits there; it
-# tells nobody when they were pulled. We notice it by the cache: no request runs here and no block is in use.
+# vLLM keeps the blocks under a lease. The pulling engine renews the lease while its request waits. vLLM does not report
+# the end of a pull. This code infers the end from the cache: no request runs here, and no block is in use.
 
 REQUEST: Final = "remote_request_id"
 """Among the `kv_transfer_params`: vLLM's name of the request whose KV it is."""

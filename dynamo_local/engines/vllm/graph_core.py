@@ -1,4 +1,7 @@
-"""What AsyncLLM takes for its EngineCore in a Processor: requests go to the graph's workers, outputs come from them."""
+"""The EngineCore client of AsyncLLM in a Processor.
+
+It sends requests to the graph's workers and returns their outputs.
+"""
 
 from __future__ import annotations
 

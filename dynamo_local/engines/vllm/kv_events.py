@@ -1,8 +1,8 @@
 """vLLM's KV events under our own hashes: which blocks the engine has cached, for the Router and for ourselves.
 
-vLLM names blocks by hashes of its own, whose kind is an option of its; its events carry the tokens, so each block
-is hashed again as everybody here does (`kv_hashes`). Events come over a ZeroMQ socket, numbered: after a gap nothing
-is known, and unknown blocks count as not cached.
+vLLM names blocks by its own hashes, whose kind is an option. Its events contain the tokens, so each block is hashed
+again with `kv_hashes`. Events come numbered over a ZeroMQ socket. After a gap the cache is unknown, and unknown blocks
+count as not cached.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ UNSENT_PASSES = 1024
 ENDPOINT = "DYN_PASSES_ENDPOINT"
 """Where EngineCore sends to; set for it by the worker."""
 QUEUE_SHARE = 0.005
-"""Of the time, for looking at the queue."""
+"""Largest share of the time for reading the queue."""
 
 Numbers = tuple[int, int, float, int, int, int, float]
 """`core.passes.Requests`, in its order."""
@@ -51,9 +51,9 @@ class ToldPasses(msgspec.Struct, array_like=True):
 
 
 def scheduled_numbers(requests: dict[str, Any], tokens: dict[str, int]) -> Numbers:
-    """What a pass computes: `tokens` of each request, which the scheduler has counted as computed already.
+    """The content of a pass: `tokens` of each request, which the scheduler has counted as computed already.
 
-    One of which only the last token is left to compute is a decode, whatever came before.
+    A request with only its last token left is a decode, whatever came before.
     """
     decodes = context = context_squares = 0
     prefills = computed = read = lengths = length_squares = 0
@@ -83,7 +83,7 @@ def scheduled_numbers(requests: dict[str, Any], tokens: dict[str, int]) -> Numbe
 
 
 def queued_numbers(queues: Iterable[Iterable[Any]]) -> Numbers:
-    """What waits: prompts, and decodes that were preempted or wait for KV of another engine."""
+    """The waiting requests: prompts, and decodes that were preempted or wait for KV of another engine."""
     decodes = context = context_squares = 0
     prefills = lengths = length_squares = 0
     for queue in queues:
