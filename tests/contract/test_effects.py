@@ -148,12 +148,7 @@ def test_the_end_of_a_session_waits_for_nobody(real_time: Playing) -> None:
 
 
 @pytest.mark.parametrize(
-    ("act", "seen"),
-    [
-        (ins.Sweep(name()), st.Swept),
-        (ins.LookAtGpus(), st.GpusSeen),
-        (ins.Forget(name(7)), type(None)),
-    ],
+    ("act", "seen"), [(ins.Sweep(name()), st.Swept), (ins.LookAtGpus(), st.GpusSeen), (ins.Forget(name(7)), type(None))]
 )
 def test_an_act_is_done_once_and_says_what_was_seen(playing: Playing, act: Act, seen: type) -> None:
     run, world = playing

@@ -84,7 +84,6 @@ async def test_a_removed_folder_is_made_again_with_sockets_and_tokens(kept: Kept
 
 
 async def test_a_removed_socket_is_bound_again(kept: Kept) -> None:
-    """Alone: what else lies there is left as it is."""
     token = kept.nats.token_file.stat().st_ino
     kept.paths.control_socket.unlink()
     await kept.folder.look()

@@ -1,4 +1,4 @@
-"""What a planner in the arbiter would observe of a graph that runs, seen from a test's own process."""
+"""The observation of a planner in the arbiter, made in a test's own process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ class SeenFleet:
         self.look()
 
     def look(self) -> None:
-        """By `dynamo status`."""
         workers = [w for w in self._served.status()["workers"] if w["component"] in self._roles]
         self.fleet = Fleet(self._served.namespace, (), {w["watcher_name"]: self._worker(w) for w in workers})
 

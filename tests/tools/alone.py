@@ -1,4 +1,4 @@
-"""A graph of one component without a frontend: quick to start. By its name it is a decode worker."""
+"""A graph of one component without a frontend: quick to start. Its name makes it a decode worker."""
 
 from __future__ import annotations
 

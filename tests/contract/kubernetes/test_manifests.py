@@ -46,7 +46,6 @@ def _clean_imports() -> Iterator[None]:
 
 
 async def applied(server: RealKube, manifest: dict[str, Any]) -> dict[str, Any]:
-    """What the server makes of it, without keeping it."""
     base = "/api" if manifest["apiVersion"] == "v1" else "/apis"
     where = f"{base}/{manifest['apiVersion']}/namespaces/default/{PLURALS[manifest['kind']]}?dryRun=All"
     answer = await server.client().request("POST", where, manifest)
@@ -74,7 +73,7 @@ async def test_what_is_exported_is_taken_whole(file: str, wish: Wish, real_kube:
 
 
 async def test_a_field_that_dynamo_does_not_have_is_noticed(real_kube: RealKube) -> None:
-    """Else the test above would pass for anything: the server takes it, and drops it."""
+    """Without this, the test above would pass for anything: the server drops unknown fields."""
     broken = document(exported((EXAMPLES / "dynamo_1x/agg.yaml").read_text()).graph)
     broken["spec"]["components"][0]["podTemplates"] = {"a": 1}
     assert lost(broken, await applied(real_kube, broken)) == [".spec.components[0].podTemplates"]

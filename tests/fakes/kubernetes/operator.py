@@ -63,12 +63,10 @@ class Operator:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Reconcile once, and go on."""
         await self.reconcile()
         self._task = asyncio.ensure_future(self._run())
 
     async def close(self) -> None:
-        """End."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -32,24 +32,20 @@ class Planned:
 
     @property
     def graph(self) -> dict[str, Any]:
-        """As it is stored."""
         return self.kube.objects["default", "dynamographdeployments", NAME]
 
     def asked(self) -> dict[str, int]:
-        """Replicas by component, as the graph asks for them."""
         spec = self.graph["spec"]
         found = {one["name"]: one for one in spec["components"]} if "components" in spec else spec["services"]
         return {name: one.get("replicas", 1) for name, one in found.items() if name != "Frontend"}
 
     async def until(self, done: Callable[[], bool], within_s: float = 60.0) -> None:
-        """Wait, in virtual time."""
         end_s = self.clock.now_s() + within_s
         while not done():
             assert self.clock.now_s() < end_s, f"not within {within_s:g} s"
             await self.clock.sleep_until(self.clock.now_s() + 0.1)
 
     async def settled(self) -> None:
-        """The graph is ready, and the connector knows."""
         await self.until(self._reconciled)
         await self.connector.look()
 
@@ -58,7 +54,6 @@ class Planned:
         return status["state"] == "successful" and status["observedGeneration"] == generation
 
     def person(self, name: str, replicas: int) -> None:
-        """Somebody sets a number in the graph."""
         spec = self.graph["spec"]
         found = {one["name"]: one for one in spec["components"]} if "components" in spec else spec["services"]
         found[name]["replicas"] = replicas

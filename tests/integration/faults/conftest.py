@@ -23,7 +23,6 @@ class Echo:
 
 @pytest.fixture(scope="module")
 def shared_echo() -> Iterator[Served]:
-    """Two workers on eight simulated GPUs."""
     words = ("--gpus", "sim:8", "--Echo.ServiceArgs.workers=2")
     with Served(*words, target=("echo:Echo",), files={"echo.py": ECHO}, frontend=False) as served:
         yield served.start()
