@@ -277,7 +277,7 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         watcher._status = "active"
 
     def rename_process(self, name: str, spec: ProcessSpec) -> int:
-        """See `SpareHost`."""
+        """See `PrewarmingHost`."""
         watcher = self._watchers_names.get(name.lower())
         if watcher is None or watcher.pid is None:
             raise ProcessLookupError(f"{name} has ended")

@@ -30,7 +30,7 @@ from dynamo_local.state.schema import SpareEntry
 from dynamo_local.system import fd_messages
 from dynamo_local.system.log_files import set_aside
 from dynamo_local.system.paths import Paths
-from dynamo_local.system.process_host import ExitCallback, ProcessHost, ProcessSpec, SpareHost
+from dynamo_local.system.process_host import ExitCallback, PrewarmingHost, ProcessHost, ProcessSpec
 from dynamo_local.system.processes import aend_session, start_time_s, wait_exit
 
 # --- pool
@@ -94,7 +94,7 @@ class Spares:
 
     def __init__(
         self,
-        host: SpareHost,
+        host: PrewarmingHost,
         paths: Paths,
         rules: SpareRules,
         clock: Clock,
@@ -424,7 +424,7 @@ class Spared:
             death_signal=None if settings.keep_on_arbiter_death else signal.SIGKILL,
             start_deadline_s=settings.start_deadline_s,
         )
-        spare_host = cast(SpareHost, host)
+        spare_host = cast(PrewarmingHost, host)
         return Spares(
             spare_host,
             paths,

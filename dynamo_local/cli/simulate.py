@@ -435,14 +435,14 @@ def _case(
     from dynamo_local.core.routing.estimates import Targets
     from dynamo_local.core.types import Actuator
     from dynamo_local.engines.sim.options import SimOptions
-    from dynamo_local.simulator.options import FleetShape, TwinOptions
+    from dynamo_local.simulator.options import FleetShape, SimulationOptions
     from dynamo_local.simulator.simulation import Case
 
     config = planner_section("--planner", _with_targets(given, words))
     sim = SimOptions.from_mapping(given["sim"])
     targets = Targets.of_ms(words["ttft_ms"], words["itl_ms"])
     allowed = actuators(config)
-    options = TwinOptions(
+    options = SimulationOptions(
         shape=FleetShape(*shape),
         sim=sim,
         gpus=_gpus(words["gpus"]),

@@ -22,7 +22,7 @@ from dynamo_local.measuring.actions import Acted, measured_actions
 from dynamo_local.measuring.certification import Frontend, check
 from dynamo_local.measuring.graph import MeasuredGraph, running
 from dynamo_local.measuring.host import HostWatch, processors, share_processors
-from dynamo_local.measuring.session import Session, Spending, spending
+from dynamo_local.measuring.session import Budget, Session, spending
 from dynamo_local.measuring.target import AGG, DECODE, PREFILL, Target
 from dynamo_local.profile import judgement as certifying
 from dynamo_local.profile.document import (
@@ -73,7 +73,7 @@ PATH_ANSWER = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ProfileRequest:
     """The command line, understood."""
 
     folder: Path
@@ -86,7 +86,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ProfileResult:
     """The result of a run. `document` is None if the run ended before it could be written. `why` is the reason."""
 
     document: Document | None
@@ -99,19 +99,19 @@ Tell = Callable[[str], None]
 TellPoint = Callable[[Progress, Point | None], None]
 
 
-async def profile(target: Target, asked: Asked, tell: Tell, tell_point: TellPoint) -> Told:
+async def profile(target: Target, request: ProfileRequest, tell: Tell, tell_point: TellPoint) -> ProfileResult:
     """Measure the target. Raises what it cannot be started with; SIGINT ends it in order."""
     wanted = {role: target.engines[role] for role in target.components}
     the_hash = configuration_hash(wanted)
     began_s = time.monotonic()
-    rules = Rules(budget_s=asked.budget_s, seed=asked.seed)
-    before = resumed(asked.folder, rules, the_hash) if asked.resume else None
-    asked.folder.mkdir(parents=True, exist_ok=True)
+    rules = Rules(budget_s=request.budget_s, seed=request.seed)
+    before = resumed(request.folder, rules, the_hash) if request.resume else None
+    request.folder.mkdir(parents=True, exist_ok=True)
     tell("starting the graph")
     async with running(target, tell) as graph:
         workers = {role: graph.workers(component) for role, component in target.components.items()}
         engines = {role: await graph.limits(found[0]) for role, found in workers.items()}
-        limits = {role: each.within(asked.context_max) for role, each in engines.items()}
+        limits = {role: each.within(request.context_max) for role, each in engines.items()}
         by_kind = {kind: role for role in target.components for kind in _kinds(target, role)}
         inventory = open_inventory(graph.state.gpus, os.environ)
         shared = share_processors(target.engine_names, inventory)
@@ -119,14 +119,16 @@ async def profile(target: Target, asked: Asked, tell: Tell, tell_point: TellPoin
             graph,
             {kind: workers[role] for kind, role in by_kind.items()},
             {kind: limits[role] for kind, role in by_kind.items()},
-            asked.folder,
+            request.folder,
             the_hash,
             tell_point,
             in_turn=shared,
         )
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, session.stop.set)
-        spent = spending(asked.budget_s, time.monotonic() - began_s, graph.cold_s().values() if asked.actions else ())
-        progress = before or Progress(tuple(_points(target, limits, asked)), rules)
+        spent = spending(
+            request.budget_s, time.monotonic() - began_s, graph.cold_s().values() if request.actions else ()
+        )
+        progress = before or Progress(tuple(_points(target, limits, request)), rules)
         progress = replace(progress, rules=replace(rules, budget_s=spent.points_s))
         tell(_ahead(len(progress.points), spent))
         watch = HostWatch(graph.ours, inventory)
@@ -137,18 +139,18 @@ async def profile(target: Target, asked: Asked, tell: Tell, tell_point: TellPoin
             both = {PREFILL, DECODE} <= target.components.keys() or target.standalone
             why = usable(prefill, decode) if both else None
             if session.stop.is_set() or why is not None:
-                keep(asked.folder, progress, the_hash)
-                return Told(None, progress, session.stop.is_set(), why)
-            write_npz(asked.folder, prefill, decode)
-            rest = await _rest(graph, target, asked, known, limits, engines, session, tell, watch, spent)
+                keep(request.folder, progress, the_hash)
+                return ProfileResult(None, progress, session.stop.is_set(), why)
+            write_npz(request.folder, prefill, decode)
+            rest = await _rest(graph, target, request, known, limits, engines, session, tell, watch, spent)
             if shared:
                 rest.host.extend(processors())
-    document = _document(target, asked, engines, known, graph, rest, the_hash, time.monotonic() - began_s)
-    write_document(asked.folder, document)
-    return Told(document, progress, False)
+    document = _document(target, request, engines, known, graph, rest, the_hash, time.monotonic() - began_s)
+    write_document(request.folder, document)
+    return ProfileResult(document, progress, False)
 
 
-def _ahead(points: int, spent: Spending) -> str:
+def _ahead(points: int, spent: Budget) -> str:
     actions = f", then actions, about {spent.actions_s:.0f} s" if spent.actions_s else ""
     return f"measuring {points} points, at most {spent.points_s:.0f} s; then a trace of {spent.trace_s:.0f} s{actions}"
 
@@ -161,8 +163,8 @@ def _kinds(target: Target, role: str) -> list[Kind]:
     return [kind for kind in KINDS[role] if kind not in without]
 
 
-def _points(target: Target, limits: Mapping[str, Limits], asked: Asked) -> list[Point]:
-    steps = (5, 3) if asked.small else (PREFILL_STEPS, DECODE_STEPS)
+def _points(target: Target, limits: Mapping[str, Limits], request: ProfileRequest) -> list[Point]:
+    steps = (5, 3) if request.small else (PREFILL_STEPS, DECODE_STEPS)
     return [point for role, each in limits.items() for point in sweep(each, _kinds(target, role), steps)]
 
 
@@ -188,18 +190,18 @@ class _Rest:
 async def _rest(
     graph: MeasuredGraph,
     target: Target,
-    asked: Asked,
+    request: ProfileRequest,
     known: Mapping[Point, Measured],
     limits: Mapping[str, Limits],
     engines: Mapping[str, Limits],
     session: Session,
     tell: Tell,
     watch: HostWatch,
-    spent: Spending,
+    spent: Budget,
 ) -> _Rest:
     role = AGG if target.standalone else DECODE
     kv = engines[role].max_kv_tokens if role in engines else 1
-    held = certifying.held_out(known, kv, asked.seed)
+    held = certifying.held_out(known, kv, request.seed)
     path: list[PathFacts] = []
     trace: list[certifying.Compared] | str = "it was stopped before the trace"
     if held.why_not is None and graph.frontend_url is not None and role in engines:
@@ -209,11 +211,11 @@ async def _rest(
         path = await _path(graph, model_of(prefill, decode), lengths)
         if not session.stop.is_set():
             tell(f"checking it with a mixed trace of {spent.trace_s:.0f} s, here and in the twin")
-            trace = await check(graph, asked.folder, limits, path, spent.trace_s, asked.seed)
+            trace = await check(graph, request.folder, limits, path, spent.trace_s, request.seed)
     elif held.why_not is not None:
         trace = "no curves to run the twin by"
     host, actions = watch.noticed(), Acted({}, {})  # of the measurement: actions are work of our own
-    if asked.actions and not session.stop.is_set():
+    if request.actions and not session.stop.is_set():
         inventory = open_inventory(graph.state.gpus, os.environ)
         actions = await measured_actions(graph, inventory, tell, time.monotonic() + spent.actions_s)
     return _Rest(path, actions, held, trace, host)
@@ -249,7 +251,7 @@ async def _path(graph: MeasuredGraph, model: Any, lengths: Sequence[int]) -> lis
 
 def _document(
     target: Target,
-    asked: Asked,
+    request: ProfileRequest,
     engines: Mapping[str, Limits],
     known: Mapping[Point, Measured],
     graph: MeasuredGraph,

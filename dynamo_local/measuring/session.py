@@ -112,7 +112,7 @@ ACTION_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class Spending:
+class Budget:
     """Seconds for the points, for the trace, and kept for actions."""
 
     points_s: float
@@ -120,10 +120,10 @@ class Spending:
     actions_s: float
 
 
-def spending(budget_s: float, started_s: float, cold_s: Collection[float]) -> Spending:
+def spending(budget_s: float, started_s: float, cold_s: Collection[float]) -> Budget:
     """`started_s` is what the start took of the budget, `cold_s` what the cold start of each component takes that is
     to be tried again; none of them: no actions."""
     left_s = max(budget_s * (1 - START_SHARE_MAX), budget_s - started_s)
     actions_s = min(left_s * ACTIONS_SHARE_MAX, sum(each + ACTION_S for each in cold_s))
     trace_s = min(TRACE_MAX_S, (left_s - actions_s) * TRACE_SHARE)
-    return Spending(left_s - actions_s - trace_s, trace_s, actions_s)
+    return Budget(left_s - actions_s - trace_s, trace_s, actions_s)

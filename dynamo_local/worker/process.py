@@ -362,7 +362,7 @@ class WorkerProcess:
         await role.register()
         await role.register_ready(lambda: self._entry.flush(ENTRY_TIMEOUT_S))
         start_stages.passed("registration")
-        log.info("the start took %s", start_stages.words())
+        log.info("the start took %s", start_stages.describe())
 
     def _wait_for(self, what: str) -> None:
         self._waiting_for = what

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from dynamo_local.core.types import Load, instance_key, lease_hex, lease_key, ready_key
 from dynamo_local.errors import EtcdUnavailable, InvalidRequest
 from dynamo_local.ports import KeyValueStore
-from dynamo_local.sdk.context import GUEST
+from dynamo_local.sdk.context import COLOCATED
 from dynamo_local.sdk.service import DynamoService
 from dynamo_local.system.executors import together
 from dynamo_local.transport.discovery import instance_to_value, make_instance, subject_for
@@ -137,7 +137,7 @@ def _within(context: Context, handler: Handler) -> Handler:
     """The handler, in the context of its colocated component. A request has a task, and so a set of variables."""
 
     def bound(payload: Any, request: RequestContext) -> Any:
-        GUEST.set(context)
+        COLOCATED.set(context)
         return handler(payload, request)
 
     return bound
