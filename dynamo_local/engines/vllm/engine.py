@@ -25,12 +25,11 @@ from dynamo_local.engines.sleep import EngineMemory
 from dynamo_local.engines.vllm import engine_resources, plugin
 from dynamo_local.engines.vllm import sleep as sleeping
 from dynamo_local.engines.vllm.checks import is_installed
-from dynamo_local.engines.vllm.kv_events import KvEventBridge
+from dynamo_local.engines.vllm.kv_events import KvEventBridge, ZmqListener
 from dynamo_local.engines.vllm.options import KV_LEASE_S, VllmOptions
 from dynamo_local.engines.vllm.pass_watch import ENDPOINT, EnginePasses
 from dynamo_local.engines.vllm.processes import CoreProcesses
 from dynamo_local.engines.vllm.stats import Statistics
-from dynamo_local.engines.vllm.zmq_listener import ZmqListener
 from dynamo_local.errors import ConfigError, EngineDead, EngineError, InvalidRequest, KvTransferError, how_to_install
 from dynamo_local.ports import (
     EngineInfo,
