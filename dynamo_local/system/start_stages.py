@@ -61,17 +61,14 @@ def begin_anew() -> None:
 
 
 def passed(stage: str) -> None:
-    """See `Stages`."""
     _own().passed(stage)
 
 
 def stages() -> dict[str, float]:
-    """See `Stages`."""
     return _own().stages()
 
 
 def describe() -> str:
-    """See `Stages`."""
     return _own().describe()
 
 

@@ -146,7 +146,6 @@ class ColocatedComponents:
         return [endpoints.serve_colocated(made.context, made.service, made.component) for made in self._made]
 
     async def register_waiting_keys(self) -> None:
-        """As `Context.register_waiting_keys`."""
         for made in self._made:
             await made.context.register_waiting_keys()
 
