@@ -1,6 +1,6 @@
 """What dispatch under targets is worth, and what a decision costs.
 
-Fixed fleets in the twin: the seed's rule (threshold), every prefill remote, and `slo` for router and prefills. The
+Fixed fleets in the simulator: thresholds, every prefill remote, and `slo` for router and prefills. The
 traces are recorded ones where they are to be had. Target: on no fleet is `slo` below the better of the other two.
 
 `python -m benchmarks.dispatch --page` writes the table into docs/routing.md. It takes half an hour; with `--facts FILE`

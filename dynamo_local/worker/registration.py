@@ -1,8 +1,11 @@
 """A worker's lease in etcd, and the keys that it holds there: from the grant until it is given back.
 
-grant -> the key with the worker's name (it shows the lease to revoke)
--> endpoints -> the component's own keys -> the ready key, for the arbiter
--> (a drain) revoked: all keys go with it -> (the drain is taken back) a new lease, and the same keys under it
+1. The lease is granted. The first key has the worker's name, and shows which lease to revoke.
+2. The endpoints' keys follow, those of colocated components among them.
+3. The components' own keys follow.
+4. The ready key comes last. The arbiter waits for it.
+5. A drain revokes the lease, and all keys go with it.
+6. If the drain is taken back, a new lease holds the same keys.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Flips and standby in the twin: what they take, who serves meanwhile, and what they spare."""
+"""Flips and standby in the simulator: what they take, who serves meanwhile, and what they spare."""
 
 from __future__ import annotations
 

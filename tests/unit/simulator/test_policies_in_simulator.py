@@ -1,4 +1,4 @@
-"""Every policy in the twin: it follows a load that rises and falls, whole decisions included."""
+"""Every policy in the simulator: it follows a load that rises and falls, whole decisions included."""
 
 from __future__ import annotations
 

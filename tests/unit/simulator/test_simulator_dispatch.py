@@ -1,4 +1,4 @@
-"""Dispatch under targets in the twin: the real functions, and what they are worth where prefill is at its limit."""
+"""Dispatch under targets in the simulator: the real functions, and their worth where prefill is at its limit."""
 
 from __future__ import annotations
 

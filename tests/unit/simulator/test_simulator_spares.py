@@ -1,4 +1,4 @@
-"""Spares and leads in the twin."""
+"""Spares and leads in the simulator."""
 
 from __future__ import annotations
 
