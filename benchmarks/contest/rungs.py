@@ -25,7 +25,7 @@ from benchmarks.traces import generated
 from dynamo_local.planner.policies.slo.ladder import SloOptions
 from dynamo_local.profile.reading import DEFAULT_PROFILE
 from dynamo_local.simulator.metrics import measure
-from dynamo_local.simulator.options import FleetShape, LeadOptions, Slo, TwinOptions
+from dynamo_local.simulator.options import FleetShape, LeadOptions, SimulationOptions, Slo
 from dynamo_local.simulator.simulation import Case, run_case
 from dynamo_local.simulator.trace import TraceRequest
 
@@ -180,7 +180,7 @@ def _runs() -> Iterator[tuple[str, Rungs | None, float]]:
 def run(load: str, seed: int, requests: Sequence[TraceRequest], name: str, rungs: Rungs | None, thrift: float) -> Row:
     """One run of these requests, with these rungs (None: all GPUs are always on)."""
     began_s = time.monotonic()
-    options = TwinOptions(shape=FleetShape(4, 4), gpus=GPUS, leads=LEADS, conditional=False)
+    options = SimulationOptions(shape=FleetShape(4, 4), gpus=GPUS, leads=LEADS, conditional=False)
     planner, asleep = None, 0
     if rungs is not None:
         standby = None if rungs.standby is None else FleetShape(rungs.standby, rungs.standby)

@@ -146,7 +146,7 @@ def check_engines(graph: LoadedGraph, spec: GraphSpec, config: Config, *, only_p
         try:
             options = settings.vllm_options(service.resources.gpu)
             _check_standby(service, options)
-            words = replace(options, sleep_mode=service.standby is not None).words()
+            words = replace(options, sleep_mode=service.standby is not None).arguments()
         except ConfigError as error:
             raise ConfigError(f"{config.source}: {service.name}: {error}") from None
         sections[service.name] = VllmSection(tuple(words), tuple(accepted_names(model)))

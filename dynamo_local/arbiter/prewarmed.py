@@ -34,7 +34,7 @@ from dynamo_local.state.schema import SpareEntry
 from dynamo_local.system import fd_messages
 from dynamo_local.system.log_files import set_aside
 from dynamo_local.system.paths import Paths
-from dynamo_local.system.process_host import ProcessHost, ProcessSpec, SpareHost
+from dynamo_local.system.process_host import PrewarmingHost, ProcessHost, ProcessSpec
 from dynamo_local.system.processes import aend_session, start_time_s, wait_exit
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class PrewarmedProcesses:
 
     def __init__(
         self,
-        host: SpareHost,
+        host: PrewarmingHost,
         paths: Paths,
         rules: PrewarmedRules,
         clock: Clock,
@@ -413,7 +413,7 @@ class PrewarmedPool:
                 start_deadline_s=settings.start_deadline_s,
             )
             self.spares = PrewarmedProcesses(
-                cast(SpareHost, host),
+                cast(PrewarmingHost, host),
                 paths,
                 rules,
                 clock,

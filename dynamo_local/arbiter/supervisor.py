@@ -34,7 +34,7 @@ from dynamo_local.core.fleet.fleet import Fleet, Worker
 from dynamo_local.core.types import GraphSpec, Role, WorkerState, suffix_of
 from dynamo_local.errors import DynamoError, StartTimedOut, WorkerDied
 from dynamo_local.state.store import StateStore
-from dynamo_local.system.descriptors import SpareDescriptors
+from dynamo_local.system.descriptors import ReservedDescriptors
 from dynamo_local.system.gpu_pool import GpuPool
 from dynamo_local.system.prctl import become_subreaper
 from dynamo_local.system.process_host import AdoptingHost, ExitCallback, SupervisedHost
@@ -108,7 +108,7 @@ class Supervisor:
             on_change=self._record_others,
         )
         self._applying = ApplyCommand(self.parts)
-        self._descriptors = SpareDescriptors(self.parts.notes.tell)
+        self._descriptors = ReservedDescriptors(self.parts.notes.tell)
         self._started_s = clock.now_s()
         loop = asyncio.get_running_loop()
         self._death: asyncio.Future[DynamoError] = loop.create_future()

@@ -78,7 +78,7 @@ def profile(graph: str | None, as_json: bool, report: Path | None, **words: Any)
     The graph is started as `dynamo serve` would, in a namespace of its own, and ended. Any `--Service.key=value`
     overrides the configuration. Ctrl-C keeps what is there; --resume goes on.
     """
-    from dynamo_local.measuring.profile import Asked
+    from dynamo_local.measuring.profile import ProfileRequest
     from dynamo_local.measuring.profile import profile as measure
     from dynamo_local.measuring.target import understood
     from dynamo_local.profile.outside import Given
@@ -99,7 +99,7 @@ def profile(graph: str | None, as_json: bool, report: Path | None, **words: Any)
         words["start_deadline"],
         Given(words["kv_tokens"], words["context_length"], words["max_num_seqs"]),
     )
-    asked = Asked(
+    asked = ProfileRequest(
         words["output"],
         words["budget"],
         context_max=words["max_context"],

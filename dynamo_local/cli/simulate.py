@@ -299,9 +299,7 @@ DEFAULT_INITIAL = "1,1"
 @click.option(
     "--disagg-policy",
     type=click.Choice(["threshold", "slo"]),
-    default="threshold",
-    show_default=True,
-    help="As the worker's; slo decides by --ttft, --itl and the profile.",
+    help="As the worker's.  [default: slo with --ttft or --itl, else threshold; threshold with --always-remote]",
 )
 @click.option(
     "--max-inflight", type=click.IntRange(min=1), default=MAX_INFLIGHT, show_default=True, help="As the Frontend's."
@@ -316,7 +314,11 @@ DEFAULT_INITIAL = "1,1"
     show_default=True,
     help="As the Frontend's.",
 )
-@click.option("--router", type=click.Choice(["least-loaded", "slo", "round-robin", "random"]), default="least-loaded")
+@click.option(
+    "--router",
+    type=click.Choice(["least-loaded", "slo", "round-robin", "random"]),
+    help="As the Processor's.  [default: slo with --ttft or --itl, else least-loaded]",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random router.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Runs at once.  [default: one for each core]")
 @click.option("--report", type=click.Path(path_type=Path, dir_okay=False), help="Write an HTML page (extra `report`).")
@@ -339,7 +341,7 @@ def simulate(as_json: bool, report: Path | None, jobs: int | None, **words: Any)
     source = source_of(words["trace"], words["generate"], words["write_trace"])
     if report is not None:
         check_plots()
-    words = with_measured(words)
+    words = with_defaults(with_measured(words))
     cases = cases_of(words)
     requests = source.requests(limit=words["limit"], speed=words["trace_speed"])
     slo = Slo(words["ttft_ms"], words["itl_ms"])
@@ -402,6 +404,16 @@ def _by_policy(names: str, options: Mapping[str, Any]) -> dict[str, dict[str, An
     return found
 
 
+def with_defaults(words: Mapping[str, Any]) -> dict[str, Any]:
+    """The command's words with the defaults of `dynamo serve`: dispatch and router decide by the targets, if any."""
+    targets = words["ttft_ms"] is not None or words["itl_ms"] is not None
+    return {
+        **words,
+        "disagg_policy": words["disagg_policy"] or ("slo" if targets and not words["always_remote"] else "threshold"),
+        "router": words["router"] or ("slo" if targets else "least-loaded"),
+    }
+
+
 def _shape(shape: tuple[int, int]) -> str:
     return f"{shape[0]}P{shape[1]}D" if shape[0] else f"{shape[1]} aggregated"
 
@@ -423,14 +435,14 @@ def _case(
     from dynamo_local.core.routing.estimates import Targets
     from dynamo_local.core.types import Actuator
     from dynamo_local.engines.sim.options import SimOptions
-    from dynamo_local.simulator.options import FleetShape, TwinOptions
+    from dynamo_local.simulator.options import FleetShape, SimulationOptions
     from dynamo_local.simulator.simulation import Case
 
     config = planner_section("--planner", _with_targets(given, words))
     sim = SimOptions.from_mapping(given["sim"])
     targets = Targets.of_ms(words["ttft_ms"], words["itl_ms"])
     allowed = actuators(config)
-    options = TwinOptions(
+    options = SimulationOptions(
         shape=FleetShape(*shape),
         sim=sim,
         gpus=_gpus(words["gpus"]),

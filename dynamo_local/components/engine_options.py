@@ -86,7 +86,7 @@ class EngineConfig(BaseModel):
         if self.sim:
             raise ValueError("sim: options of the sim engine have no effect with engine vllm; remove them")
         try:
-            self.vllm_options(0).words()
+            self.vllm_options(0).arguments()
         except ConfigError as error:
             raise ValueError(str(error)) from error
         return self

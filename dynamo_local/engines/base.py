@@ -66,7 +66,6 @@ class EngineBase:
         return EngineMemory(unknown, unknown)
 
     async def probe(self) -> tuple[Any, ...]:
-        """See `engines.sleep.CanSleep`."""
         self._probes += 1
         return await answer_of(self, f"standby-probe-{self._probes}", self.probe_tokens)
 

@@ -154,7 +154,7 @@ class EngineStandby:
         if self._first is not None:
             self._check_growth("awake", self._first.after, await self._engine.memory())
             stages.passed("memory")
-        log.info("the engine is awake after %s", stages.words(3))
+        log.info("the engine is awake after %s", stages.describe(3))
 
     def _check_growth(self, when: str, first: EngineMemory, now: EngineMemory) -> None:
         for what, then, is_now in (

@@ -460,7 +460,7 @@ def _of_engine(service: ServiceSpec, settings: Any) -> Process | NoProcess:
     mode = {"producer": [MODE, "prefill"], "consumer": [MODE, "decode"]}.get(options.transfer, [])
     try:
         # Dynamo's vLLM workers both give KV and take it.
-        words = replace(options, transfer="both" if mode else "none").words()
+        words = replace(options, transfer="both" if mode else "none").arguments()
     except ConfigError as error:
         return NoProcess(str(error), refuses=True)
     ours = [key for key in service.config if key in type(settings).model_fields and key not in _ENGINE_KEYS]

@@ -30,7 +30,7 @@ from dynamo_local.profile.interpolation import ProfileModel
 from dynamo_local.profile.judgement import Compared, compared
 from dynamo_local.profile.points import Limits
 from dynamo_local.simulator.generator import GeneratorOptions, generate
-from dynamo_local.simulator.options import FleetShape, TwinOptions
+from dynamo_local.simulator.options import FleetShape, SimulationOptions
 from dynamo_local.simulator.simulation import Simulation
 from dynamo_local.simulator.trace import TraceRequest
 
@@ -141,7 +141,7 @@ def slower_over(path: Sequence[PathFacts]) -> float:
     return max(1.0, median(found)) if found else 1.0
 
 
-def twin_options(target: Target, folder: Path, limits: Mapping[str, Limits], shape: FleetShape) -> TwinOptions:
+def twin_options(target: Target, folder: Path, limits: Mapping[str, Limits], shape: FleetShape) -> SimulationOptions:
     """The same graph in the simulator, its engines as the profile in that folder says."""
     role = AGG if target.standalone else DECODE
     config = next(s.config for s in target.spec.services if s.name == target.components[role])
@@ -164,7 +164,7 @@ def twin_options(target: Target, folder: Path, limits: Mapping[str, Limits], sha
     )
     targets = Targets.of_ms(told.get("ttft"), told.get("itl"))
     by_slo = told.get("disagg_policy") == "slo" or (targets.given and told.get("disagg_policy") is None)
-    return TwinOptions(
+    return SimulationOptions(
         shape=shape,
         sim=sim,
         gpus=shape.prefill + shape.decode,

@@ -119,7 +119,7 @@ def certificate(held: HeldOut, trace: Sequence[Compared] | str) -> Certificate:
         where.append(f"trace: {trace}")
     else:
         where += [
-            f"trace: {each.what} is {each.real:.4g} ms on the engine and {each.twin:.4g} ms in the twin "
+            f"trace: {each.what} is {each.real:.4g} ms on the engine and {each.twin:.4g} ms in the simulator "
             f"({each.error:+.0%}; allowed: {TRACE_MAX:.0%})"
             for each in trace
             if abs(each.error) > TRACE_MAX

@@ -248,14 +248,14 @@ class WorkerContext(Protocol):
 
 _current: WorkerContext | None = None
 
-GUEST: ContextVar[WorkerContext | None] = ContextVar("dynamo_guest", default=None)
+COLOCATED: ContextVar[WorkerContext | None] = ContextVar("dynamo_guest", default=None)
 """The context of the component whose code runs, where it runs in another component's process."""
 
 
 def current_context() -> WorkerContext:
     """The component's context; RuntimeError outside a worker (a bug in the caller, hence no DynamoError)."""
-    if (guest := GUEST.get()) is not None:
-        return guest
+    if (component := COLOCATED.get()) is not None:
+        return component
     if _current is None:
         raise RuntimeError("no WorkerContext: this code runs outside a dynamo worker; tests call set_current_context()")
     return _current

@@ -68,14 +68,14 @@ from dynamo_local.core.types import Actuator, Role, WorkerState, lease_hex, watc
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.errors import DynamoError
-from dynamo_local.simulator.options import DECODE, GPU_MEMORY_BYTES, LONG_AGO_S, NAMESPACE, PREFILL, TwinOptions
+from dynamo_local.simulator.options import DECODE, GPU_MEMORY_BYTES, LONG_AGO_S, NAMESPACE, PREFILL, SimulationOptions
 from dynamo_local.simulator.process import Agenda, SimulatedProcess, What
 
 # --- beginning
 # Templates, devices, and the workers that there are when a run begins.
 
 
-def templates_of(options: TwinOptions) -> tuple[Template, ...]:
+def templates_of(options: SimulationOptions) -> tuple[Template, ...]:
     """Prefill, where there is any, and decode."""
     flips, standby = options.flips and bool(options.shape.prefill), options.standby
     decode = Template(
@@ -100,7 +100,7 @@ def templates_of(options: TwinOptions) -> tuple[Template, ...]:
     return (prefill, decode)
 
 
-def devices_of(options: TwinOptions) -> tuple[GpuDevice, ...]:
+def devices_of(options: SimulationOptions) -> tuple[GpuDevice, ...]:
     """Those of the host, on which nobody else is."""
     return tuple(
         GpuDevice(
@@ -202,7 +202,7 @@ class _Order:
 class Sleeps:
     """The commands that processes were given, by instance id."""
 
-    def __init__(self, options: TwinOptions, agenda: Agenda) -> None:
+    def __init__(self, options: SimulationOptions, agenda: Agenda) -> None:
         self._agenda = agenda
         self._lead = options.lead
         self._residue_bytes = options.sim.sleep_residue_bytes
@@ -269,7 +269,7 @@ class Sleeps:
 class Spares:
     """Processes of which a worker is made sooner. The next one is started when that worker is ready."""
 
-    def __init__(self, options: TwinOptions) -> None:
+    def __init__(self, options: SimulationOptions) -> None:
         self._lead = options.lead
         self._warm_s = [LONG_AGO_S] * options.spares
 
@@ -328,7 +328,7 @@ class VirtualFleet:
 
     def __init__(
         self,
-        options: TwinOptions,
+        options: SimulationOptions,
         agenda: Agenda,
         make_process: Callable[[int, str, Role], SimulatedProcess],
         now_s: float,

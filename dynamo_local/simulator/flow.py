@@ -29,8 +29,8 @@ from dynamo_local.engines.sim.requests import (
 from dynamo_local.engines.sim.scheduler import SimScheduler
 from dynamo_local.profile.interpolation import PerfModel
 from dynamo_local.simulator.fleet import VirtualFleet
-from dynamo_local.simulator.observed import PassesSeen, TrafficSeen
-from dynamo_local.simulator.options import TwinOptions
+from dynamo_local.simulator.observed import ObservedPasses, ObservedTraffic
+from dynamo_local.simulator.options import SimulationOptions
 from dynamo_local.simulator.process import Agenda, Dropped, Job, SimulatedProcess, What, entry_of, is_entry, samples_of
 from dynamo_local.simulator.trace import block_keys
 
@@ -40,7 +40,9 @@ from dynamo_local.simulator.trace import block_keys
 class PrefillChoices:
     """Decides for all decode workers of a run, each by what it knows itself; `queue` is what they sample."""
 
-    def __init__(self, options: TwinOptions, perf: PerfModel, config: SchedulerConfig, queue: PrefillLine[Job]) -> None:
+    def __init__(
+        self, options: SimulationOptions, perf: PerfModel, config: SchedulerConfig, queue: PrefillLine[Job]
+    ) -> None:
         self._options = options
         self._timing = Timing(perf, config.speed)
         self._config = config
@@ -112,7 +114,7 @@ class Flow:
     """Requests among the processes of a fleet. Every call takes the time and brings what it touches to it."""
 
     def __init__(
-        self, options: TwinOptions, perf: PerfModel, agenda: Agenda, picker: Picker, *, watches: bool = False
+        self, options: SimulationOptions, perf: PerfModel, agenda: Agenda, picker: Picker, *, watches: bool = False
     ) -> None:
         config, self.max_model_len = shape_of(options.sim, perf)
         self._config = replace(config, coalesce=options.coalesce)
@@ -129,8 +131,8 @@ class Flow:
         self._fleet: VirtualFleet
         self._all: list[SimulatedProcess] = []
         self.ended = 0
-        self.seen = TrafficSeen()
-        self.passes_seen = PassesSeen() if watches else None
+        self.seen = ObservedTraffic()
+        self.observed_passes = ObservedPasses() if watches else None
         """None where nobody looks at them: to keep them costs time."""
 
     def attach(self, fleet: VirtualFleet) -> None:
@@ -142,7 +144,7 @@ class Flow:
 
     def make_process(self, instance_id: int, name: str, role: Role) -> SimulatedProcess:
         """A fresh engine: its cache is empty."""
-        watch = None if self.passes_seen is None else self.passes_seen.watch(instance_id)
+        watch = None if self.observed_passes is None else self.observed_passes.watch(instance_id)
         scheduler = SimScheduler(self._config, self._perf, watch=watch)
         side, pulls = self._choices.side(role), role is Role.PREFILL
         process = SimulatedProcess(instance_id, name, role, scheduler, side=side, pulls=pulls)

@@ -21,7 +21,7 @@ HEARTBEAT_S = 1.0
 
 
 @dataclass(slots=True)
-class PassesSeen:
+class ObservedPasses:
     """`watches` are where the schedulers put the passes that have ended, by instance id."""
 
     watches: dict[int, list[PassDone]] = field(default_factory=dict)
@@ -72,7 +72,7 @@ Events = list[tuple[float, ...]]
 """Each begins with its time, in seconds."""
 
 
-class TrafficSeen:
+class ObservedTraffic:
     """Events in the order of their times. As Frontends count: a request when it begins, its first token and its end
     when they come."""
 

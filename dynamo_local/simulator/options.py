@@ -61,7 +61,7 @@ class LeadOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class TwinOptions:
+class SimulationOptions:
     """The host and the graph. Defaults are those of `examples/llm/configs/disagg.yaml` and of the components.
 
     `spares`: the number of prewarmed processes. A start from one takes `leads.spare_s`. The next is ready a cold start

@@ -24,7 +24,7 @@ from dynamo_local.profile.interpolation import PerfModel, ProfileModel
 from dynamo_local.simulator.fleet import FleetPoint, Scaled, VirtualFleet
 from dynamo_local.simulator.flow import DECODES, Flow
 from dynamo_local.simulator.observed import capabilities
-from dynamo_local.simulator.options import DECODE, PREFILL, TwinOptions
+from dynamo_local.simulator.options import DECODE, PREFILL, SimulationOptions
 from dynamo_local.simulator.process import Agenda, Job, What
 from dynamo_local.simulator.trace import TraceRequest
 
@@ -37,11 +37,11 @@ def observed(flow: Flow, wants: Wants, pull: Pull) -> Pull:
         window_s = wants.traffic_window_s
         requests = flow.seen.requests(now_s, window_s) if wants.requests else None
         pull = replace(pull, traffic=flow.seen.window(now_s, window_s), requests=requests)
-    if wants.passes and flow.passes_seen is not None:
+    if wants.passes and flow.observed_passes is not None:
         serving = flow.serving(now_s, Role.PREFILL, *DECODES)
         one_each = {PREFILL if each.role is Role.PREFILL else DECODE: each for each in serving}
         limits = {component: capabilities(each, flow.max_model_len) for component, each in one_each.items()}
-        pull = replace(pull, engines=flow.passes_seen.engines(serving, now_s), capabilities=limits)
+        pull = replace(pull, engines=flow.observed_passes.engines(serving, now_s), capabilities=limits)
     return pull
 
 
@@ -93,7 +93,7 @@ class Simulation:
 
     def __init__(
         self,
-        options: TwinOptions,
+        options: SimulationOptions,
         trace: Sequence[TraceRequest],
         *,
         planner: PolicyDriver | None = None,
@@ -230,7 +230,7 @@ class Case:
     """
 
     name: str
-    options: TwinOptions
+    options: SimulationOptions
     planner: PolicyOptions | None = None
     no_operation: bool = False
     make_picker: Callable[[], Picker] = LeastLoaded

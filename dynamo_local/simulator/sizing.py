@@ -20,7 +20,7 @@ from dynamo_local.profile.interpolation import ProfileModel
 from dynamo_local.profile.reading import profile_folder
 from dynamo_local.simulator.generator import GeneratorOptions, generate
 from dynamo_local.simulator.metrics import Metrics, measure
-from dynamo_local.simulator.options import FleetShape, Slo, TwinOptions
+from dynamo_local.simulator.options import FleetShape, SimulationOptions, Slo
 from dynamo_local.simulator.process import Job
 from dynamo_local.simulator.simulation import Case, run_cases
 from dynamo_local.simulator.trace import TraceRequest
@@ -217,8 +217,8 @@ def hear_later(jobs: Iterable[Job], beyond: Mapping[str, float]) -> None:
         job.last_s = None if job.last_s is None else job.last_s + later_s
 
 
-def _options(engines: Engines, shape: FleetShape, speed: float) -> TwinOptions:
-    return TwinOptions(
+def _options(engines: Engines, shape: FleetShape, speed: float) -> SimulationOptions:
+    return SimulationOptions(
         shape=shape,
         sim=replace(engines.sim, speed=speed),
         gpus=shape.prefill * engines.prefill_gpus + shape.decode * engines.decode_gpus,

@@ -92,7 +92,7 @@ class AdoptingHost(SupervisedHost, Protocol):
         ...
 
 
-class SpareHost(ProcessHost, Protocol):
+class PrewarmingHost(ProcessHost, Protocol):
     """A host in which a process may become another one: it was started as a spare, and is a worker now."""
 
     def rename_process(self, name: str, spec: ProcessSpec) -> int:

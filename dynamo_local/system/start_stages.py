@@ -37,7 +37,7 @@ class Stages:
             began_s = at_s
         return found
 
-    def words(self, digits: int = 2) -> str:
+    def describe(self, digits: int = 2) -> str:
         """`7.31 s: interpreter 0.20, imports 0.93, connections 0.04, …`"""
         found = self.stages()
         each = ", ".join(f"{stage} {seconds:.{digits}f}" for stage, seconds in found.items())
@@ -61,18 +61,15 @@ def begin_anew() -> None:
 
 
 def passed(stage: str) -> None:
-    """See `Stages`."""
     _own().passed(stage)
 
 
 def stages() -> dict[str, float]:
-    """See `Stages`."""
     return _own().stages()
 
 
-def words() -> str:
-    """See `Stages`."""
-    return _own().words()
+def describe() -> str:
+    return _own().describe()
 
 
 # --- notify

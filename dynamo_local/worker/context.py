@@ -41,7 +41,7 @@ KeyOf = Callable[[int], str]
 class Identity:
     """The worker's identity, from its environment. `start_deadline_s` bounds every wait of the start.
 
-    `standby`: the worker may be put to sleep. `guests`: colocated components. `worker_folder`: for its sockets; the
+    `standby`: the worker may be put to sleep. `colocated`: colocated components. `worker_folder`: for its sockets; the
     folder may not exist yet.
     """
 
@@ -59,7 +59,7 @@ class Identity:
     gpus: int = 0
     flips_to: str | None = None
     standby: bool = False
-    guests: tuple[str, ...] = ()
+    colocated: tuple[str, ...] = ()
     worker_folder: Path | None = None
 
     @property
@@ -95,7 +95,7 @@ class Identity:
             gpus=int(env.get("DYN_WORKER_GPUS", "0")),
             flips_to=env.get("DYN_FLIPS_TO") or None,
             standby=env.get("DYN_STANDBY") == "1",
-            guests=tuple(name for name in env.get("DYN_COLOCATED", "").split(",") if name),
+            colocated=tuple(name for name in env.get("DYN_COLOCATED", "").split(",") if name),
             worker_folder=Path(folder) if (folder := env.get("DYN_WORKER_FOLDER")) else None,
         )
 

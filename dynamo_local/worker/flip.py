@@ -183,7 +183,7 @@ class Flipping:
             log.warning("stays %s: %s", old.identity.watcher_name, error, exc_info=not foreseen)
             raise FlipFailed(f"{type(error).__name__}: {error}") from error
         self._switch(old, new)
-        log.info("became %s in %s", to, stages.words(3))
+        log.info("became %s in %s", to, stages.describe(3))
 
     async def _fall_idle(self, old: ServedRole, component: FlipsIdle) -> None:
         """Out of routing, its lease kept; what it has taken is finished. Raises as `Registration.withdraw`."""

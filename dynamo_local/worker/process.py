@@ -1,8 +1,12 @@
 """One worker process, from its start to its exit.
 
-connect -> serve the control endpoint -> grant a lease (`registration`) -> make the component, run its start hooks
--> wait for its dependencies -> serve its endpoints on NATS -> register them in etcd -> ready
--> drain on SIGTERM, a revoked lease or a message (`drain`; it can be cancelled) -> shut down -> exit 0
+1. Connect, and serve the control endpoint.
+2. Grant a lease (`registration`).
+3. Make the component, and run its start hooks.
+4. Wait for its dependencies.
+5. Serve its endpoints on NATS, and register them in etcd: the worker is ready.
+6. Drain on SIGTERM, a revoked lease or a message (`drain`). A drain can be cancelled.
+7. Shut down, and exit with 0.
 
 The component that it serves is its role (`served_role`). A flip changes the role of a running process (`flip`).
 
@@ -362,7 +366,7 @@ class WorkerProcess:
         await role.register()
         await role.register_ready(lambda: self._entry.flush(ENTRY_TIMEOUT_S))
         start_stages.passed("registration")
-        log.info("the start took %s", start_stages.words())
+        log.info("the start took %s", start_stages.describe())
 
     def _wait_for(self, what: str) -> None:
         self._waiting_for = what

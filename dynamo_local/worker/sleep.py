@@ -158,7 +158,7 @@ class Sleeping:
             stages.passed("keys")
         await self._carried_out(order)
         stages.passed("ready key")
-        log.info("awake after %s", stages.words(3))
+        log.info("awake after %s", stages.describe(3))
 
     async def _carried_out(self, order: int) -> None:
         self.done = order

@@ -317,7 +317,7 @@ class SimHost:
         return self.world.spawn(spec).pid
 
     def rename_process(self, name: str, spec: ProcessSpec) -> int:
-        """See `SpareHost`."""
+        """See `PrewarmingHost`."""
         for pid, called in self.called.items():
             if called == name and pid in self.world.processes and self.world.processes[pid].alive:
                 self.called[pid] = spec.name

@@ -47,7 +47,7 @@ Passing = tuple[Requests, Requests]
 """The requests of the current pass, and the queued ones."""
 
 
-class ToldPasses:
+class EnginePasses:
     """`watch` is the scheduler's; `look` brings the scheduler to now, and says what it computes (None: it has none)."""
 
     def __init__(self, sink: PassSink, clock: Clock, look: Callable[[], Passing | None]) -> None:
@@ -179,7 +179,7 @@ class SimEngine(EngineBase):
             changed=self._notify,
         )
         self._sleep = SimSleep(self.options, self._clock)
-        self._told = None if passes is None else ToldPasses(passes, self._clock, self._passing)
+        self._told = None if passes is None else EnginePasses(passes, self._clock, self._passing)
         self._beat: asyncio.Task[None] | None = None
         self._timer: asyncio.Task[None] | None = None
         self._timer_at_s: float | None = None

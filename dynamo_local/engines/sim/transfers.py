@@ -357,7 +357,6 @@ class KvTransfers:
         logger.warning("the KV of request %s was not pulled within its lease", request_id)
 
     def release(self, params: Mapping[str, Any]) -> None:
-        """See `ports.Engine.release_handoff`."""
         request_id, scheduler = str(params.get("remote_request_id")), self._scheduler()
         if scheduler is not None and self._held.pop(request_id, None) is not None:
             scheduler.release(request_id, self._clock.now_s())

@@ -46,7 +46,7 @@ class VllmOptions:
     sleep_mode: bool = False
     args: Mapping[str, Any] = field(default_factory=dict)
 
-    def words(self) -> list[str]:
+    def arguments(self) -> list[str]:
         """vLLM's arguments, without the program. Raises `ConfigError` for what cannot work, even if vLLM takes it."""
         args = dict(self.args)
         for name, why in _NOT_HERE.items():

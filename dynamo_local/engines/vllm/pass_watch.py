@@ -33,7 +33,7 @@ Numbers = tuple[int, int, float, int, int, int, float]
 NOTHING: Numbers = (0, 0, 0.0, 0, 0, 0, 0.0)
 
 
-class ToldPass(msgspec.Struct, array_like=True):
+class EnginePass(msgspec.Struct, array_like=True):
     """One pass on its way to the worker; `wall_time_s` 0 is a heartbeat."""
 
     counter_id: int
@@ -43,11 +43,11 @@ class ToldPass(msgspec.Struct, array_like=True):
     queued: Numbers
 
 
-class ToldPasses(msgspec.Struct, array_like=True):
+class EnginePasses(msgspec.Struct, array_like=True):
     """A message."""
 
     dp_rank: int
-    passes: list[ToldPass]
+    passes: list[EnginePass]
 
 
 def scheduled_numbers(requests: dict[str, Any], tokens: dict[str, int]) -> Numbers:
@@ -158,7 +158,7 @@ class PassWatch:
             passes.append(self._numbered(0.0, 0.0, self._under_way(), self._queued))
         if passes:
             self._told_s = now_s
-            self._send(msgspec.msgpack.encode(ToldPasses(self._dp_rank, passes)))
+            self._send(msgspec.msgpack.encode(EnginePasses(self._dp_rank, passes)))
 
     def _under_way(self) -> Numbers:
         try:
@@ -166,9 +166,9 @@ class PassWatch:
         except IndexError:
             return NOTHING
 
-    def _numbered(self, age_s: float, wall_time_s: float, scheduled: Numbers, queued: Numbers) -> ToldPass:
+    def _numbered(self, age_s: float, wall_time_s: float, scheduled: Numbers, queued: Numbers) -> EnginePass:
         self._counter += 1
-        return ToldPass(self._counter, age_s, wall_time_s, scheduled, queued)
+        return EnginePass(self._counter, age_s, wall_time_s, scheduled, queued)
 
     def _look_at_queue(self) -> None:
         began_s = self._now_s()

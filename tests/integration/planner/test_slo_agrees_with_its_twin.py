@@ -21,7 +21,7 @@ from dynamo_local.planner.policies.slo.ladder import SloOptions
 from dynamo_local.profile.interpolation import ProfileModel
 from dynamo_local.profile.reading import DEFAULT_PROFILE
 from dynamo_local.simulator.metrics import gpu_seconds, measure
-from dynamo_local.simulator.options import FleetShape, Slo, TwinOptions
+from dynamo_local.simulator.options import FleetShape, SimulationOptions, Slo
 from dynamo_local.simulator.simulation import Case, run_case
 from dynamo_local.simulator.trace import TraceRequest
 from tests.drivers.beside_twin import Watched, all_answered, by_blocks, play, unless_busy
@@ -81,7 +81,7 @@ def twins(trace: Sequence[TraceRequest]) -> list[tuple[float, float]]:
     """
     # The arbiter has seen its first workers start; the simulated ones are there from the beginning.
     planned = SloOptions(DEFAULT_PROFILE, ttft_ms=TTFT_MS, itl_ms=ITL_MS, max_gpu_budget=BUDGET, start_up_s=START_UP_S)
-    twin = TwinOptions(shape=START, gpus=BUDGET, start_up_s=START_UP_S, conditional=False)
+    twin = SimulationOptions(shape=START, gpus=BUDGET, start_up_s=START_UP_S, conditional=False)
     found = []
     for seed in range(DRAWS):
         chance = random.Random(seed)

@@ -19,7 +19,7 @@ from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions
 from dynamo_local.planner.policies.sla_sizing import SlaOptions
 from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
 from dynamo_local.simulator.metrics import measure
-from dynamo_local.simulator.options import FleetShape, Slo, TwinOptions
+from dynamo_local.simulator.options import FleetShape, SimulationOptions, Slo
 from dynamo_local.simulator.simulation import Case, Run, run_case
 from dynamo_local.simulator.trace import TraceRequest
 from tests.drivers.beside_twin import Watched, all_answered, counter, play, unless_busy
@@ -75,7 +75,7 @@ async def test_a_fixed_fleet_is_as_fast_as_its_twin(prefill: int, decode: int, r
     workers = (f"--PrefillWorker.ServiceArgs.workers={prefill}", f"--VllmWorker.ServiceArgs.workers={decode}")
     with Served(*WORDS, *workers) as served:
         watched = await play(served.start(), trace)
-    run = run_case(trace, Case("", TwinOptions(shape=FleetShape(prefill, decode), sim=SIM)))
+    run = run_case(trace, Case("", SimulationOptions(shape=FleetShape(prefill, decode), sim=SIM)))
     with unless_busy(watched):
         agree(watched, run)
 
@@ -104,7 +104,7 @@ async def test_the_planned_fleet_is_the_twins_within_one_worker() -> None:
     start_up = f"--Common.sim.start-up-s={(START_UP_S - 1.0) * SPEED}"  # a process takes about a second besides
     with Served(*WORDS, start_up, *PLANNER_WORDS, "--planner") as served:
         watched = await play(served.start(), trace, planned=True)
-    run = run_case(trace, Case("", TwinOptions(sim=PLANNED_SIM, start_up_s=START_UP_S), PLANNER))
+    run = run_case(trace, Case("", SimulationOptions(sim=PLANNED_SIM, start_up_s=START_UP_S), PLANNER))
     with unless_busy(watched):
         assert max(counts["decode"] for _, counts in watched.counts) == 3
         assert watched.counts[-1][1] == {"prefill": 1, "decode": 1}
@@ -155,7 +155,7 @@ async def test_a_fleet_planned_by_targets_is_the_twins_within_one_worker(policy:
     trace = evenly([(9.0, 0.5), (30.0, 3.0), (24.0, 0.5)], isl=200, osl=150)
     with Served(*words, "--planner") as served:
         watched = await play(served.start(), trace, planned=True)
-    run = run_case(trace, Case("", TwinOptions(sim=sim, start_up_s=START_UP_S), planner))
+    run = run_case(trace, Case("", SimulationOptions(sim=sim, start_up_s=START_UP_S), planner))
     with unless_busy(watched):
         all_answered(watched)
         assert max(counts["decode"] for _, counts in watched.counts) == 3

@@ -45,6 +45,10 @@ def test_etcdctl_shows_the_keys_in_the_seeds_format(served: Served) -> None:
         "PrefillWorker/canary",
         "PrefillWorker/status",
         "PrefillWorker/load_metrics",
+        "Processor/chat/completions",
+        "Processor/api",
+        "Processor/completions",
+        "Processor/texts",
     }
     for key, value in found.items():
         path, _, lease = key.rpartition(":")

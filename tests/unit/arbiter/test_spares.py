@@ -25,7 +25,7 @@ GONE_PID = 2**22 + 1
 
 
 class Host:
-    """A `SpareHost`. `answers` is what each spare does with its end of the socket."""
+    """A `PrewarmingHost`. `answers` is what each spare does with its end of the socket."""
 
     def __init__(self, answers: Callable[[socket.socket], Coroutine[Any, Any, None]]) -> None:
         self.on_exit: ExitCallback | None = None

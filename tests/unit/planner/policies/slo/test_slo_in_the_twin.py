@@ -8,7 +8,7 @@ from dynamo_local.planner.policies.slo import forecast as lengths
 from dynamo_local.planner.policies.slo.ladder import SloOptions
 from dynamo_local.profile.reading import DEFAULT_PROFILE
 from dynamo_local.simulator.metrics import within
-from dynamo_local.simulator.options import FleetShape, Slo, TwinOptions
+from dynamo_local.simulator.options import FleetShape, SimulationOptions, Slo
 from dynamo_local.simulator.simulation import Case, Run, run_case
 from dynamo_local.simulator.trace import TraceRequest
 
@@ -33,7 +33,7 @@ def came(*stretches: tuple[float, float]) -> list[TraceRequest]:
 
 
 def planned(requests: list[TraceRequest], start_up_s: float, *, conditional: bool) -> Run:
-    options = TwinOptions(
+    options = SimulationOptions(
         shape=FleetShape(1, 1), gpus=8, start_up_s=start_up_s, conditional=conditional, max_num_waiting=10_000
     )
     policy = SloOptions(DEFAULT_PROFILE, ttft_ms=400, itl_ms=12, max_gpu_budget=BUDGET, start_up_s=start_up_s)

@@ -1,4 +1,4 @@
-"""Flips and standby in the twin: what they take, who serves meanwhile, and what they spare."""
+"""Flips and standby in the simulator: what they take, who serves meanwhile, and what they spare."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dynamo_local.errors import ConfigError
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.policies.options import LoadOptions
 from dynamo_local.planner.values import WorkerPools
-from dynamo_local.simulator.options import DECODE, PREFILL, FleetShape, LeadOptions, TwinOptions
+from dynamo_local.simulator.options import DECODE, PREFILL, FleetShape, LeadOptions, SimulationOptions
 from dynamo_local.simulator.simulation import Run, Simulation
 from tests.fakes.planner.twins import PERF, options, requests
 from tests.fakes.planner.wishing import Wishing
@@ -19,7 +19,7 @@ from tests.fakes.planner.wishing import Wishing
 LEADS = LeadOptions(flip_s=0.5, wake_s=2.0, cold_s=30.0, sleep_s=0.25)
 
 
-def played(twin: TwinOptions, targets: dict[str, int], *, output: int = 20, count: int = 40) -> Run:
+def played(twin: SimulationOptions, targets: dict[str, int], *, output: int = 20, count: int = 40) -> Run:
     """A request each second; the planner wishes at 10 s, and again every ten."""
     trace = requests(*[(n * 1.0, 100, output) for n in range(count)])
     return Simulation(twin, trace, planner=PolicyDriver(Wishing(targets), 0.0), perf=PERF).run()

@@ -1,4 +1,4 @@
-"""The way of requests and the life of workers in the twin."""
+"""The way of requests and the life of workers in the simulator."""
 
 from __future__ import annotations
 

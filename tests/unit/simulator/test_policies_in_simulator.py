@@ -1,4 +1,4 @@
-"""Every policy in the twin: it follows a load that rises and falls, whole decisions included."""
+"""Every policy in the simulator: it follows a load that rises and falls, whole decisions included."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dynamo_local.planner.policies.sla_sizing import SlaOptions
 from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
 from dynamo_local.planner.values import Wants
 from dynamo_local.profile.reading import DEFAULT_PROFILE
-from dynamo_local.simulator.options import DECODE, PREFILL, FleetShape, TwinOptions
+from dynamo_local.simulator.options import DECODE, PREFILL, FleetShape, SimulationOptions
 from dynamo_local.simulator.simulation import Case, Run, Simulation, run_case
 from dynamo_local.simulator.trace import TraceRequest
 from tests.fakes.planner.twins import PERF, options, requests
@@ -19,7 +19,7 @@ from tests.fakes.planner.wishing import Wishing
 
 SPEED = 0.1
 """Engines at a tenth of their speed: a load that a test can afford keeps several of them busy."""
-TWIN = TwinOptions(shape=FleetShape(1, 1), sim=SimOptions(speed=SPEED, num_gpu_blocks=2000), start_up_s=5.0)
+TWIN = SimulationOptions(shape=FleetShape(1, 1), sim=SimOptions(speed=SPEED, num_gpu_blocks=2000), start_up_s=5.0)
 POLICIES: list[PolicyOptions] = [
     LoadOptions(
         adjustment_interval_s=10.0,

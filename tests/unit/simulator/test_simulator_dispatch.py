@@ -1,4 +1,4 @@
-"""Dispatch under targets in the twin: the real functions, and what they are worth where prefill is at its limit."""
+"""Dispatch under targets in the simulator: the real functions, and their worth where prefill is at its limit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import dynamo_local.simulator.flow as twin_flow
 from dynamo_local.core.routing.decode_choice import SloPicker
 from dynamo_local.core.routing.estimates import Targets, Timing
 from dynamo_local.simulator.metrics import measure
-from dynamo_local.simulator.options import Slo, TwinOptions
+from dynamo_local.simulator.options import SimulationOptions, Slo
 from dynamo_local.simulator.simulation import Run, Simulation
 from dynamo_local.simulator.trace import TraceRequest
 from tests.fakes.planner.twins import PERF, options, requests
@@ -28,12 +28,12 @@ def busy(seed: int = 1, rate: float = 12.0, seconds: float = 30.0) -> list[Trace
     return requests(*found)
 
 
-def play(twin: TwinOptions, trace: list[TraceRequest], *, slo: bool = True) -> Run:
+def play(twin: SimulationOptions, trace: list[TraceRequest], *, slo: bool = True) -> Run:
     picker = SloPicker(Timing(PERF, twin.sim.speed), TARGETS) if slo else None
     return Simulation(twin, trace, perf=PERF, picker=picker).run()
 
 
-def by_targets(prefill: int, decode: int, **more: Any) -> TwinOptions:
+def by_targets(prefill: int, decode: int, **more: Any) -> SimulationOptions:
     return replace(options(prefill, decode), disagg_policy="slo", targets=TARGETS, **more)
 
 

@@ -1,4 +1,4 @@
-"""Spares and leads in the twin."""
+"""Spares and leads in the simulator."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 from dynamo_local.cli.simulate import leads_of
 from dynamo_local.errors import BadInput
 from dynamo_local.simulator.fleet import VirtualFleet
-from dynamo_local.simulator.options import DECODE, FleetShape, LeadOptions, TwinOptions
+from dynamo_local.simulator.options import DECODE, FleetShape, LeadOptions, SimulationOptions
 from dynamo_local.simulator.process import Agenda, What
 from dynamo_local.state.leads import LeadFile
 
 
-def starts(options: TwinOptions, *at_s: float) -> list[float]:
+def starts(options: SimulationOptions, *at_s: float) -> list[float]:
     """When each of the workers that are asked for at these times is ready, from then on."""
     agenda = Agenda()
     fleet = VirtualFleet(options, agenda, lambda *about: None, 0.0)  # type: ignore[arg-type, return-value]
@@ -29,12 +29,12 @@ def starts(options: TwinOptions, *at_s: float) -> list[float]:
 
 
 def test_a_spare_starts_a_worker_sooner_and_the_next_one_takes_a_cold_start_to_come() -> None:
-    options = TwinOptions(FleetShape(0, 1), spares=1, leads=LeadOptions(spare_s=2.0, cold_s=30.0))
+    options = SimulationOptions(FleetShape(0, 1), spares=1, leads=LeadOptions(spare_s=2.0, cold_s=30.0))
     assert starts(options, 0.0, 1.0, 31.0, 33.0) == [2.0, 31.0, 35.0, 61.0]
 
 
 def test_without_spares_a_start_takes_the_start_up() -> None:
-    assert starts(TwinOptions(FleetShape(0, 1), start_up_s=7.0), 0.0, 1.0) == [7.0, 8.0]
+    assert starts(SimulationOptions(FleetShape(0, 1), start_up_s=7.0), 0.0, 1.0) == [7.0, 8.0]
 
 
 def test_leads_are_given_by_name() -> None:
