@@ -6,21 +6,26 @@ Some do what the user means in our way (`stop` is a drain); the others are refus
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from circus.util import to_signum
+import psutil
+from circus.util import get_info, to_signum
 
 from dynamo_local.circus_plugins.answers import answer, flag, new_stimulus_id, refusal, supervisor_of, text
-from dynamo_local.core.fleet.events import Drain
+from dynamo_local.core.fleet.events import Change, Drain, Restart, Scale
 from dynamo_local.core.fleet.states import traits_of
 from dynamo_local.core.secrets import mask_env
 from dynamo_local.core.types import NAME, WorkerState
 from dynamo_local.errors import BadInput, TimedOut
+from dynamo_local.system.executors import SWEEPS
 
+STATS_DEADLINE_S = 10.0
 GONE_POLL_S = 0.1
 GONE_TIMEOUT_S = 3600.0
 """How long `--waiting` waits at most; each drain has a deadline of its own, past which the supervisor ends it."""
@@ -33,7 +38,6 @@ class Refusal(NamedTuple):
     instead: str
 
 
-_OWN_GPUS = "each worker has its own GPUs and its own watcher"
 _LEDGER = "a worker is started on GPUs that the ledger chose"
 _DOWN_UP = "use `dynamo down` and `dynamo serve`"
 _STATUS = "use `dynamo status`"
@@ -41,18 +45,13 @@ _STATUS = "use `dynamo status`"
 REFUSED: dict[str, Refusal] = {
     "reload": Refusal("it would start a second copy of a GPU worker", _DOWN_UP),
     "reloadconfig": Refusal("it would drop every worker that was added since the start", _DOWN_UP),
-    "incr": Refusal(_OWN_GPUS, "use `dynamo scale COMPONENT +1`"),
-    "decr": Refusal(_OWN_GPUS, "use `dynamo scale COMPONENT -1` or `dynamo drain {name}`"),
     "add": Refusal(_LEDGER, "use `dynamo scale COMPONENT +1`"),
     "start": Refusal(_LEDGER, "use `dynamo scale COMPONENT +1`, or `dynamo restart {name}` where it is faulted"),
-    "restart": Refusal("it cuts streams", "use `dynamo restart {name}`"),
     "set": Refusal(
         "a worker's options come from its graph and configuration",
         "change those, then use `dynamo apply -f FILE`",
     ),
     "kill": Refusal("it would end streams in mid-sentence", "use `dynamo drain {name}`"),
-    "stats": Refusal("it stops the arbiter's loop while it samples every process (1.2 s at 256 workers)", _STATUS),
-    "dstats": Refusal("it stops the arbiter's loop while it samples every process", _STATUS),
     "ipython": Refusal("it would run a shell in the arbiter's own loop", _STATUS),
 }
 """circus's command -> why it is refused, and what to use instead."""
@@ -170,7 +169,80 @@ def _worker_named(arbiter: Any, name: str) -> str:
     return name
 
 
-INSTEAD: dict[str, Handler] = {"quit": _quit, "stop": _stop, "rm": _remove, "signal": _signal, "get": _get}
+async def _scale(arbiter: Any, original: Any, props: Any) -> dict[str, Any]:
+    """`incr` and `decr`: one worker more or less of the named worker's component, or `nb` of them."""
+    count = props.get("nb", 1)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise BadInput(f"'nb' must be a number from 1 on, not {count!r}")
+    supervisor, name = supervisor_of(arbiter), _worker_named(arbiter, text(props, "name"))
+    rows = {row["watcher_name"]: row for row in supervisor.status()["workers"]}
+    if name not in rows:
+        raise BadInput(f"there is no worker {name}: see `dynamo status`")
+    stimulus_id = new_stimulus_id(f"circusctl-{original.name}")
+    target = Change(count if original.name == "incr" else -count, relative=True)
+    scale = Scale(stimulus_id=stimulus_id, component=rows[name]["component"], target=target)
+    return {**await supervisor.run(scale), "stimulus_id": stimulus_id}
+
+
+async def _restart(arbiter: Any, original: Any, props: Any) -> dict[str, Any]:
+    """One worker drains, and starts again. circus's own restart would cut its streams."""
+    if props.get("name") is None:
+        raise BadInput("`restart` without a name is refused: use `dynamo restart COMPONENT`")
+    name = _worker_named(arbiter, text(props, "name"))
+    stimulus_id = new_stimulus_id("circusctl-restart")
+    return {**await supervisor_of(arbiter).run(Restart(stimulus_id=stimulus_id, name=name)), "stimulus_id": stimulus_id}
+
+
+async def _stats(arbiter: Any, original: Any, props: Any) -> dict[str, Any]:
+    """psutil's figures of each process, as circus has them.
+
+    A thread reads /proc: for 256 workers circus's own command would hold the loop for 1.2 s.
+    """
+    if props.get("name") is None:
+        pids = {watcher.name: list(watcher.processes) for watcher in arbiter.watchers}
+        return {"infos": await SWEEPS.run(partial(_infos, pids), STATS_DEADLINE_S, what="reading the process table")}
+    name = text(props, "name")
+    watcher = next((each for each in arbiter.watchers if each.name.lower() == name.lower()), None)
+    if watcher is None:
+        raise BadInput(f"there is no watcher {name}: `circusctl list` shows the names")
+    pids = {name: list(watcher.processes)}
+    infos = await SWEEPS.run(partial(_infos, pids), STATS_DEADLINE_S, what="reading the process table")
+    if props.get("process") is None:
+        return {"name": name, "info": infos[name]}
+    if props["process"] not in infos[name]:
+        raise BadInput(f"{name} has no process {props['process']!r}")
+    return {"process": props["process"], "info": infos[name][props["process"]]}
+
+
+def _infos(pids: Mapping[str, Sequence[int]]) -> dict[str, dict[int, Any]]:
+    """Watcher -> pid -> figures. Blocks. A process that has ended is left out."""
+    found: dict[str, dict[int, Any]] = {}
+    for name, numbers in pids.items():
+        found[name] = {}
+        for pid in numbers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found[name][pid] = get_info(psutil.Process(pid))
+    return found
+
+
+async def _dstats(arbiter: Any, original: Any, props: Any) -> dict[str, Any]:
+    """The figures of the arbiter's own process."""
+    infos = await SWEEPS.run(partial(_infos, {"arbiter": [os.getpid()]}), STATS_DEADLINE_S, what="reading /proc")
+    return {"info": infos["arbiter"][os.getpid()]}
+
+
+INSTEAD: dict[str, Handler] = {
+    "quit": _quit,
+    "stop": _stop,
+    "rm": _remove,
+    "signal": _signal,
+    "get": _get,
+    "incr": _scale,
+    "decr": _scale,
+    "restart": _restart,
+    "stats": _stats,
+    "dstats": _dstats,
+}
 """circus's command -> what we do instead."""
 
 

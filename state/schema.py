@@ -93,7 +93,7 @@ class ComponentEntry(_Model):
     `other_leases` are those of what runs behind it (a command that registers itself);
     `launched` stands for the configuration that its last process was started with (`core.fleet.fleet.Template`).
     `reason` is the cause of the last change of state; `course` says what follows a drain that does not end the worker
-    for good (`core.fleet.fleet.Course`). For the arbiter's successor, in seconds of the host's monotonic clock:
+    for good (`core.fleet.fleet.Intent`). For the arbiter's successor, in seconds of the host's monotonic clock:
     `asked_s`, when it was asked to leave (none for one that drains because somebody else has revoked its lease), and
     `failures_s`, when it failed lately; `failures_streak` is how often in a row. `flip` is there while it changes its
     role; `born` is the name under which its process was made, and which is in that process's environment, where that

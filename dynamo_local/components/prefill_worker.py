@@ -103,7 +103,6 @@ class PrefillWorker:
         yield await prefilled(self._engine, request)
 
     def hand_over(self) -> Mapping[str, Any]:
-        """See `sdk.context.Flippable`."""
         return {ENGINE: self._engine, HANDOFF_TIMES: self._times}
 
     async def try_out(self) -> None:

@@ -214,7 +214,6 @@ class VllmWorker:
                 yield item
 
     def hand_over(self) -> Mapping[str, Any]:
-        """See `sdk.context.Flippable`."""
         return {ENGINE: self._engine, HANDOFF_TIMES: self._times}
 
     async def try_out(self) -> None:

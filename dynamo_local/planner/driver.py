@@ -47,17 +47,14 @@ class BuiltIns:
     """A pipeline without plugins: what the policy proposes is what counts."""
 
     def wants(self, wants: Wants) -> Wants:
-        """See `Pipeline`."""
         return wants
 
     async def predict(self, pull: Pull, own: Prediction | None) -> Prediction | None:
-        """See `Pipeline`."""
         return own
 
     async def targets(
         self, pull: Pull, prediction: Prediction | None, proposals: tuple[Proposal, ...]
     ) -> tuple[ComponentTarget, ...]:
-        """See `Pipeline`."""
         return merge(proposals, baseline_of(pull)).targets
 
 

@@ -64,7 +64,6 @@ class NoForecaster:
     """Where nobody can forecast."""
 
     async def run(self, task: ForecastTask, deadline_s: float) -> Forecasts | Missing:
-        """See `Forecaster`."""
         return Missing(f"there is nobody to ask for a {task.predictor} forecast")
 
 

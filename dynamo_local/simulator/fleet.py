@@ -318,7 +318,6 @@ class VirtualClock:
         self.at_s = now_s
 
     def now_s(self) -> float:
-        """See `NowClock`."""
         return self.at_s
 
 
@@ -573,7 +572,6 @@ class VirtualFleet:
         self.check_exit(process, now_s)
 
     def wake_at(self, at_s: float) -> None:
-        """See `EffectRunner`."""
         self._agenda.add(max(at_s, self._clock.at_s), What.DEADLINE)
 
     def tell(self, text: str, about: About = None) -> None:

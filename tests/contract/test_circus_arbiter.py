@@ -77,7 +77,7 @@ async def test_stock_commands_answer_and_harmful_ones_are_refused(harness: Harne
     assert (await harness.ask("numprocesses"))["numprocesses"] == 1
     options = (await harness.ask("options", name="ns_A"))["options"]
     assert "hush" not in json.dumps(options), "secrets are masked in circusctl options"
-    for command in ("reload", "reloadconfig", "incr", "restart", "kill", "stats", "set"):
+    for command in ("reload", "reloadconfig", "start", "kill", "set"):
         answer = await harness.ask(command, name="ns_A")
         assert answer["status"] == "error"
         assert "refused" in str(answer["reason"])

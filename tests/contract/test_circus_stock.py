@@ -12,7 +12,6 @@ import pytest
 from tests.drivers.circus_arbiter import WORKER, Commander, commanding
 
 ASLEEP = "import time; time.sleep(60)"
-MISSING = pytest.mark.xfail(strict=False, reason="circus_plugins.stock refuses it today (issue 27, section 3)")
 
 
 @pytest.fixture
@@ -36,7 +35,6 @@ async def test_options_are_those_of_the_watcher_with_masked_secrets(commander: C
     assert (options["singleton"], options["respawn"]) == (True, False)
 
 
-@MISSING
 async def test_stats_show_each_workers_process(commander: Commander) -> None:
     reply = await commander.ask("stats", name=WORKER)
     assert reply["status"] == "ok"
@@ -44,35 +42,43 @@ async def test_stats_show_each_workers_process(commander: Commander) -> None:
     assert {"pid", "mem_info1", "cpu", "age"} <= set(only)
 
 
-@MISSING
 async def test_stats_without_a_name_show_all_workers(commander: Commander) -> None:
     reply = await commander.ask("stats")
     assert list(reply["infos"]) == [WORKER]  # type: ignore[call-overload]
 
 
-@MISSING
 async def test_dstats_show_the_arbiter(commander: Commander) -> None:
     reply = await commander.ask("dstats")
     assert reply["status"] == "ok"
     assert "pid" in reply["info"]  # type: ignore[operator]
 
 
-@MISSING
 @pytest.mark.parametrize(("command", "target"), [("incr", "+1"), ("decr", "-1")])
 async def test_incr_and_decr_scale_the_workers_component(commander: Commander, command: str, target: str) -> None:
     reply = await commander.ask(command, name=WORKER)
     assert reply["status"] == "ok"
-    ((method, words, options),) = commander.supervisor.calls
-    assert (method, words) == ("scale", ("VllmWorker", target))
-    assert options["stimulus_id"].startswith(f"circusctl-{command}:")
+    (scale,) = commander.supervisor.commands
+    assert (scale.component, str(scale.target), scale.force) == ("VllmWorker", target, False)
+    assert scale.stimulus_id.startswith(f"circusctl-{command}:")
 
 
-@MISSING
+async def test_a_number_of_workers_that_is_none_is_refused(commander: Commander) -> None:
+    reply = await commander.ask("incr", name=WORKER, nb=0)
+    assert reply["status"] == "error"
+    assert "a number from 1 on" in str(reply["reason"])
+    assert commander.supervisor.commands == []
+
+
 async def test_restart_is_our_graceful_restart(commander: Commander) -> None:
     reply = await commander.ask("restart", name=WORKER)
     assert reply["status"] == "ok"
-    ((method, words, options),) = commander.supervisor.calls
-    assert (method, words, options["force"]) == ("restart", (WORKER,), False)
+    (restart,) = commander.supervisor.commands
+    assert (restart.name, restart.force) == (WORKER, False)
+
+
+async def test_a_restart_of_everything_is_refused(commander: Commander) -> None:
+    reply = await commander.ask("restart")
+    assert "`dynamo restart COMPONENT`" in str(reply["reason"])
 
 
 @pytest.mark.parametrize("command", ["start", "kill", "set"])
@@ -82,4 +88,4 @@ async def test_a_refusal_is_one_sentence_that_names_the_command_to_use(commander
     assert reply["status"] == "error"
     assert "`dynamo " in reason
     assert ". " not in reason
-    assert commander.supervisor.calls == []
+    assert commander.supervisor.commands == []

@@ -48,8 +48,6 @@ class SleepHooks(Protocol):
 
 
 class CommandSleep:
-    """See `engines.sleep.CanSleep`."""
-
     def __init__(self, hooks: SleepHooks) -> None:
         self._hooks = hooks
         self._level = 1

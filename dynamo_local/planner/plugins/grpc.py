@@ -207,7 +207,6 @@ class GrpcPlugin:
             raise PluginFailed(f"its answer cannot be used: {error}") from None
 
     async def reset(self, reason: str, timeout_s: float) -> None:
-        """See `Plugin`."""
         if not self._bootstrapped:
             return
         try:
@@ -217,7 +216,6 @@ class GrpcPlugin:
             pass  # it is let go of in any case
 
     async def close(self) -> None:
-        """See `Plugin`."""
         await self._channel.close()
 
     async def _lifecycle(self, method: str, **fields: str) -> None:

@@ -54,8 +54,7 @@ class InProcessPlugin:
             except PluginFailed:
                 pass  # it is let go of in any case
 
-    async def close(self) -> None:
-        """See `Plugin`."""
+    async def close(self) -> None: ...
 
     async def _run(self, method: Any, arguments: tuple[Any, ...], timeout_s: float) -> object:
         def call() -> object:

@@ -53,7 +53,6 @@ class LoadPlanner:
         return LoadState(intervals)
 
     def next_at_s(self, state: LoadState) -> float:
-        """See `Policy`."""
         return state.intervals.next_pull_at
 
     def wants(self, state: LoadState) -> Wants:
@@ -98,7 +97,6 @@ class LoadPlanner:
         return LoadState(intervals)
 
     def standing(self, state: LoadState) -> Standing:
-        """See `Policy`."""
         intervals = state.intervals
         seen = intervals.observation
         return Standing(

@@ -71,7 +71,6 @@ class Rung:
 
     @property
     def order_price(self) -> float:
-        """See `ORDER_PRICE`."""
         return ORDER_PRICE[self.name]
 
     def lead_bins(self, interval_s: float) -> int:

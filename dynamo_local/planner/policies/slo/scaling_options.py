@@ -39,13 +39,9 @@ class Expected(Protocol):
     """A moment to come, as the choice sees it."""
 
     @property
-    def scenarios(self) -> tuple[tuple[float, Shares], ...]:
-        """See `Moment`."""
-        ...
+    def scenarios(self) -> tuple[tuple[float, Shares], ...]: ...
 
-    def served(self, fleet: Fleet) -> float:
-        """See `Moment`."""
-        ...
+    def served(self, fleet: Fleet) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
