@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from circus.commands.base import Command
 from circus.exc import ArgumentError, MessageError
 
+import dynamo_local.circus_plugins.planner_commands  # noqa: F401  registers the planner's commands with circus
 from dynamo_local.circus_plugins.answers import answer, new_stimulus_id, parsed, supervisor_of
 from dynamo_local.circus_plugins.stock import REFUSED, install_commands
 from dynamo_local.core.fleet import events as fleet
