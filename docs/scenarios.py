@@ -166,9 +166,9 @@ def _adopted(worker: Worker, gone: bool) -> Worker:
     starts = {"starts": worker.start.starts, "lease": worker.lease}
     if gone:
         return entry.changed(**kept, **starts)
-    health, asked_s = worker.health, worker.leave.requested_at_s
-    lives = {"process": worker.process, "served": health.served, "ready_s": health.ready_s, "requested_at_s": asked_s}
-    return entry.changed(**kept, **starts, **lives)
+    health, leave = worker.health, worker.leave
+    lives = {"process": worker.process, "served": health.served, "ready_s": health.ready_s}
+    return entry.changed(**kept, **starts, **lives, requested_at_s=leave.requested_at_s)
 
 
 def _row(at_s: float, event: Event, effects: tuple[Effect, ...]) -> Row:
