@@ -19,7 +19,7 @@ from dynamo_local.planner.policies.load import LoadPolicy
 from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions, name_of
 from dynamo_local.planner.policies.sla_sizing import SlaOptions
 from dynamo_local.planner.policies.slo.ladder import SloOptions
-from dynamo_local.planner.values import Forecasts, ForecastTask, Observation, Pool, Reading, WorkerPools
+from dynamo_local.planner.values import Forecasts, ForecastTask, IntervalObservation, Pool, Reading, WorkerPools
 from dynamo_local.profile.reading import DEFAULT_PROFILE
 from tests.fakes.planner.busy_hosts import BOTH_LOOPS, REQUESTS_PER_S, WORKERS, busy_pull
 
@@ -71,7 +71,7 @@ def _policy_ms(options: PolicyOptions, *, calls: int) -> float:
     """The median of so many decisions at the end of a window of traffic (both loops are due), in CPU time."""
     driver, took_ms, tick = PolicyDriver(policy_of(options), 0.0, forecaster=InlineForecaster()), list[float](), 0
     while len(took_ms) < calls:
-        seen, windows = busy_pull(driver.next_at_s, tick, driver.wants), driver.wants.traffic_window_s is not None
+        seen, windows = busy_pull(driver.next_at_s, tick, driver.needs), driver.needs.traffic_window_s is not None
         tick += 1
         began_s = time.thread_time()
         decision = driver.tick_now(seen)
@@ -103,7 +103,7 @@ def _slo_ms(*, ticks: int) -> tuple[list[float], list[float]]:
     driver = PolicyDriver(policy_of(SLO), 0.0, forecaster=aside)
     loop_ms, forecast_ms = list[float](), list[float]()
     for tick in range(WARM_UP + ticks):
-        seen = busy_pull(driver.next_at_s, tick, driver.wants)
+        seen = busy_pull(driver.next_at_s, tick, driver.needs)
         aside.took_s, began_s = 0.0, time.thread_time()
         driver.tick_now(seen)
         took_s = time.thread_time() - began_s
@@ -113,7 +113,7 @@ def _slo_ms(*, ticks: int) -> tuple[list[float], list[float]]:
     return loop_ms, forecast_ms
 
 
-def _observation() -> Observation:
+def _observation() -> IntervalObservation:
     chance = random.Random(1)
     readings = tuple(
         Reading(
@@ -125,7 +125,7 @@ def _observation() -> Observation:
     )
     prefill = Pool("PrefillWorker", 1, WORKERS // 2, gpus_held=WORKERS // 2)
     decode = Pool("VllmWorker", 1, WORKERS, gpus_held=WORKERS, added_at_s=-1000.0)
-    return Observation(30.0, 0.0, readings, WorkerPools(prefill, decode))
+    return IntervalObservation(30.0, 0.0, readings, WorkerPools(prefill, decode))
 
 
 def _timed_us(call: Callable[[], object]) -> float:

@@ -22,13 +22,13 @@ from dynamo_local.planner.values import (
     Decision,
     Forecasts,
     ForecastTask,
+    Needs,
+    Observation,
     Override,
+    PolicyStatus,
     Prediction,
     Proposal,
-    Pull,
     Reason,
-    Standing,
-    Wants,
 )
 from dynamo_local.simulator.trace import TraceRequest
 
@@ -109,28 +109,30 @@ class Clairvoyant:
         """Every `STEP_S`."""
         return state
 
-    def wants(self, state: float) -> Wants:
+    def needs(self, state: float) -> Needs:
         """Nothing."""
-        return Wants()
+        return Needs()
 
-    def standing(self, state: float) -> Standing:
+    def status(self, state: float) -> PolicyStatus:
         """When it decides next."""
-        return Standing(state)
+        return PolicyStatus(state)
 
-    def forecasting(self, state: float, pull: Pull) -> ForecastTask | None:
+    def forecasting(self, state: float, observation: Observation) -> ForecastTask | None:
         """It knows."""
         return None
 
     def predicted(
-        self, state: float, pull: Pull, forecasts: Forecasts | Missing | None
+        self, state: float, observation: Observation, forecasts: Forecasts | Missing | None
     ) -> tuple[float, Prediction | None]:
         """It knows."""
         return state, None
 
-    def propose(self, state: float, pull: Pull, prediction: Prediction | None) -> tuple[float, tuple[Proposal, ...]]:
+    def propose(
+        self, state: float, observation: Observation, prediction: Prediction | None
+    ) -> tuple[float, tuple[Proposal, ...]]:
         """What is needed until a worker that is ordered later could be there; shrunk to the budget."""
-        prefill, decode = self.needed_from(pull.at_s)
-        now = self.needed[min(int(pull.at_s / STEP_S), len(self.needed) - 1)]
+        prefill, decode = self.needed_from(observation.at_s)
+        now = self.needed[min(int(observation.at_s / STEP_S), len(self.needed) - 1)]
         while prefill + decode > self.options.max_gpu_budget:
             if prefill > now[0]:
                 prefill -= 1
@@ -139,16 +141,18 @@ class Clairvoyant:
         targets = (ComponentTarget("prefill", prefill), ComponentTarget("decode", decode))
         return state, (Proposal("clairvoyant", 0, Override(targets, "known")),)
 
-    def settle(self, state: float, pull: Pull, targets: tuple[ComponentTarget, ...]) -> tuple[float, Decision | None]:
+    def settle(
+        self, state: float, observation: Observation, targets: tuple[ComponentTarget, ...]
+    ) -> tuple[float, Decision | None]:
         """As proposed."""
         wanted = {target.sub_component_type: target.replicas for target in targets}
-        found = {pool.component: wanted[role] for role, pool in pull.pools.by_role.items()}
-        after = pull.at_s + STEP_S
+        found = {pool.component: wanted[role] for role, pool in observation.pools.by_role.items()}
+        after = observation.at_s + STEP_S
         reasons = tuple(
-            Reason(pool.component, found[pool.component] - pool.capacity, "scale", {}) for pool in pull.pools.all
+            Reason(pool.component, found[pool.component] - pool.capacity, "scale", {}) for pool in observation.pools.all
         )
         ordered = tuple(sorted(reasons, key=lambda reason: reason.step >= 0))
-        return after, Decision(now_s=pull.at_s, targets=found, reasons=ordered, next_tick_at=after)
+        return after, Decision(now_s=observation.at_s, targets=found, reasons=ordered, next_tick_at=after)
 
     def manual(self, state: float, now_s: float) -> float:
         """Nobody else scales."""

@@ -20,7 +20,7 @@ from dynamo_local.planner.policies.slo.ladder import SloOptions
 from dynamo_local.planner.policies.slo.policy import SloPolicy
 from dynamo_local.planner.queueing import EngineOptions
 from dynamo_local.planner.queueing_task import passes_of
-from dynamo_local.planner.values import Decision, Ended, Pool, Pull, Reading, Requests, WorkerPools
+from dynamo_local.planner.values import Decision, Ended, Observation, Pool, Reading, Requests, WorkerPools
 
 TARGET = 0.99
 """The one setting: what `Planner: {policy: slo}` has by default."""
@@ -95,7 +95,7 @@ class ReplayPolicy:
             self._queued[str(told["worker_id"])] = told["num_queued_prefill"]
         prefill, decode = None, None
         if now_s >= self._driver.next_at_s - 1e-6:
-            decision = self._driver.tick_now(self._pull(snapshot, now_s))
+            decision = self._driver.tick_now(self._observation(snapshot, now_s))
             if decision is not None:
                 self.decisions.append(decision)
                 prefill, decode = decision.targets["prefill"], decision.targets["decode"]
@@ -120,13 +120,13 @@ class ReplayPolicy:
             self._ended += [Ended(now_s, *lengths, ttft_s, itl_s)] * ended
         self._seen_s = now_s
 
-    def _pull(self, snapshot: Mapping[str, Any], now_s: float) -> Pull:
+    def _observation(self, snapshot: Mapping[str, Any], now_s: float) -> Observation:
         requests = Requests(self._pulled_s, now_s, tuple(self._began), tuple(self._ended))
         self._began, self._ended, self._pulled_s = [], [], now_s
         pools = WorkerPools(_pool(snapshot, "prefill"), _pool(snapshot, "decode"))
         serving = {str(worker) for worker in snapshot.get("active_prefill_ids", ())}
         self._queued = {worker: queued for worker, queued in self._queued.items() if worker in serving}
-        return Pull(Reading(now_s, sum(self._queued.values()), {}), pools, requests=requests)
+        return Observation(Reading(now_s, sum(self._queued.values()), {}), pools, requests=requests)
 
 
 def _pool(snapshot: Mapping[str, Any], role: str) -> Pool:

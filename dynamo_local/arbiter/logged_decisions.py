@@ -15,7 +15,7 @@ from dynamo_local.planner.records import decision_log as decisions
 from dynamo_local.planner.records import ticks
 from dynamo_local.planner.records.decision_log import DecisionLog, DecisionRecord
 from dynamo_local.planner.records.ticks import TickLog
-from dynamo_local.planner.values import Decision, Pull
+from dynamo_local.planner.values import Decision, Observation
 from dynamo_local.system.json_lines import JsonLog
 
 UNWRITABLE = Trouble("the log of decisions")
@@ -72,7 +72,7 @@ class LoggedDecisions:
         self.log = make(path)
         self._lines = InOrder(self.log, background, tell, UNWRITABLE)
 
-    def on_pull(self, pull: Pull) -> None:
+    def on_observation(self, observation: Observation) -> None:
         """Of no interest here."""
 
     def on_decision(self, record: DecisionRecord) -> None:
@@ -105,12 +105,12 @@ class LoggedTicks:
         """See `Recorder`."""
         self._lines.put(partial(ticks.manual_record, at_s))
 
-    def ticked(self, pull: Pull, decision: Decision | None) -> None:
+    def ticked(self, observation: Observation, decision: Decision | None) -> None:
         """See `Recorder`. The pull is an immutable value, which the thread may read."""
         self._since += 1
         if self._since >= GO_ON_EVERY and self._options is not None:
-            self._say(ticks.GOES_ON, self._options, pull.at_s)
-        self._lines.put(partial(ticks.tick_record, pull, decision))
+            self._say(ticks.GOES_ON, self._options, observation.at_s)
+        self._lines.put(partial(ticks.tick_record, observation, decision))
 
     async def written(self) -> None:
         """Returns when all ticks so far were written, or could not be."""

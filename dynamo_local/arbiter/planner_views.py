@@ -18,7 +18,7 @@ from dynamo_local.errors import ConfigError
 from dynamo_local.planner.loop import PlannerState
 from dynamo_local.planner.records import figures as scalars
 from dynamo_local.planner.records.decision_log import DecisionRecord
-from dynamo_local.planner.values import Pull
+from dynamo_local.planner.values import Observation
 
 LAG_BUCKETS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
@@ -72,11 +72,11 @@ class Board:
             await asyncio.to_thread(file.close)
             self._dropped_before += file.dropped
 
-    def on_pull(self, pull: Pull) -> None:
+    def on_observation(self, observation: Observation) -> None:
         """See `PlannerObserver`."""
         if self._file is not None:
-            points = scalars.of_reading(pull.reading, pull.pools)
-            self._file.add(points, step=self._second(pull.at_s), wall_s=self._clock.wall_s())
+            points = scalars.of_reading(observation.reading, observation.pools)
+            self._file.add(points, step=self._second(observation.at_s), wall_s=self._clock.wall_s())
 
     def on_decision(self, record: DecisionRecord) -> None:
         """See `PlannerObserver`."""
@@ -113,9 +113,9 @@ class PlannerMetrics:
             registry=registry,
         )
 
-    def on_pull(self, pull: Pull) -> None:
+    def on_observation(self, observation: Observation) -> None:
         """See `PlannerObserver`."""
-        self.gauges.on_pull(pull)
+        self.gauges.on_observation(observation)
         self.tick_lag.observe(self._now().counts.lag_s)
 
     def on_decision(self, record: DecisionRecord) -> None:
@@ -153,7 +153,7 @@ def _families(now: PlannerNow) -> Iterator[Metric]:
         "the wall clock counts what others had of the core",
         labels=["work", "clock"],
     )
-    for work, longest in now.counts.held.longest.items():
+    for work, longest in now.counts.latency.longest.items():
         held.add_metric([work, "wall"], longest.elapsed_s)
         held.add_metric([work, "cpu"], longest.cpu_s)
     yield held

@@ -27,7 +27,7 @@ from dynamo_local.config.resolve import not_in_a_pod, planned_components
 from dynamo_local.core.notes import Over, Tell, Trouble
 from dynamo_local.core.types import GraphSpec
 from dynamo_local.errors import BadInput, DynamoError
-from dynamo_local.planner.collector import Puller
+from dynamo_local.planner.collector import Collector
 from dynamo_local.planner.connectors import Connector, LocalConnector, VirtualConnector
 from dynamo_local.planner.forecasting.answers import ArbiterForecaster
 from dynamo_local.planner.loop import Counts, PlannerLoop, PlannerObserver, PlannerState
@@ -256,15 +256,15 @@ class Planning:
         loop, now_s = self._loop, self._clock.now_s()
         if loop is None:
             return {**told, "last_decision": None, "trouble": None}
-        standing = loop.standing
-        next_s = None if standing is None else standing.next_tick_at
+        status = loop.status
+        next_s = None if status is None else status.next_tick_at
         return {
             **told,
             "for_s": round(now_s - loop.since_s, 3),
-            "adjusting": standing is not None and standing.adjusting,
+            "adjusting": status is not None and status.adjusting,
             "next_decision_s": None if next_s is None else round(next_s - now_s, 3),
-            "waiting_for_gpus": [] if standing is None else list(standing.deferred),
-            "models": {} if standing is None else dict(standing.models),
+            "waiting_for_gpus": [] if status is None else list(status.deferred),
+            "models": {} if status is None else dict(status.models),
             **loop.counts.as_json(),
             "trouble": loop.trouble,
             "last_decision": None if loop.last is None else decisions.as_json(loop.last),
@@ -345,7 +345,7 @@ class Planning:
         self._ticks = await asyncio.to_thread(LoggedTicks, TickLog, ticks_path, self._background, self._tell)
         loop = PlannerLoop(
             world,
-            Puller(
+            Collector(
                 world,
                 world if prefill is not None else None,
                 self._clock,

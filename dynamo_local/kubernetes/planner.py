@@ -25,7 +25,7 @@ from dynamo_local.kubernetes.election import Election
 from dynamo_local.kubernetes.observation import LoadsOfPasses
 from dynamo_local.kubernetes.passes import HeardPasses
 from dynamo_local.planner.choosing import policy_of
-from dynamo_local.planner.collector import Puller, Sampled
+from dynamo_local.planner.collector import Collector, Sampled
 from dynamo_local.planner.forecasting.answers import ArbiterForecaster, InlineForecaster
 from dynamo_local.planner.loop import PlannerLoop, PlannerState
 from dynamo_local.planner.records.decision_log import DecisionLog, decision_log_path
@@ -115,7 +115,9 @@ class PodPlanner:
         loads = self._loads if self.options.policy == "load" else None
         loop = PlannerLoop(
             _Graph(self._connector, loads),
-            Puller(loads or _Unmeasured(), self._queue(loads), self._clock, traffic=self._traffic, passes=self.passes),
+            Collector(
+                loads or _Unmeasured(), self._queue(loads), self._clock, traffic=self._traffic, passes=self.passes
+            ),
             self._connector,
             self._clock,
             last_number=logged.log.last_seq,

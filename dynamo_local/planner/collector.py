@@ -1,4 +1,5 @@
-"""One pull of the metrics: every source asked at once, each under a deadline of its own, each value with its age.
+"""One observation of the metrics: every source asked at once, each under a deadline of its own, each value with its
+age.
 
 A source that is slow, or fails, costs its own sample and nothing else. Its last value is used until it is older
 than three pulls; then it is `Missing`, never 0.
@@ -41,7 +42,7 @@ class Longest:
     cpu_s: float = 0.0
 
 
-class Holding:
+class LoopLatency:
     """The longest step of each kind of work since this was made. The clocks give seconds of any origin."""
 
     def __init__(
@@ -119,7 +120,7 @@ class LoadSource(Protocol):
         ...
 
 
-class Puller:
+class Collector:
     """Asks the sources. `queue` is None where the graph has no prefill component; without `traffic` and `passes` those
     are missing. `held`: what their steps took of the loop."""
 
@@ -134,7 +135,7 @@ class Puller:
         requests: RequestSource | None = None,
     ) -> None:
         self._clock = clock
-        self.held = Holding()
+        self.latency = LoopLatency()
         self._loads = self._pending("loads", loads.loads)
         self._queue = None if queue is None else self._pending("queue", queue.depth)
         self._known: dict[str, Sampled[Load]] = {}
@@ -149,11 +150,11 @@ class Puller:
 
     def _pending(self, what: str, ask: Callable[[], Coroutine[Any, Any, T | Missing]]) -> _PendingSample[T]:
         async def timed() -> T | Missing:
-            return await self.held.timed(what, ask())
+            return await self.latency.timed(what, ask())
 
         return _PendingSample(timed, self._clock)
 
-    async def pull(self, ready: Collection[str], interval_s: float) -> Reading:
+    async def collect(self, ready: Collection[str], interval_s: float) -> Reading:
         """A reading of the decode workers that are ready, within `DEADLINE_PULLS` of the interval (seconds)."""
         at_s = self._clock.now_s()
         sources = [source for source in (self._loads, self._queue) if source is not None]
@@ -236,7 +237,7 @@ class _PendingSample(Generic[T]):
         self.failed: str | None = None
 
     async def ask(self, interval_s: float, at_most_s: float = DEADLINE_MAX_S) -> None:
-        """Return when it has answered, or at the deadline; the next pull then waits for the same call."""
+        """Return when it has answered, or at the deadline; the next observation then waits for the same call."""
         now_s = self._clock.now_s()
         if self._task is not None and now_s - self._began_s > HUNG_PULLS * interval_s:
             self.cancel()

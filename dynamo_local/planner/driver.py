@@ -13,7 +13,15 @@ from dynamo_local.planner.policies.protocol import Policy
 from dynamo_local.planner.records.ticks import Recorder
 from dynamo_local.planner.sources import Forecaster, NoForecaster
 from dynamo_local.planner.stages import merge
-from dynamo_local.planner.values import ComponentTarget, Decision, Prediction, Proposal, Pull, Standing, Wants
+from dynamo_local.planner.values import (
+    ComponentTarget,
+    Decision,
+    Needs,
+    Observation,
+    PolicyStatus,
+    Prediction,
+    Proposal,
+)
 
 T = TypeVar("T")
 
@@ -22,22 +30,22 @@ FORECAST_DEADLINE_S = 30.0
 
 
 SLACK_S = 1e-3
-"""A pull this much before a decision is due is still that decision's (rounding)."""
+"""A observation this much before a decision is due is still that decision's (rounding)."""
 
 
 class Pipeline(Protocol):
     """Who else has a say between the policy's own stages. Each call has a deadline of its own, and never raises."""
 
-    def wants(self, wants: Wants) -> Wants:
-        """What a pull must bring for the policy, and for everybody else."""
+    def needs(self, needs: Needs) -> Needs:
+        """What an observation must bring for the policy, and for everybody else."""
         ...
 
-    async def predict(self, pull: Pull, own: Prediction | None) -> Prediction | None:
+    async def predict(self, observation: Observation, own: Prediction | None) -> Prediction | None:
         """The prediction of the policy (None: it has none), with what others say."""
         ...
 
     async def targets(
-        self, pull: Pull, prediction: Prediction | None, proposals: tuple[Proposal, ...]
+        self, observation: Observation, prediction: Prediction | None, proposals: tuple[Proposal, ...]
     ) -> tuple[ComponentTarget, ...]:
         """The policy's proposals, merged with those of others, reconciled and constrained."""
         ...
@@ -46,26 +54,26 @@ class Pipeline(Protocol):
 class BuiltIns:
     """A pipeline without plugins: what the policy proposes is what counts."""
 
-    def wants(self, wants: Wants) -> Wants:
+    def needs(self, needs: Needs) -> Needs:
         """See `Pipeline`."""
-        return wants
+        return needs
 
-    async def predict(self, pull: Pull, own: Prediction | None) -> Prediction | None:
+    async def predict(self, observation: Observation, own: Prediction | None) -> Prediction | None:
         """See `Pipeline`."""
         return own
 
     async def targets(
-        self, pull: Pull, prediction: Prediction | None, proposals: tuple[Proposal, ...]
+        self, observation: Observation, prediction: Prediction | None, proposals: tuple[Proposal, ...]
     ) -> tuple[ComponentTarget, ...]:
         """See `Pipeline`."""
-        return merge(proposals, baseline_of(pull)).targets
+        return merge(proposals, baseline_of(observation)).targets
 
 
-def baseline_of(pull: Pull) -> dict[str, int]:
+def baseline_of(observation: Observation) -> dict[str, int]:
     """What bounds are held against where nobody sets a number: the workers that serve, and those that will.
 
     A floor that counted only the first would take back workers that are on their way (lesson 16)."""
-    return {role: pool.capacity for role, pool in pull.pools.by_role.items()}
+    return {role: pool.capacity for role, pool in observation.pools.by_role.items()}
 
 
 class PolicyDriver:
@@ -94,19 +102,19 @@ class PolicyDriver:
 
     @property
     def next_at_s(self) -> float:
-        """When the next pull is due."""
+        """When the next observation is due."""
         return self._policy.next_at_s(self._state)
 
     @property
-    def wants(self) -> Wants:
-        """What that pull must bring: for plugins, too, where it decides something."""
-        own = self._policy.wants(self._state)
-        return self._pipeline.wants(own) if _decides(self.standing, self.next_at_s) else own
+    def needs(self) -> Needs:
+        """What that observation must bring: for plugins, too, where it decides something."""
+        own = self._policy.needs(self._state)
+        return self._pipeline.needs(own) if _decides(self.status, self.next_at_s) else own
 
     @property
-    def standing(self) -> Standing:
+    def status(self) -> PolicyStatus:
         """Where the policy stands."""
-        return self._policy.standing(self._state)
+        return self._policy.status(self._state)
 
     def manual(self, now_s: float) -> None:
         """A person has changed the number of workers."""
@@ -126,39 +134,39 @@ class PolicyDriver:
         if self._recorder is not None:
             self._recorder.changed(policy.options, now_s)
 
-    async def tick(self, pull: Pull) -> Decision | None:
-        """A decision, where the pull led to one.
+    async def tick(self, observation: Observation) -> Decision | None:
+        """A decision, where the observation led to one.
 
-        None, too, where the pull is older than a person's change, or where something was changed while forecasts and
-        plugins were waited for: that decision was made for another world. What the policy raises passes through, and
-        its state is then that of before.
+        None, too, where the observation is older than a person's change, or where something was changed while forecasts
+        and plugins were waited for: that decision was made for another world. What the policy raises passes through,
+        and its state is then that of before.
         """
-        if pull.at_s < self._began_s:
+        if observation.at_s < self._began_s:
             return None
         changes, policy, state = self._changes, self._policy, self._state
-        # Plugins have turns: one that is asked at a pull which decides nothing would miss that of the decision.
-        pipeline = self._pipeline if _decides(self.standing, pull.at_s) else BuiltIns()
-        task = policy.forecasting(state, pull)
+        # Plugins have turns: one that is asked at an observation which decides nothing would miss that of the decision.
+        pipeline = self._pipeline if _decides(self.status, observation.at_s) else BuiltIns()
+        task = policy.forecasting(state, observation)
         forecasts = None if task is None else await self._forecaster.run(task, FORECAST_DEADLINE_S)
-        state, own = policy.predicted(state, pull, forecasts)
-        prediction = await pipeline.predict(pull, own)
-        state, proposals = policy.propose(state, pull, prediction)
-        targets = await pipeline.targets(pull, prediction, proposals)
-        state, decision = policy.settle(state, pull, targets)
+        state, own = policy.predicted(state, observation, forecasts)
+        prediction = await pipeline.predict(observation, own)
+        state, proposals = policy.propose(state, observation, prediction)
+        targets = await pipeline.targets(observation, prediction, proposals)
+        state, decision = policy.settle(state, observation, targets)
         if changes != self._changes:
             return None
         self._state, self.prediction = state, prediction
         if self._recorder is not None:
-            self._recorder.ticked(pull, decision)
+            self._recorder.ticked(observation, decision)
         return decision
 
-    def tick_now(self, pull: Pull) -> Decision | None:
+    def tick_now(self, observation: Observation) -> Decision | None:
         """As `tick`, where forecaster and pipeline answer at once. RuntimeError where one of them waits."""
-        return _at_once(self.tick(pull))
+        return _at_once(self.tick(observation))
 
 
-def _decides(standing: Standing, at_s: float) -> bool:
-    return standing.next_tick_at is not None and at_s >= standing.next_tick_at - SLACK_S
+def _decides(status: PolicyStatus, at_s: float) -> bool:
+    return status.next_tick_at is not None and at_s >= status.next_tick_at - SLACK_S
 
 
 def _at_once(work: Coroutine[Any, Any, T]) -> T:

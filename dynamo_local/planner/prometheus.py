@@ -140,7 +140,7 @@ def _total(series: Iterable[Series], model: str | None, namespace: str) -> float
 log = logging.getLogger(__name__)
 
 ANSWER_WITHIN_S = 4.5
-"""All questions about a window together, whatever a single one may take: below the deadline of the pull."""
+"""All questions about a window together, whatever a single one may take: below the deadline of the observation."""
 TRIES = 2
 RETRY_S = 0.2
 AT_ONCE = 4

@@ -19,7 +19,7 @@ from dynamo_local.planner.forecasting.answers import InlineForecaster
 from dynamo_local.planner.policies.options import PolicyOptions, name_of
 from dynamo_local.planner.records import ticks
 from dynamo_local.planner.records.ticks import Decided
-from dynamo_local.planner.values import Pull
+from dynamo_local.planner.values import Observation
 from dynamo_local.system.json_lines import Record
 
 NOT_RECORDED = Missing("the log of ticks does not have it: the policy that was recorded did not ask for it")
@@ -84,15 +84,15 @@ class Replay:
         if self._driver is None:  # the options of its time have gone with the log's beginning
             self.whole = False
             return
-        pull, then = ticks.tick_in(record)
+        observation, then = ticks.tick_in(record)
         self.ticks += 1
-        now = ticks.decided(self._driver.tick_now(self._as_wanted(self._driver, pull)))
+        now = ticks.decided(self._driver.tick_now(self._as_wanted(self._driver, observation)))
         if then is not None or now is not None:
-            yield Replayed(int(record["seq"]), pull.at_s, then, now)
+            yield Replayed(int(record["seq"]), observation.at_s, then, now)
 
-    def _as_wanted(self, driver: PolicyDriver, pull: Pull) -> Pull:
-        wants = driver.wants
-        no_traffic = wants.traffic_window_s is not None and pull.traffic is None
-        if no_traffic or (wants.passes and not pull.engines):
+    def _as_wanted(self, driver: PolicyDriver, observation: Observation) -> Observation:
+        needs = driver.needs
+        no_traffic = needs.traffic_window_s is not None and observation.traffic is None
+        if no_traffic or (needs.passes and not observation.engines):
             self.without += 1
-        return replace(pull, traffic=NOT_RECORDED) if no_traffic else pull
+        return replace(observation, traffic=NOT_RECORDED) if no_traffic else observation

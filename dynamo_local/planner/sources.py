@@ -278,7 +278,7 @@ class _Worker:
 
 
 class PassTracker:
-    """Fed with workers' answers (`heard`), read once per pull (`take`)."""
+    """Fed with workers' answers (`heard`), read once per observation (`take`)."""
 
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}

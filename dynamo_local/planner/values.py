@@ -70,8 +70,8 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class EngineSeen:
-    """One engine as the planner knows it: the passes that came since the last pull (oldest first, heartbeats left
-    out), and the last of all (heartbeats included), or why nothing is known of it now."""
+    """One engine as the planner knows it: the passes that came since the last observation (oldest first, heartbeats
+    left out), and the last of all (heartbeats included), or why nothing is known of it now."""
 
     component: str
     passes: tuple[ForwardPass, ...] = ()
@@ -229,7 +229,7 @@ class Proposal:
 
 
 # --- readings
-# One pull of the load planner's metrics, and sums without rounding.
+# One observation of the load planner's metrics, and sums without rounding.
 
 
 def exact_sum(values: Sequence[float | Fraction]) -> Fraction:
@@ -256,7 +256,8 @@ class KvUsageSum:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One pull of the metrics. A value that was not obtained, or is older than three pulls, is `Missing`: never 0.
+    """One observation of the metrics. A value that was not obtained, or is older than three pulls, is `Missing`: never
+    0.
 
     `queue` is the number of requests in the prefill queue that nobody has pulled yet; None where the graph has no
     prefill component. `loads` are those of the decode (or aggregated) workers that are ready, by watcher name.
@@ -281,7 +282,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Observation:
+class IntervalObservation:
     """All that one decision is made from: the readings of one interval, and the pools at its end."""
 
     now_s: float
@@ -455,7 +456,7 @@ class ThroughputScaling(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class PolicyStatus:
     """For `dynamo planner status`, and for the record of the last decision.
 
     `next_tick_at` is when the next decision is due (None: not before the adjustment under way has ended), `deferred`
@@ -499,14 +500,14 @@ class Traffic:
     accept_length: float | Missing = UNKNOWN
 
 
-# --- pull
+# --- observation
 # All that a planner is shown at once, and what it wants to be shown next time.
 
 
 @dataclass(frozen=True, slots=True)
-class Wants:
-    """What the next pull must bring, beside the loads. `traffic_window_s`: the length of the window of `Pull.traffic`,
-    None for none. `requests`: those of that window one by one."""
+class Needs:
+    """What the next observation must bring, beside the loads. `traffic_window_s`: the length of the window of
+    `Pull.traffic`, None for none. `requests`: those of that window one by one."""
 
     traffic_window_s: float | None = None
     passes: bool = False
@@ -514,12 +515,13 @@ class Wants:
 
 
 @dataclass(frozen=True, slots=True)
-class Pull:
-    """One pull: the workers always, the rest as far as it was wanted (None: not asked) and known (else `Missing`).
+class Observation:
+    """One observation: the workers always, the rest as far as it was wanted (None: not asked) and known (else
+    `Missing`).
 
-    `reading` has the moment of the pull, the prefill queue and the loads. `engines` holds one entry for each rank of
-    each ready worker. `capabilities` is by component. `blind` says why the workers cannot be observed now (None: they
-    can). `requests` are those of the traffic's window; None also where they are only counted together.
+    `reading` has the moment of the observation, the prefill queue and the loads. `engines` holds one entry for each
+    rank of each ready worker. `capabilities` is by component. `blind` says why the workers cannot be observed now
+    (None: they can). `requests` are those of the traffic's window; None also where they are only counted together.
     """
 
     reading: Reading

@@ -8,7 +8,7 @@ from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.forecasting.answers import InlineForecaster
 from dynamo_local.planner.records.decision_log import DecisionRecord, Outcome, StepOutcome, inputs_of
-from dynamo_local.planner.values import Observation, Pull
+from dynamo_local.planner.values import IntervalObservation, Observation
 from dynamo_local.simulator.simulation import Acted, Case, Simulation
 from dynamo_local.simulator.trace import TraceRequest
 
@@ -19,10 +19,12 @@ def recorded(trace: Sequence[TraceRequest], case: Case, *, began_s: float = 0.0)
     options, records = case.planner, list[DecisionRecord]()
     driver = PolicyDriver(policy_of(options), 0.0, forecaster=InlineForecaster())
 
-    def record(acted: Acted, pull: Pull) -> None:
-        standing, decision = driver.standing, acted.decision
-        seen = Observation(decision.now_s, standing.interval_began_s, standing.readings, pull.pools)
-        inputs = inputs_of(seen, options, traffic=pull.traffic, prediction=driver.prediction, engines=pull.engines)
+    def record(acted: Acted, observation: Observation) -> None:
+        status, decision = driver.status, acted.decision
+        seen = IntervalObservation(decision.now_s, status.interval_began_s, status.readings, observation.pools)
+        inputs = inputs_of(
+            seen, options, traffic=observation.traffic, prediction=driver.prediction, engines=observation.engines
+        )
         number = len(records) + 1
         outcomes = dict(_outcomes(acted, no_operation=case.no_operation))
         records.append(DecisionRecord(began_s + decision.now_s, f"planner:{number}", inputs, decision, outcomes))

@@ -19,7 +19,7 @@ from dynamo_local.planner.policies.load import mean_kv
 from dynamo_local.planner.policies.options import PolicyOptions
 from dynamo_local.planner.policies.pools import pools_of
 from dynamo_local.planner.scaling_times import ScalingTimes
-from dynamo_local.planner.values import Decision, Pull, Reading, Wants
+from dynamo_local.planner.values import Decision, Needs, Observation, Reading
 from dynamo_local.profile.interpolation import PerfModel, ProfileModel
 from dynamo_local.simulator.fleet import FleetPoint, Scaled, VirtualFleet
 from dynamo_local.simulator.flow import DECODES, Flow
@@ -32,20 +32,20 @@ from dynamo_local.simulator.trace import TraceRequest
 # What the twin's planner is shown beyond loads and workers, as far as it wants it.
 
 
-def observed(flow: Flow, wants: Wants, pull: Pull) -> Pull:
+def observed(flow: Flow, needs: Needs, observation: Observation) -> Observation:
     """The pull, with traffic and passes."""
-    now_s = pull.at_s
-    if wants.traffic_window_s is not None:
+    now_s = observation.at_s
+    if needs.traffic_window_s is not None:
         flow.serving(now_s, *DECODES)  # answers end within passes: bring them to now
-        window_s = wants.traffic_window_s
-        requests = flow.seen.requests(now_s, window_s) if wants.requests else None
-        pull = replace(pull, traffic=flow.seen.window(now_s, window_s), requests=requests)
-    if wants.passes and flow.passes_seen is not None:
+        window_s = needs.traffic_window_s
+        requests = flow.seen.requests(now_s, window_s) if needs.requests else None
+        observation = replace(observation, traffic=flow.seen.window(now_s, window_s), requests=requests)
+    if needs.passes and flow.passes_seen is not None:
         serving = flow.serving(now_s, Role.PREFILL, *DECODES)
         one_each = {PREFILL if each.role is Role.PREFILL else DECODE: each for each in serving}
         limits = {component: capabilities(each, flow.max_model_len) for component, each in one_each.items()}
-        pull = replace(pull, engines=flow.passes_seen.engines(serving, now_s), capabilities=limits)
-    return pull
+        observation = replace(observation, engines=flow.passes_seen.engines(serving, now_s), capabilities=limits)
+    return observation
 
 
 STUCK_AFTER_S = 6 * 3600.0
@@ -103,7 +103,7 @@ class Simulation:
         no_operation: bool = False,
         perf: PerfModel | None = None,
         picker: Picker | None = None,
-        on_acted: Callable[[Acted, Pull], None] = lambda acted, pull: None,
+        on_acted: Callable[[Acted, Observation], None] = lambda acted, observation: None,
     ) -> None:
         self._on_acted = on_acted
         self._options = options
@@ -111,7 +111,7 @@ class Simulation:
         self._no_operation = no_operation
         self._agenda = Agenda()
         perf = perf or ProfileModel.load(options.sim.profile)
-        watches = planner is not None and planner.wants.passes
+        watches = planner is not None and planner.needs.passes
         self.flow = Flow(options, perf, self._agenda, picker or LeastLoaded(), watches=watches)
         self.fleet = VirtualFleet(options, self._agenda, self.flow.make_process, 0.0)
         self.flow.attach(self.fleet)
@@ -188,11 +188,11 @@ class Simulation:
         self._run.sightings.append(Sighting(now_s, queue, mean_kv((reading,))))
         prefill, actuators = PREFILL if disagg else None, self._options.actuators
         pools = self._times.told(pools_of(self.fleet.view(), decode=DECODE, prefill=prefill, actuators=actuators))
-        pull = observed(self.flow, self._planner.wants, Pull(reading, pools))
-        decision = self._planner.tick_now(pull)
+        observation = observed(self.flow, self._planner.needs, Observation(reading, pools))
+        decision = self._planner.tick_now(observation)
         if decision is not None:
             self._act(decision, now_s)
-            self._on_acted(self._run.acted[-1], pull)
+            self._on_acted(self._run.acted[-1], observation)
         if self._planner.next_at_s <= now_s:
             raise Stuck(f"the planner wants to be asked again at {self._planner.next_at_s:.1f} s, and that is now")
         self._agenda.add(self._planner.next_at_s, What.ROUND)

@@ -13,7 +13,7 @@ from dynamo_local.core.passes import EngineId
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.policies.throughput_load.options import DownRule, Target, ThroughputLoadOptions
 from dynamo_local.planner.policies.throughput_load.policy import ThroughputLoadPolicy
-from dynamo_local.planner.values import ComponentTarget, EngineSeen, Pool, Pull
+from dynamo_local.planner.values import ComponentTarget, EngineSeen, Observation, Pool
 from tests.fakes.planner.engines_seen import (
     MODELS,
     both_loops,
@@ -21,9 +21,9 @@ from tests.fakes.planner.engines_seen import (
     driver,
     heartbeat,
     load_loop,
+    observation,
     prefill_engine,
     prefill_pass,
-    pull,
     replicas,
     sla,
     traffic,
@@ -78,7 +78,7 @@ def some_pools(draw: st.DrawFn, component: str) -> Pool:
 
 
 @st.composite
-def some_pulls(draw: st.DrawFn) -> tuple[Pull, ...]:
+def some_pulls(draw: st.DrawFn) -> tuple[Observation, ...]:
     """Two, at 5 and at 10 s."""
     prefill, decode = draw(some_pools(PREFILL)), draw(some_pools(DECODE))
     unknown = st.none() if draw(st.booleans()) else st.nothing()
@@ -91,11 +91,11 @@ def some_pulls(draw: st.DrawFn) -> tuple[Pull, ...]:
         window = traffic(at_s, draw(st.integers(0, 20_000)), draw(st.integers(1, 9000)), draw(st.integers(1, 900)))
         queues, kvs = loads(prefill.ready, 60_000), loads(decode.ready, 250_000)
         seen = window if draw(st.booleans()) else None
-        found.append(pull(at_s, prefill, decode, queues=queues, kvs=kvs, seen=seen))
+        found.append(observation(at_s, prefill, decode, queues=queues, kvs=kvs, seen=seen))
     return tuple(found)
 
 
-def drive(options: ThroughputLoadOptions, pulls: tuple[Pull, ...]) -> list[tuple[Pull, dict[str, int]]]:
+def drive(options: ThroughputLoadOptions, pulls: tuple[Observation, ...]) -> list[tuple[Observation, dict[str, int]]]:
     """The targets of each decision, by component."""
     drives = driver(options)
     decisions = [(seen, drives.tick_now(seen)) for seen in pulls]
@@ -105,7 +105,7 @@ def drive(options: ThroughputLoadOptions, pulls: tuple[Pull, ...]) -> list[tuple
 @MORE_EXAMPLES
 @given(some_options(), some_pulls())
 def test_never_above_the_budget_and_never_below_the_floors(
-    options: ThroughputLoadOptions, pulls: tuple[Pull, ...]
+    options: ThroughputLoadOptions, pulls: tuple[Observation, ...]
 ) -> None:
     """Unless a fleet is outside already: then it never goes further out. The most goes before the least, where engines
     of several GPUs cannot be both."""
@@ -126,7 +126,7 @@ def test_never_above_the_budget_and_never_below_the_floors(
 @MORE_EXAMPLES
 @given(some_options(), some_pulls(), st.integers(0, 30), st.integers(0, 30))
 def test_whatever_plugins_want(
-    options: ThroughputLoadOptions, pulls: tuple[Pull, ...], prefill: int, decode: int
+    options: ThroughputLoadOptions, pulls: tuple[Observation, ...], prefill: int, decode: int
 ) -> None:
     policy = ThroughputLoadPolicy(options, MODELS)
     seen = pulls[0]
@@ -142,7 +142,7 @@ def test_whatever_plugins_want(
 
 @MORE_EXAMPLES
 @given(some_pulls(), some_options())
-def test_what_is_not_known_changes_nothing(pulls: tuple[Pull, ...], options: ThroughputLoadOptions) -> None:
+def test_what_is_not_known_changes_nothing(pulls: tuple[Observation, ...], options: ThroughputLoadOptions) -> None:
     blank = tuple(replace(seen, engines={}, traffic=None) for seen in pulls)
     for seen, targets in drive(replace(options, min_gpu_budget=-1, max_gpu_budget=99), blank):
         for role, one in seen.pools.by_role.items():
@@ -166,7 +166,7 @@ def test_more_load_never_gives_fewer(
     low, high = (
         drive(
             given_options,
-            (pull(5.0, len(queues), len(kvs), queues=[q + add for q in queues], kvs=[kv + add for kv in kvs]),),
+            (observation(5.0, len(queues), len(kvs), queues=[q + add for q in queues], kvs=[kv + add for kv in kvs]),),
         )
         for add in (0, more)
     )
@@ -180,7 +180,7 @@ def test_more_load_never_gives_fewer(
 def test_more_requests_never_take_fewer(num_req: int, more: int, isl: int, osl: int, ready: int) -> None:
     options = sla(max_gpu_budget=999)
     few, many = (
-        replicas(driver(options).tick_now(pull(180.0, ready, ready, seen=traffic(180.0, count, isl, osl))))
+        replicas(driver(options).tick_now(observation(180.0, ready, ready, seen=traffic(180.0, count, isl, osl))))
         for count in (max(1, num_req), max(1, num_req) + more)
     )
     assert (many[0] or 0) >= (few[0] or 0)
@@ -203,8 +203,8 @@ def test_constant_load_settles(
     history = []
     for _ in range(60):
         at_s = drives.next_at_s
-        window = traffic(at_s, rate) if drives.wants.traffic_window_s is not None else None
-        seen = pull(
+        window = traffic(at_s, rate) if drives.needs.traffic_window_s is not None else None
+        seen = observation(
             at_s, prefill, decode, queues=[queued // prefill] * prefill, kvs=[kv // decode] * decode, seen=window
         )
         decision = drives.tick_now(seen)
@@ -214,7 +214,7 @@ def test_constant_load_settles(
     assert len(set(history[-15:])) == 1, history
 
 
-def crowd(drives: PolicyDriver, workers: int) -> Pull:
+def crowd(drives: PolicyDriver, workers: int) -> Observation:
     """As many prefill as decode workers, each with the 64 passes that a worker tells of at most."""
     at_s = drives.next_at_s
     engines = {}
@@ -225,7 +225,7 @@ def crowd(drives: PolicyDriver, workers: int) -> Pull:
         engine = EngineId(f"2{n:03}")
         passes = tuple(decode_pass(1 + k % 50, 900 * (k + n), engine=engine, at_s=at_s - 5 + k / 13) for k in range(64))
         engines[engine] = EngineSeen(DECODE, passes, heartbeat(engine, at_s=at_s))
-    return pull(at_s, workers, workers, engines=engines, seen=traffic(at_s, 7200))
+    return observation(at_s, workers, workers, engines=engines, seen=traffic(at_s, 7200))
 
 
 @pytest.mark.timing

@@ -35,7 +35,16 @@ from dynamo_local.planner.stages import (
     unset,
     wanted,
 )
-from dynamo_local.planner.values import Accept, ComponentTarget, Override, Prediction, Proposal, Pull, Reject, Wants
+from dynamo_local.planner.values import (
+    Accept,
+    ComponentTarget,
+    Needs,
+    Observation,
+    Override,
+    Prediction,
+    Proposal,
+    Reject,
+)
 
 log = logging.getLogger(__name__)
 
@@ -80,15 +89,15 @@ class PluginPipeline:
         self._context: PipelineContext | None = None
         self._began_s = 0.0
 
-    def wants(self, wants: Wants) -> Wants:
-        """What a pull must bring for the policy, and for the plugins."""
-        return wanted(wants, self.registry.specs(), TRAFFIC_WINDOW_S)
+    def needs(self, needs: Needs) -> Needs:
+        """What an observation must bring for the policy, and for the plugins."""
+        return wanted(needs, self.registry.specs(), TRAFFIC_WINDOW_S)
 
-    async def predict(self, pull: Pull, own: Prediction | None) -> Prediction | None:
+    async def predict(self, observation: Observation, own: Prediction | None) -> Prediction | None:
         """The policy's prediction (None: it has none), with what plugins say. A tick begins."""
         self.registry.expire()
         self._ticks += 1
-        context = self._context = context_of(pull, f"{self._run}-{self._ticks}")
+        context = self._context = context_of(observation, f"{self._run}-{self._ticks}")
         self._began_s = self._clock.now_s()
         try:
             async with asyncio.timeout(self._tick_max_s):
@@ -99,17 +108,17 @@ class PluginPipeline:
             return own
 
     async def targets(
-        self, pull: Pull, prediction: Prediction | None, proposals: tuple[Proposal, ...]
+        self, observation: Observation, prediction: Prediction | None, proposals: tuple[Proposal, ...]
     ) -> tuple[ComponentTarget, ...]:
         """The proposals of the policy, merged with those of plugins, reconciled and constrained. None: do nothing."""
         context, self._context = self._context, None
-        if context is None or context.at_s != pull.at_s:
+        if context is None or context.at_s != observation.at_s:
             return ()  # the tick was given up
         context = replace(context, predictions=prediction)
         left_s = max(0.0, self._began_s + self._tick_max_s - self._clock.now_s())
         try:
             async with asyncio.timeout(left_s):
-                merged = await self._merged(context, proposals, baseline_of(pull))
+                merged = await self._merged(context, proposals, baseline_of(observation))
         except TimeoutError:
             self._ends(context, Action.SKIP_TICK_TIMEOUT, prediction, why=self._late())
             return ()

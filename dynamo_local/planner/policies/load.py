@@ -18,7 +18,7 @@ from dynamo_local.planner.policies.load_rules import (
     nearest,
 )
 from dynamo_local.planner.policies.options import LoadOptions
-from dynamo_local.planner.values import Decision, Observation, Pool, Reading, Reason, exact_sum
+from dynamo_local.planner.values import Decision, IntervalObservation, Pool, Reading, Reason, exact_sum
 
 __all__ = ["LoadOptions", "LoadPolicy"]
 
@@ -29,7 +29,7 @@ class LoadPolicy:
 
     options: LoadOptions
 
-    def on_tick(self, observation: Observation) -> Decision:
+    def on_tick(self, observation: IntervalObservation) -> Decision:
         """Decide about one interval. The next tick is due at the end of the next interval, without drift."""
         facts = self._facts(observation)
         verdicts = judge(facts)
@@ -46,7 +46,7 @@ class LoadPolicy:
             apart=not _swaps(facts, verdicts),
         )
 
-    def _facts(self, observation: Observation) -> Facts:
+    def _facts(self, observation: IntervalObservation) -> Facts:
         options, pools = self.options, observation.pools
         sides = []
         if pools.prefill is not None:
@@ -87,7 +87,7 @@ def _swaps(facts: Facts, verdicts: Sequence[Verdict]) -> bool:
     return 1 in acts and -1 in acts and bool(acts[-1].flippable)
 
 
-def next_tick_at(observation: Observation, interval_s: float) -> float:
+def next_tick_at(observation: IntervalObservation, interval_s: float) -> float:
     """The first moment after now that is a whole number of intervals after this one began."""
     began_s = observation.interval_began_s
     count = math.floor((observation.now_s - began_s) / interval_s) + 1

@@ -30,7 +30,7 @@ from typing import Protocol, TypeVar
 
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.policies.options import LoadOptions
-from dynamo_local.planner.values import Decision, Observation, Pool, Reading, Reason, Rule, WorkerPools
+from dynamo_local.planner.values import Decision, IntervalObservation, Pool, Reading, Reason, Rule, WorkerPools
 
 T = TypeVar("T")
 
@@ -38,13 +38,13 @@ STALE_PULLS = 3
 """A value older than this many pulls is missing; GPUs that are not free after this many pulls will not come."""
 
 _SLACK = 1e-6
-"""A pull counts as the interval's end within this share of a pulling interval (rounding)."""
+"""A observation counts as the interval's end within this share of a pulling interval (rounding)."""
 
 
 class Policy(Protocol):
     """What decides at the end of an interval."""
 
-    def on_tick(self, observation: Observation) -> Decision:
+    def on_tick(self, observation: IntervalObservation) -> Decision:
         """What to do after this interval, and when to ask again."""
         ...
 
@@ -57,7 +57,7 @@ def fresh(value: T, *, taken_at_s: float, now_s: float, pulling_interval_s: floa
     return value
 
 
-def _unseen(observation: Observation, why: Missing) -> Observation:
+def _unseen(observation: IntervalObservation, why: Missing) -> IntervalObservation:
     readings = tuple(
         Reading(reading.at_s, None if reading.queue is None else why, dict.fromkeys(reading.loads, why))
         for reading in observation.readings
@@ -66,7 +66,7 @@ def _unseen(observation: Observation, why: Missing) -> Observation:
 
 
 class AdjustmentIntervals:
-    """Collects the readings of an interval, asks the policy at its end, and says when the next pull is due."""
+    """Collects the readings of an interval, asks the policy at its end, and says when the next observation is due."""
 
     def __init__(self, policy: Policy, options: LoadOptions, now_s: float) -> None:
         self._policy = policy
@@ -76,7 +76,7 @@ class AdjustmentIntervals:
         self._notes: tuple[str, ...] = ()
         self._readings: list[Reading] = []
         self._pulls = 0
-        self._observation: Observation | None = None
+        self._observation: IntervalObservation | None = None
         self._begin(now_s)
 
     # --- what one may ask ----------------------------------------------------------------------
@@ -88,7 +88,7 @@ class AdjustmentIntervals:
 
     @property
     def next_pull_at(self) -> float:
-        """The absolute time of the next pull."""
+        """The absolute time of the next observation."""
         pull_s = self._options.metric_pulling_interval_s
         at_s = self._began_s + (self._pulls + 1) * pull_s
         if not self._adjusting and at_s > self._due_s - _SLACK * pull_s:
@@ -116,7 +116,7 @@ class AdjustmentIntervals:
         return tuple(self._readings)
 
     @property
-    def observation(self) -> Observation | None:
+    def observation(self) -> IntervalObservation | None:
         """The observation behind the last decision; None before the first."""
         return self._observation
 
@@ -127,9 +127,9 @@ class AdjustmentIntervals:
 
     # --- what happens --------------------------------------------------------------------------
 
-    def on_pull(self, reading: Reading, pools: WorkerPools, blind: str | None = None) -> Decision | None:
-        """Take in one pull. A decision where one is due, else None. Whatever the policy raises passes through; the
-        next interval has begun by then.
+    def on_observation(self, reading: Reading, pools: WorkerPools, blind: str | None = None) -> Decision | None:
+        """Take in one observation. A decision where one is due, else None. Whatever the policy raises passes through;
+        the next interval has begun by then.
 
         `blind` is why the workers cannot be observed now. The policy is then shown no sample at all, and holds: older
         ones do not justify a change that could not be carried out, or observed, now.
@@ -137,7 +137,7 @@ class AdjustmentIntervals:
         now_s = reading.at_s
         freed = None if pools.pending else self._freed(pools, now_s)
         if freed is not None:
-            self._observation = Observation(now_s, self._began_s, (*self.readings, reading), pools)
+            self._observation = IntervalObservation(now_s, self._began_s, (*self.readings, reading), pools)
             self._begin(now_s, adjusting=True)
             return freed
         if pools.adjusting or self._adjusting:
@@ -194,14 +194,14 @@ class AdjustmentIntervals:
             self._begin(now_s, adjusting=pools.adjusting)
 
     def _count(self, now_s: float) -> None:
-        """This pull is done; skip all others whose time has passed."""
+        """This observation is done; skip all others whose time has passed."""
         self._pulls = max(self._pulls + 1, self._passed(now_s))
 
     def _passed(self, now_s: float) -> int:
         return int((now_s - self._began_s) / self._options.metric_pulling_interval_s + _SLACK)
 
     def _tick(self, now_s: float, pools: WorkerPools, blind: str | None) -> Decision:
-        observation = Observation(now_s, self._began_s, self.readings, self._with_deferred(pools))
+        observation = IntervalObservation(now_s, self._began_s, self.readings, self._with_deferred(pools))
         self._observation = observation
         notes, self._notes = self._notes, ()
         interval_s = self._options.adjustment_interval_s

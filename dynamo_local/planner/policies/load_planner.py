@@ -14,14 +14,14 @@ from dynamo_local.planner.values import (
     Decision,
     Forecasts,
     ForecastTask,
+    Needs,
+    Observation,
     Override,
+    PolicyStatus,
     Prediction,
     Proposal,
-    Pull,
     Reason,
     Rule,
-    Standing,
-    Wants,
     WorkerPools,
 )
 
@@ -56,40 +56,44 @@ class LoadPlanner:
         """See `Policy`."""
         return state.intervals.next_pull_at
 
-    def wants(self, state: LoadState) -> Wants:
+    def needs(self, state: LoadState) -> Needs:
         """The loads are always there."""
-        return Wants()
+        return Needs()
 
-    def forecasting(self, state: LoadState, pull: Pull) -> ForecastTask | None:
+    def forecasting(self, state: LoadState, observation: Observation) -> ForecastTask | None:
         """It looks at the past only."""
         return None
 
     def predicted(
-        self, state: LoadState, pull: Pull, forecasts: Forecasts | Missing | None
+        self, state: LoadState, observation: Observation, forecasts: Forecasts | Missing | None
     ) -> tuple[LoadState, Prediction | None]:
         """It predicts nothing."""
         return state, None
 
     def propose(
-        self, state: LoadState, pull: Pull, prediction: Prediction | None
+        self, state: LoadState, observation: Observation, prediction: Prediction | None
     ) -> tuple[LoadState, tuple[Proposal, ...]]:
         """The numbers of the components with a step, at the end of an interval."""
         intervals = state.intervals.copied()
-        decision = intervals.on_pull(pull.reading, pull.pools, pull.blind)
-        targets = () if decision is None else _targets(decision, pull.pools)
+        decision = intervals.on_observation(observation.reading, observation.pools, observation.blind)
+        targets = () if decision is None else _targets(decision, observation.pools)
         proposals = (Proposal(PLUGIN_ID, PRIORITY, Override(targets)),) if targets else ()
         return LoadState(intervals, decision), proposals
 
     def settle(
-        self, state: LoadState, pull: Pull, targets: tuple[ComponentTarget, ...]
+        self, state: LoadState, observation: Observation, targets: tuple[ComponentTarget, ...]
     ) -> tuple[LoadState, Decision | None]:
         """Its own decision, or that of the plugins which wanted something else."""
         own = state.decision
-        if own is None or pull.blind is not None or _numbers(targets) == _numbers(_targets(own, pull.pools)):
+        if (
+            own is None
+            or observation.blind is not None
+            or _numbers(targets) == _numbers(_targets(own, observation.pools))
+        ):
             return LoadState(state.intervals), own
         intervals = state.intervals.copied()
         intervals.forget_deferred("a plugin wanted another number of workers")
-        return LoadState(intervals), _overridden(own, pull.pools, _numbers(targets), self.options)
+        return LoadState(intervals), _overridden(own, observation.pools, _numbers(targets), self.options)
 
     def manual(self, state: LoadState, now_s: float) -> LoadState:
         """It holds for an interval."""
@@ -97,11 +101,11 @@ class LoadPlanner:
         intervals.on_manual_change(now_s)
         return LoadState(intervals)
 
-    def standing(self, state: LoadState) -> Standing:
+    def status(self, state: LoadState) -> PolicyStatus:
         """See `Policy`."""
         intervals = state.intervals
         seen = intervals.observation
-        return Standing(
+        return PolicyStatus(
             intervals.next_tick_at,
             intervals.adjusting,
             intervals.deferred,

@@ -50,24 +50,24 @@ from dynamo_local.planner.values import (
     Decision,
     Forecasts,
     ForecastTask,
+    Needs,
+    Observation,
     Override,
+    PolicyStatus,
     Pool,
     Prediction,
     Proposal,
-    Pull,
     Reading,
     Reason,
     Series,
-    Standing,
     Traffic,
-    Wants,
     Window,
     WorkerPools,
 )
 
 PLUGIN_ID, PRIORITY = "builtin_sla_propose", 20
 _SLACK_S = 1e-3
-"""A pull is at the interval's end within this (rounding, a timer that fires early)."""
+"""A observation is at the interval's end within this (rounding, a timer that fires early)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,33 +127,33 @@ class SlaPolicy:
         """At the interval's end, and while a decision waits."""
         return min(state.due_s, state.again_s)
 
-    def wants(self, state: SlaState) -> Wants:
+    def needs(self, state: SlaState) -> Needs:
         """The traffic of the interval, at its end."""
-        return Wants(traffic_window_s=state.due_s - state.began_s if state.due_s <= state.again_s else None)
+        return Needs(traffic_window_s=state.due_s - state.began_s if state.due_s <= state.again_s else None)
 
-    def standing(self, state: SlaState) -> Standing:
+    def status(self, state: SlaState) -> PolicyStatus:
         """When it decides next, and what it decided from last."""
         began_s, readings = state.decided
-        return Standing(state.due_s, interval_began_s=began_s, readings=readings)
+        return PolicyStatus(state.due_s, interval_began_s=began_s, readings=readings)
 
-    def forecasting(self, state: SlaState, pull: Pull) -> ForecastTask | None:
+    def forecasting(self, state: SlaState, observation: Observation) -> ForecastTask | None:
         """The three series, continued to the window that is planned for."""
-        state = self._observed(state, pull)
-        if state.held is not None or not self._due(state, pull):
+        state = self._observed(state, observation)
+        if state.held is not None or not self._due(state, observation):
             return None
-        return self.options.predictor.task(state.series, self._lead(pull))
+        return self.options.predictor.task(state.series, self._lead(observation))
 
     def predicted(
-        self, state: SlaState, pull: Pull, forecasts: Forecasts | Missing | None
+        self, state: SlaState, observation: Observation, forecasts: Forecasts | Missing | None
     ) -> tuple[SlaState, Prediction | None]:
         """The forecast as a prediction. One that is missing, or not a number, holds this tick."""
-        if not self._due(state, pull):
+        if not self._due(state, observation):
             return state, state.waiting
-        state = replace(self._observed(state, pull), waiting=None, again_s=math.inf)
+        state = replace(self._observed(state, observation), waiting=None, again_s=math.inf)
         if state.held is not None:
             return state, None
         asked = Missing("nobody was asked for a forecast") if forecasts is None else forecasts
-        ahead = state.series.prediction(asked, self._lead(pull))
+        ahead = state.series.prediction(asked, self._lead(observation))
         if isinstance(ahead, Missing):
             return replace(state, held=(SlaRule.PREDICT_FAILED, ahead.reason)), None
         # A falling trend may end below one token; there is no such prompt, and the last one's length is likelier.
@@ -165,17 +165,17 @@ class SlaPolicy:
         return state, replace(ahead, isl=isl, osl=osl)
 
     def propose(
-        self, state: SlaState, pull: Pull, prediction: Prediction | None
+        self, state: SlaState, observation: Observation, prediction: Prediction | None
     ) -> tuple[SlaState, tuple[Proposal, ...]]:
         """The engines of both roles, before floors and budget. A plugin's prediction counts as one's own."""
-        if not self._due(state, pull) and state.waiting is None:
+        if not self._due(state, observation) and state.waiting is None:
             return state, ()
-        pools, ahead = pull.pools, complete(prediction)
+        pools, ahead = observation.pools, complete(prediction)
         state = replace(state, sizing=None)
         if pools.prefill is None:
             return replace(state, held=(SlaRule.DISAGGREGATED_ONLY, NEEDS_PREFILL)), ()
-        if pull.blind is not None:
-            return replace(state, held=(SlaRule.NO_TRAFFIC_DATA, pull.blind)), ()
+        if observation.blind is not None:
+            return replace(state, held=(SlaRule.NO_TRAFFIC_DATA, observation.blind)), ()
         if pools.pending:
             return replace(state, held=(SlaRule.SCALING_IN_PROGRESS, NOT_ACKNOWLEDGED), waiting=prediction), ()
         if ahead is None:
@@ -187,27 +187,27 @@ class SlaPolicy:
         return replace(state, held=None, sizing=sizing), (Proposal(PLUGIN_ID, PRIORITY, Override(targets, said)),)
 
     def settle(
-        self, state: SlaState, pull: Pull, targets: tuple[ComponentTarget, ...]
+        self, state: SlaState, observation: Observation, targets: tuple[ComponentTarget, ...]
     ) -> tuple[SlaState, Decision | None]:
         """Within floors, step and budget; the next interval begins where this one ended."""
-        due, pools = self._due(state, pull), pull.pools
+        due, pools = self._due(state, observation), observation.pools
         if not due and state.waiting is None:
             return state, None
-        after = replace(state, held=None, sizing=None, decided=(state.began_s, (pull.reading,)))
+        after = replace(state, held=None, sizing=None, decided=(state.began_s, (observation.reading,)))
         if due:
-            began_s = self._grid(state, pull.at_s)
+            began_s = self._grid(state, observation.at_s)
             after = replace(after, began_s=began_s, due_s=began_s + self._interval_s(pools))
-        if pools.prefill is None or pull.blind is not None or pools.pending or not targets:
-            again_s = math.inf if state.waiting is None else pull.at_s + self.options.metric_pulling_interval_s
+        if pools.prefill is None or observation.blind is not None or pools.pending or not targets:
+            again_s = math.inf if state.waiting is None else observation.at_s + self.options.metric_pulling_interval_s
             after = replace(after, again_s=again_s)
             held = state.held or (SlaRule.OVERRIDDEN, "a plugin rejected what was proposed")
-            return after, holding(pull, held, after.due_s) if due else None
+            return after, holding(observation, held, after.due_s) if due else None
         after = replace(after, waiting=None, again_s=math.inf)
         facts = self._facts(state.sizing, pools.prefill, pools.decode, targets)
         verdicts = judge(facts)
         reasons = [self._reason(state, facts, index, verdict) for index, verdict in enumerate(verdicts)]
         return after, Decision(
-            now_s=pull.at_s,
+            now_s=observation.at_s,
             targets={side.component: verdict.target for side, verdict in zip(facts.sides, verdicts, strict=True)},
             reasons=tuple(sorted(reasons, key=lambda reason: reason.step >= 0)),
             next_tick_at=after.due_s,
@@ -221,25 +221,27 @@ class SlaPolicy:
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _due(self, state: SlaState, pull: Pull) -> bool:
-        return pull.at_s >= state.due_s - _SLACK_S
+    def _due(self, state: SlaState, observation: Observation) -> bool:
+        return observation.at_s >= state.due_s - _SLACK_S
 
     def _interval_s(self, pools: WorkerPools) -> float:
         interval_s = self.options.adjustment_interval_s
         return adapted_interval_s(interval_s, pools) if self.options.adaptive_intervals else interval_s
 
-    def _lead(self, pull: Pull) -> int:
+    def _lead(self, observation: Observation) -> int:
         """The window that is planned for: the next one, or (adaptive) the first that a new worker sees whole."""
-        return steps_ahead(self.options.adjustment_interval_s, pull.pools) if self.options.adaptive_intervals else 1
+        return (
+            steps_ahead(self.options.adjustment_interval_s, observation.pools) if self.options.adaptive_intervals else 1
+        )
 
     def _grid(self, state: SlaState, now_s: float) -> float:
         """Where the interval that is under way now began; those that were missed in a sleep are left out."""
         interval_s = state.due_s - state.began_s
         return state.due_s + interval_s * max(0, math.floor((now_s - state.due_s + _SLACK_S) / interval_s))
 
-    def _observed(self, state: SlaState, pull: Pull) -> SlaState:
+    def _observed(self, state: SlaState, observation: Observation) -> SlaState:
         """With this window in the history, and the factors after it; or with the reason why there is nothing new."""
-        traffic = pull.traffic
+        traffic = observation.traffic
         if not isinstance(traffic, Traffic):
             why = traffic.reason if isinstance(traffic, Missing) else "nobody was asked"
             return replace(state, held=(SlaRule.NO_TRAFFIC_DATA, why), sizing=None)
@@ -248,7 +250,7 @@ class SlaPolicy:
             why = traffic.num_req.reason if isinstance(traffic.num_req, Missing) else f"{traffic.num_req} requests"
             return replace(state, held=(SlaRule.NO_TRAFFIC_DATA, why), sizing=None)
         series = state.series.after(traffic)
-        factors = corrected(state.corrections, traffic, pull.pools.decode.ready, self.prefill, self.decode)
+        factors = corrected(state.corrections, traffic, observation.pools.decode.ready, self.prefill, self.decode)
         nobody = (SlaRule.NO_TRAFFIC_DATA, NOBODY_YET)
         return replace(state, series=series, corrections=factors, held=None if series.known else nobody, sizing=None)
 

@@ -23,7 +23,7 @@ from dynamo_local.planner.policies.sla_sizing import SlaOptions
 from dynamo_local.planner.policies.slo.ladder import SloOptions
 from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
 from dynamo_local.planner.records.figures import window_figures
-from dynamo_local.planner.values import Decision, Engines, Observation, Prediction, Traffic, WorkerPools
+from dynamo_local.planner.values import Decision, Engines, IntervalObservation, Prediction, Traffic, WorkerPools
 from dynamo_local.system import json_lines as jsonl
 from dynamo_local.system.json_lines import JsonLog, Record
 
@@ -180,7 +180,7 @@ class DecisionRecord:
 
 
 def inputs_of(
-    observation: Observation,
+    observation: IntervalObservation,
     options: PolicyOptions,
     *,
     traffic: Traffic | Missing | None = None,

@@ -215,8 +215,8 @@ DECODE_SCALING_ACTION = "decode_scaling_action"
 
 
 def of_reading(reading: Reading, pools: WorkerPools) -> dict[str, float]:
-    """Scalars of one pull: queue (requests), mean KV load (0..1), requests that wait in decode workers, the workers
-    that serve, and the GPUs that both components hold, leaving workers included.
+    """Scalars of one observation: queue (requests), mean KV load (0..1), requests that wait in decode workers, the
+    workers that serve, and the GPUs that both components hold, leaving workers included.
 
     The mean is over the workers that answered; the sum needs all of them.
     """

@@ -1,10 +1,10 @@
 """What a replay needs of a planner's ticks: the policy's options, all that it was shown, and what it decided then.
 
 `decisions.jsonl` sums a decision up for people. This log, beside it, has the pulls whole, also those that decided
-nothing: a policy remembers them. A pull is written packed (zlib, base64), its passes as columns (`columns`): values by
-chance, which pack worst, 73 kB for 64 new passes of each of 64 engines. The file is rotated as the decision log is,
-and bounded so that an hour of that, at a tick every five seconds, is always in it; the options are written again now
-and then, so that a log whose beginning has gone can still be read.
+nothing: a policy remembers them. An observation is written packed (zlib, base64), its passes as columns (`columns`):
+values by chance, which pack worst, 73 kB for 64 new passes of each of 64 engines. The file is rotated as the decision
+log is, and bounded so that an hour of that, at a tick every five seconds, is always in it; the options are written
+again now and then, so that a log whose beginning has gone can still be read.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from dynamo_local.planner.values import (
     Ended,
     Engines,
     EngineSeen,
+    Observation,
     Pool,
-    Pull,
     Reading,
     Traffic,
     WorkerPools,
@@ -179,8 +179,8 @@ class Recorder(Protocol):
         """A person has changed the number of workers."""
         ...
 
-    def ticked(self, pull: Pull, decision: Decision | None) -> None:
-        """It has taken this pull in, and decided this."""
+    def ticked(self, observation: Observation, decision: Decision | None) -> None:
+        """It has taken this observation in, and decided this."""
         ...
 
 
@@ -230,12 +230,18 @@ def manual_record(at_s: float) -> dict[str, Any]:
     return _head(MANUAL, at_s)
 
 
-def tick_record(pull: Pull, decision: Decision | None) -> dict[str, Any]:
-    """A line of the log: a tick, with all of its pull. Some milliseconds for thousands of passes: not on the loop."""
+def tick_record(observation: Observation, decision: Decision | None) -> dict[str, Any]:
+    """A line of the log: a tick, with all of its observation. Some milliseconds for thousands of passes: not on the
+    loop."""
     found = decided(decision)
     told = None if found is None else found._asdict()
-    small = zlib.compress(json.dumps(_pull_out(pull), separators=(",", ":")).encode())
-    return {**_head(TICK, pull.at_s), "decided": told, "pull": _text(small), "passes": _text(_passes_out(pull.engines))}
+    small = zlib.compress(json.dumps(_pull_out(observation), separators=(",", ":")).encode())
+    return {
+        **_head(TICK, observation.at_s),
+        "decided": told,
+        "pull": _text(small),
+        "passes": _text(_passes_out(observation.engines)),
+    }
 
 
 def _text(data: bytes) -> str:
@@ -251,8 +257,8 @@ def options_in(record: Record) -> PolicyOptions:
     return options
 
 
-def tick_in(record: Record) -> tuple[Pull, Decided | None]:
-    """The pull and the decision of a line that `tick_record` made. Raises `BadInput`."""
+def tick_in(record: Record) -> tuple[Observation, Decided | None]:
+    """The observation and the decision of a line that `tick_record` made. Raises `BadInput`."""
     try:
         told = record["decided"]
         raw = zlib.decompress(base64.b64decode(record["pull"], validate=True))
@@ -271,7 +277,7 @@ def _head(kind: str, at_s: float) -> dict[str, Any]:
     return {"version": VERSION, "kind": kind, "at_s": at_s}
 
 
-# --- a pull as lists ---------------------------------------------------------------------------------
+# --- an observation as lists ---------------------------------------------------------------------------------
 
 
 def _out(value: Any) -> Any:
@@ -283,25 +289,25 @@ def _in(value: Any) -> Any:
     return Missing(value["missing"]) if isinstance(value, dict) else value
 
 
-def _pull_out(pull: Pull) -> dict[str, Any]:
+def _pull_out(observation: Observation) -> dict[str, Any]:
     """All but its engines."""
-    reading, traffic = pull.reading, pull.traffic
+    reading, traffic = observation.reading, observation.traffic
     return {
         "at_s": reading.at_s,
         "queue": _out(reading.queue),
         "loads": {name: _load_out(load) for name, load in reading.loads.items()},
-        "pools": asdict(pull.pools),
+        "pools": asdict(observation.pools),
         "traffic": [_out(getattr(traffic, one.name)) for one in fields(Traffic)]
         if isinstance(traffic, Traffic)
         else _out(traffic),
-        "capabilities": {name: _can_out(told) for name, told in pull.capabilities.items()},
-        "blind": pull.blind,
-        "engines": [_engine_out(engine, seen) for engine, seen in pull.engines.items()],
-        **({} if pull.requests is None else {"requests": _clients_out(pull.requests)}),
+        "capabilities": {name: _can_out(told) for name, told in observation.capabilities.items()},
+        "blind": observation.blind,
+        "engines": [_engine_out(engine, seen) for engine, seen in observation.engines.items()],
+        **({} if observation.requests is None else {"requests": _clients_out(observation.requests)}),
     }
 
 
-def _pull_in(told: Mapping[str, Any], passes: Iterator[_Row]) -> Pull:
+def _pull_in(told: Mapping[str, Any], passes: Iterator[_Row]) -> Observation:
     """`passes` are those of all its engines, one after the other."""
     pools, traffic = told["pools"], told["traffic"]
     prefill = None if pools["prefill"] is None else Pool(**pools["prefill"])
@@ -316,7 +322,7 @@ def _pull_in(told: Mapping[str, Any], passes: Iterator[_Row]) -> Pull:
                 component, known, known[-1] if last == _IN_THEM else _pass_in(engine, next(passes))
             )
     seen: Engines = engines
-    return Pull(
+    return Observation(
         Reading(told["at_s"], _in(told["queue"]), {name: _load_in(load) for name, load in told["loads"].items()}),
         WorkerPools(prefill, Pool(**pools["decode"]), pools["pending"]),
         Traffic(*map(_in, traffic)) if isinstance(traffic, list) else _in(traffic),

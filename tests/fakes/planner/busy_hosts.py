@@ -8,7 +8,7 @@ import random
 from dynamo_local.core.passes import EngineId, ForwardPass
 from dynamo_local.core.passes import Requests as PassRequests
 from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
-from dynamo_local.planner.values import Capabilities, Ended, EngineSeen, Pull, Requests, Traffic, Wants
+from dynamo_local.planner.values import Capabilities, Ended, EngineSeen, Needs, Observation, Requests, Traffic
 from dynamo_local.profile.reading import DEFAULT_PROFILE
 from tests.fakes.planner.observations import DECODE, PREFILL, pool, reading, worker_pools
 
@@ -29,21 +29,21 @@ BOTH_LOOPS = ThroughputLoadOptions(
 )
 
 
-def busy_pull(at_s: float, tick: int, wants: Wants) -> Pull:
+def busy_pull(at_s: float, tick: int, needs: Needs) -> Observation:
     """What the workers, and their clients, did since the last pull: as much of it as is wanted."""
     pools = worker_pools(pool(PREFILL, WORKERS // 2), pool(DECODE, WORKERS // 2))
     engines = {}
-    for n in range(WORKERS if wants.passes else 0):
+    for n in range(WORKERS if needs.passes else 0):
         engine, prefill = EngineId(str(n)), n < WORKERS // 2
         seen = tuple(_pass(engine, at_s, tick, k, prefill=prefill) for k in range(PASSES))
         engines[engine] = EngineSeen(PREFILL if prefill else DECODE, seen, seen[-1])
-    window_s = wants.traffic_window_s
+    window_s = needs.traffic_window_s
     traffic = None
     if window_s is not None:
         traffic = Traffic(at_s, window_s, 300.0 + tick % 40, 3000.0, 200.0, 120.0, 9.0, 2.0, 0.2, 1.0)
     limits = {PREFILL: LIMITS, DECODE: LIMITS}
-    requests = _requests(at_s, window_s) if wants.requests and window_s is not None else None
-    return Pull(reading(at_s, 1, 0.7, WORKERS // 2), pools, traffic, engines, limits, requests=requests)
+    requests = _requests(at_s, window_s) if needs.requests and window_s is not None else None
+    return Observation(reading(at_s, 1, 0.7, WORKERS // 2), pools, traffic, engines, limits, requests=requests)
 
 
 def _requests(at_s: float, window_s: float) -> Requests:

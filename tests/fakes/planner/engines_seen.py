@@ -21,8 +21,8 @@ from dynamo_local.planner.values import (
     EngineSeen,
     Forecasts,
     ForecastTask,
+    Observation,
     Pool,
-    Pull,
     Reading,
     Traffic,
     WorkerPools,
@@ -140,7 +140,7 @@ def traffic(at_s: float, num_req: float | Missing, isl: float = 2000, osl: float
     return Traffic(at_s, 180.0, num_req, isl, osl, **more)
 
 
-def pull(
+def observation(
     at_s: float,
     prefill: int | Pool | None = 1,
     decode: int | Pool = 1,
@@ -152,7 +152,7 @@ def pull(
     engines: Mapping[EngineId, EngineSeen] | None = None,
     waiting: float | Missing | None = None,
     **more: Any,
-) -> Pull:
+) -> Observation:
     """Pools, and one engine for each queue and KV (by default: all that are ready, idle). `waiting`: prompts in a queue
     of the graph, where it has one."""
     pools: WorkerPools = worker_pools(prefill, decode)
@@ -164,7 +164,9 @@ def pull(
         for n, kv in enumerate([0] * pools.decode.ready if kvs is None else kvs):
             found.update([decode_engine(f"2{n}", kv, at_s)])
     capabilities = {one.component: limits for one in pools.all}
-    return Pull(Reading(at_s, waiting, {}), pools, seen, found if engines is None else engines, capabilities, **more)
+    return Observation(
+        Reading(at_s, waiting, {}), pools, seen, found if engines is None else engines, capabilities, **more
+    )
 
 
 class LastValue:
@@ -213,7 +215,7 @@ def decide(
 ) -> Decision:
     """The first decision of the loop that is alone, from one pull: `decide(load_loop(), 2, 1, queues=[30_000, 0])`."""
     drives = driver(options, models)
-    decision = drives.tick_now(pull(drives.next_at_s, *args, **more))
+    decision = drives.tick_now(observation(drives.next_at_s, *args, **more))
     assert decision is not None
     return decision
 

@@ -12,7 +12,7 @@ from typing import Any
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.planner.policies.load import LoadPolicy
 from dynamo_local.planner.policies.options import LoadOptions
-from dynamo_local.planner.values import Decision, Observation, Rule
+from dynamo_local.planner.values import Decision, IntervalObservation, Rule
 from tests.fakes.planner.observations import DECODE, NOT_HAD, PREFILL, observe, pool, readings
 
 Expected = tuple[int, Rule]
@@ -26,7 +26,7 @@ class Case:
     """`prefill` is None for an aggregated graph. `acts` are the steps of now, None: all steps, downs first."""
 
     name: str
-    observation: Observation
+    observation: IntervalObservation
     prefill: Expected | None
     decode: Expected
     options: LoadOptions = LoadOptions()  # noqa: RUF009 - frozen
@@ -59,8 +59,10 @@ class Case:
 
     def _check_numbers(self, decision: Decision) -> None:
         """Each reason has the numbers that could be had, and no others."""
-        depths = [pull.queue for pull in self.observation.readings if not isinstance(pull.queue, Missing)]
-        had = {"average_kv_load"} if any(pull.kv.count for pull in self.observation.readings) else set()
+        depths = [
+            observation.queue for observation in self.observation.readings if not isinstance(observation.queue, Missing)
+        ]
+        had = {"average_kv_load"} if any(observation.kv.count for observation in self.observation.readings) else set()
         if self.prefill is not None and depths:
             had |= {"prefill_queue_size", "prefill_queue_expected"}
         found = {name for reason in decision.reasons for name in reason.numbers}

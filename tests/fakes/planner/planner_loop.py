@@ -9,13 +9,13 @@ from typing import Any
 
 from dynamo_local.clock import AsyncioClock, run_virtual
 from dynamo_local.core.types import Load, Missing
-from dynamo_local.planner.collector import Puller, Sampled
+from dynamo_local.planner.collector import Collector, Sampled
 from dynamo_local.planner.connectors import Committed, Refused
 from dynamo_local.planner.loop import PlannerLoop
 from dynamo_local.planner.policies.load_planner import LoadPlanner
 from dynamo_local.planner.policies.options import LoadOptions
 from dynamo_local.planner.records.decision_log import DecisionRecord
-from dynamo_local.planner.values import Pool, Pull, Reading, WorkerPools
+from dynamo_local.planner.values import Observation, Pool, Reading, WorkerPools
 from tests.fakes.arbiter.told import Told
 
 PREFILL, DECODE = "PrefillWorker", "VllmWorker"
@@ -51,7 +51,7 @@ class Rig:
         self.told = Told()
         self.loop = PlannerLoop(
             self,
-            Puller(self, self, self.clock),
+            Collector(self, self, self.clock),
             self,
             self.clock,
             last_number=last_number,
@@ -110,8 +110,8 @@ class Rig:
             self.acting -= 1
         return self.outcome
 
-    def on_pull(self, pull: Pull) -> None:
-        self.readings.append(pull.reading)
+    def on_observation(self, observation: Observation) -> None:
+        self.readings.append(observation.reading)
 
     def on_decision(self, record: DecisionRecord) -> None:
         self.records.append(record)

@@ -85,12 +85,12 @@ def test_a_decision_takes_a_few_milliseconds(options: PolicyOptions) -> None:
     took_ms = []
     windows = tick = 0
     while len(took_ms) < DECISIONS:
-        wants = driver.wants
-        windows += wants.traffic_window_s is not None or not wants.passes
-        heard = wants if windows > WINDOWS - LEARNING else replace(wants, passes=False)
+        needs = driver.needs
+        windows += needs.traffic_window_s is not None or not needs.passes
+        heard = needs if windows > WINDOWS - LEARNING else replace(needs, passes=False)
         seen = busy_pull(driver.next_at_s, tick, heard)
-        if wants.requests and wants.traffic_window_s is not None:
-            seen = replace(seen, requests=answered(seen.at_s, wants.traffic_window_s, 300.0 + tick % 40))
+        if needs.requests and needs.traffic_window_s is not None:
+            seen = replace(seen, requests=answered(seen.at_s, needs.traffic_window_s, 300.0 + tick % 40))
         tick += 1
         began_s = time.thread_time()
         decision = driver.tick_now(seen)

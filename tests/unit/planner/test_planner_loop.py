@@ -133,7 +133,7 @@ async def test_a_failing_tick_is_counted_told_once_and_tried_again() -> None:
 @on_virtual_time
 async def test_an_observer_that_fails_costs_nobody_anything() -> None:
     class Broken:
-        def on_pull(self, pull: object) -> None:
+        def on_observation(self, observation: object) -> None:
             raise RuntimeError("no disk")
 
         def on_decision(self, record: object) -> None:

@@ -9,7 +9,7 @@ from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions, name_of
 from dynamo_local.planner.policies.sla_sizing import SlaOptions
 from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
-from dynamo_local.planner.values import Wants
+from dynamo_local.planner.values import Needs
 from dynamo_local.profile.reading import DEFAULT_PROFILE
 from dynamo_local.simulator.options import DECODE, PREFILL, FleetShape, TwinOptions
 from dynamo_local.simulator.simulation import Case, Run, Simulation, run_case
@@ -89,11 +89,11 @@ def test_windows_of_traffic_count_each_request_once() -> None:
     seen = []
 
     class Watching(Wishing):
-        def propose(self, state, pull, prediction):  # type: ignore[no-untyped-def]
-            seen.append(pull.traffic)
-            return super().propose(state, pull, prediction)
+        def propose(self, state, observation, prediction):  # type: ignore[no-untyped-def]
+            seen.append(observation.traffic)
+            return super().propose(state, observation, prediction)
 
-    driver = PolicyDriver(Watching({"decode": 1}, needs=Wants(traffic_window_s=10.0)), 0.0)
+    driver = PolicyDriver(Watching({"decode": 1}, need=Needs(traffic_window_s=10.0)), 0.0)
     trace = requests(*[(n * 1.0, 100 + n, 5) for n in range(25)])
     Simulation(options(0, 1), trace, planner=driver, perf=PERF).run()
     assert [traffic.num_req for traffic in seen[:2]] == [10, 10]
@@ -107,11 +107,11 @@ def test_passes_are_those_of_the_engines_that_serve_at_most_so_many_of_each() ->
     seen = []
 
     class Watching(Wishing):
-        def propose(self, state, pull, prediction):  # type: ignore[no-untyped-def]
-            seen.append(pull.engines)
-            return super().propose(state, pull, prediction)
+        def propose(self, state, observation, prediction):  # type: ignore[no-untyped-def]
+            seen.append(observation.engines)
+            return super().propose(state, observation, prediction)
 
-    driver = PolicyDriver(Watching({"decode": 1}, needs=Wants(passes=True)), 0.0)
+    driver = PolicyDriver(Watching({"decode": 1}, need=Needs(passes=True)), 0.0)
     Simulation(
         options(1, 1, conditional=False), requests((0.0, 100, 950), (12.0, 100, 5)), planner=driver, perf=PERF
     ).run()

@@ -60,9 +60,9 @@ def test_one_more_is_woken_and_one_less_sleeps() -> None:
     twin = options(0, 1, gpus=2, leads=LEADS, standby=FleetShape(0, 1))
 
     class UpAndDown(Wishing):
-        def settle(self, state: Any, pull: Any, targets: Any) -> Any:
-            wanted = 2 if pull.at_s < 25 else 1
-            return Wishing({"decode": wanted}).settle(state, pull, targets[:0] or _only(wanted))
+        def settle(self, state: Any, observation: Any, targets: Any) -> Any:
+            wanted = 2 if observation.at_s < 25 else 1
+            return Wishing({"decode": wanted}).settle(state, observation, targets[:0] or _only(wanted))
 
     trace = requests(*[(n * 1.0, 100, 20) for n in range(60)])
     run = Simulation(twin, trace, planner=PolicyDriver(UpAndDown({"decode": 1}), 0.0), perf=PERF).run()
@@ -108,9 +108,9 @@ def test_a_planner_is_told_what_there_is_and_how_long_it_takes() -> None:
     seen: list[WorkerPools] = []
 
     class Watching(Wishing):
-        def propose(self, state: Any, pull: Any, prediction: Any) -> Any:
-            seen.append(pull.pools)
-            return super().propose(state, pull, prediction)
+        def propose(self, state: Any, observation: Any, prediction: Any) -> Any:
+            seen.append(observation.pools)
+            return super().propose(state, observation, prediction)
 
     twin = options(2, 2, gpus=6, leads=LEADS, flips=True, standby=FleetShape(0, 1))
     driver = PolicyDriver(Watching({"prefill": 2, "decode": 2}), 0.0)

@@ -44,14 +44,14 @@ from dynamo_local.planner.values import (
     Decision,
     Forecasts,
     ForecastTask,
+    Needs,
+    Observation,
     Override,
+    PolicyStatus,
     Prediction,
     Proposal,
-    Pull,
     Reading,
     Requests,
-    Standing,
-    Wants,
     WorkerPools,
 )
 
@@ -65,11 +65,11 @@ SLACK_S = 1e-3
 
 
 @dataclass(slots=True)
-class _Observed:
+class _Absorbed:
     """What the last interval was taken in as: two stages of a tick ask for the same."""
 
     before: SloState | None = None
-    pull: Pull | None = None
+    observation: Observation | None = None
     after: SloState | None = None
 
 
@@ -79,7 +79,7 @@ class SloPolicy:
 
     options: SloOptions
     passes: Passes
-    _last: _Observed = field(default_factory=lambda: _Observed(), compare=False, repr=False)
+    _last: _Absorbed = field(default_factory=lambda: _Absorbed(), compare=False, repr=False)
 
     def first(self, now_s: float) -> SloState:
         """The first decision is due after one interval."""
@@ -93,34 +93,34 @@ class SloPolicy:
         """At the interval's end."""
         return state.due_s
 
-    def wants(self, state: SloState) -> Wants:
+    def needs(self, state: SloState) -> Needs:
         """The requests of the interval."""
-        return Wants(traffic_window_s=self.options.adjustment_interval_s, requests=True)
+        return Needs(traffic_window_s=self.options.adjustment_interval_s, requests=True)
 
-    def standing(self, state: SloState) -> Standing:
+    def status(self, state: SloState) -> PolicyStatus:
         """When it decides next, and what it decided from last."""
         began_s, readings = state.decided
-        return Standing(state.due_s, interval_began_s=began_s, readings=readings)
+        return PolicyStatus(state.due_s, interval_began_s=began_s, readings=readings)
 
     # --- PREDICT -------------------------------------------------------------------------------
 
-    def forecasting(self, state: SloState, pull: Pull) -> ForecastTask | None:
+    def forecasting(self, state: SloState, observation: Observation) -> ForecastTask | None:
         """What the queueing twin is asked: all scenarios of all rungs at once."""
-        if not self._due(state, pull):
+        if not self._due(state, observation):
             return None
-        state = self._observed(state, pull)
+        state = self._observed(state, observation)
         rates = _rates(state)
         if state.held is not None or not rates:
             return None
-        return self._question(state, pull.pools, rates).task()
+        return self._question(state, observation.pools, rates).task()
 
     def predicted(
-        self, state: SloState, pull: Pull, forecasts: Forecasts | Missing | None
+        self, state: SloState, observation: Observation, forecasts: Forecasts | Missing | None
     ) -> tuple[SloState, Prediction | None]:
         """What is expected at the slowest rung's lead, and what each number of workers would serve of it."""
-        if not self._due(state, pull):
+        if not self._due(state, observation):
             return state, None
-        state = self._observed(state, pull)
+        state = self._observed(state, observation)
         rates = _rates(state)
         if state.held is not None or not rates:
             return state, None
@@ -146,20 +146,20 @@ class SloPolicy:
     # --- PROPOSE -------------------------------------------------------------------------------
 
     def propose(
-        self, state: SloState, pull: Pull, prediction: Prediction | None
+        self, state: SloState, observation: Observation, prediction: Prediction | None
     ) -> tuple[SloState, tuple[Proposal, ...]]:
         """The fleet that is worth its price."""
         state = replace(state, chosen=None)
-        if not self._due(state, pull) or state.held is not None or not state.expected:
+        if not self._due(state, observation) or state.held is not None or not state.expected:
             return state, ()
-        now, bounds = _capacity(pull.pools), self.bounds(pull.pools)
-        gpu_price = self.price(state, pull.pools)
+        now, bounds = _capacity(observation.pools), self.bounds(observation.pools)
+        gpu_price = self.price(state, observation.pools)
         ladder = [
             Ahead(rung, at_lead, until)
             for rung, at_lead, until in zip(state.rungs, state.expected, state.moments, strict=True)
         ]
-        fleet, flips = climbed(now, ladder, quick(pull.pools, pull.reading), gpu_price, bounds)
-        fleet = self._not_below_the_first(state, pull, fleet, now, flips)
+        fleet, flips = climbed(now, ladder, quick(observation.pools, observation.reading), gpu_price, bounds)
+        fleet = self._not_below_the_first(state, observation, fleet, now, flips)
         if fleet == now and all(rung.name != FLIP for rung in state.rungs):
             fleet = swapped(
                 fleet, (*state.moments[0], state.expected[0]), gpu_price, state.rungs[0].order_price, bounds
@@ -168,9 +168,11 @@ class SloPolicy:
         said = f"{fleet[0]} prefill and {fleet[1]} decode workers for {state.expected[0].rate:.3g} requests/s"
         return replace(state, chosen=fleet, flips=flips), (Proposal(PLUGIN_ID, PRIORITY, Override(targets, said)),)
 
-    def _not_below_the_first(self, state: SloState, pull: Pull, fleet: Fleet, now: Fleet, flips: int) -> Fleet:
+    def _not_below_the_first(
+        self, state: SloState, observation: Observation, fleet: Fleet, now: Fleet, flips: int
+    ) -> Fleet:
         """For a while not below the fleet of the start, but for flips: these take from one role what the other gets."""
-        if state.first is None or pull.at_s >= state.first_until_s:
+        if state.first is None or observation.at_s >= state.first_until_s:
             return fleet
         least = (min(state.first[0], now[0]) - max(0, flips), min(state.first[1], now[1]) - max(0, -flips))
         return max(fleet[0], least[0]), max(fleet[1], least[1])
@@ -178,29 +180,40 @@ class SloPolicy:
     # --- settle --------------------------------------------------------------------------------
 
     def settle(
-        self, state: SloState, pull: Pull, targets: tuple[ComponentTarget, ...]
+        self, state: SloState, observation: Observation, targets: tuple[ComponentTarget, ...]
     ) -> tuple[SloState, Decision | None]:
         """Within floors and budget; the next interval begins where this one ended."""
-        if not self._due(state, pull):
+        if not self._due(state, observation):
             return state, None
         interval_s = self.options.adjustment_interval_s
-        missed = max(0, int((pull.at_s - state.due_s + SLACK_S) // interval_s))
+        missed = max(0, int((observation.at_s - state.due_s + SLACK_S) // interval_s))
         began_s = state.due_s + missed * interval_s
         after = replace(
-            state, began_s=began_s, due_s=began_s + interval_s, held=None, decided=(state.began_s, (pull.reading,))
+            state,
+            began_s=began_s,
+            due_s=began_s + interval_s,
+            held=None,
+            decided=(state.began_s, (observation.reading,)),
         )
         # Where this policy holds for want of data a plugin may still ask for workers, as under the other policies.
-        if pull.pools.prefill is None or pull.blind is not None or pull.pools.pending or not targets:
+        if (
+            observation.pools.prefill is None
+            or observation.blind is not None
+            or observation.pools.pending
+            or not targets
+        ):
             held = state.held or (SloRule.OVERRIDDEN, "a plugin rejected what was proposed")
-            return after, holding(pull, held, after.due_s)
+            return after, holding(observation, held, after.due_s)
         wanted = {target.sub_component_type: target.replicas for target in targets}
-        now, bounds = _capacity(pull.pools), self.bounds(pull.pools)
+        now, bounds = _capacity(observation.pools), self.bounds(observation.pools)
         asked = (wanted.get("prefill", now[0]), wanted.get("decode", now[1]))
         fleet = within(asked, now, bounds)
-        found = reasons(state, pull.pools, asked, fleet, self.price(state, pull.pools), bounds, self.options)
+        found = reasons(
+            state, observation.pools, asked, fleet, self.price(state, observation.pools), bounds, self.options
+        )
         return after, Decision(
-            now_s=pull.at_s,
-            targets={pool.component: count for pool, count in zip(pull.pools.all, fleet, strict=True)},
+            now_s=observation.at_s,
+            targets={pool.component: count for pool, count in zip(observation.pools.all, fleet, strict=True)},
             reasons=tuple(sorted(found, key=lambda reason: reason.step >= 0)),
             next_tick_at=after.due_s,
             notes=words.notes(state),
@@ -235,39 +248,39 @@ class SloPolicy:
             rate = rate if served is None else min(rate, served * gpus)
         return price(options.target, options.thrift, rate, gpus) * state.kept.factor(options.target)
 
-    def _due(self, state: SloState, pull: Pull) -> bool:
-        return pull.at_s >= state.due_s - SLACK_S
+    def _due(self, state: SloState, observation: Observation) -> bool:
+        return observation.at_s >= state.due_s - SLACK_S
 
-    def _observed(self, state: SloState, pull: Pull) -> SloState:
+    def _observed(self, state: SloState, observation: Observation) -> SloState:
         """With this interval in the history, or with the reason why there is nothing new."""
         last = self._last
-        if last.before is state and last.pull is pull and last.after is not None:
+        if last.before is state and last.observation is observation and last.after is not None:
             return last.after
-        after = self._taken_in(state, pull)
-        last.before, last.pull, last.after = state, pull, after
+        after = self._taken_in(state, observation)
+        last.before, last.observation, last.after = state, observation, after
         return after
 
-    def _taken_in(self, state: SloState, pull: Pull) -> SloState:
+    def _taken_in(self, state: SloState, observation: Observation) -> SloState:
         state = replace(state, expected=())
-        pools = pull.pools
+        pools = observation.pools
         if pools.prefill is None:
             return replace(state, held=(SloRule.DISAGGREGATED_ONLY, words.NEEDS_PREFILL))
         if pools.pending:
             return replace(state, held=(SloRule.SCALING_IN_PROGRESS, words.NOT_ACKNOWLEDGED))
-        seen = seen_requests(pull)
+        seen = seen_requests(observation)
         if isinstance(seen, Missing):
             return replace(state, held=(SloRule.NO_TRAFFIC_DATA, seen.reason))
         rungs = rungs_of(pools, self.options, state.rungs)
         now = _capacity(pools)
         if state.first is None:
-            until_s = pull.at_s + FIRST_LEADS * rungs[0].lead_s
+            until_s = observation.at_s + FIRST_LEADS * rungs[0].lead_s
             state = replace(state, first=now, first_until_s=until_s)
         if rungs != state.rungs:
             state = with_rungs(state, rungs, self.options.adjustment_interval_s)
         state = with_requests(state, seen, self.bounds(pools).held(now))
         served = Served(seen.since_s, seen.at_s, pools.prefill.ready, pools.decode.ready)
-        state = self._judged(replace(state, served=with_served(state.served, served)), seen, pull.reading)
-        state = self._with_demands(state, pull.at_s)
+        state = self._judged(replace(state, served=with_served(state.served, served)), seen, observation.reading)
+        state = self._with_demands(state, observation.at_s)
         return replace(state, held=None if state.demands else (SloRule.NO_TRAFFIC_DATA, words.NOBODY_YET))
 
     def _judged(self, state: SloState, seen: Requests, reading: Reading) -> SloState:

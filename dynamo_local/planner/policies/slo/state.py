@@ -13,7 +13,7 @@ from dynamo_local.planner.policies.slo.forecast import REQUESTS, WINDOWS_S, Outl
 from dynamo_local.planner.policies.slo.ladder import Rung
 from dynamo_local.planner.policies.slo.scaling_options import Fleet, Moment
 from dynamo_local.planner.queueing import Demand
-from dynamo_local.planner.values import Ended, Pull, Reading, Requests, Traffic
+from dynamo_local.planner.values import Ended, Observation, Reading, Requests, Traffic
 
 # --- keeping
 # What was kept lately, and what waits: how far a price that looks at what is to come has gone wrong. Pure.
@@ -143,13 +143,13 @@ class SloState:
     decided: tuple[float, tuple[Reading, ...]] = (0.0, ())
 
 
-def seen_requests(pull: Pull) -> Requests | Missing:
+def seen_requests(observation: Observation) -> Requests | Missing:
     """The interval's requests one by one; where they are only counted together, as many equal ones, evenly spread."""
-    if pull.blind is not None:
-        return Missing(pull.blind)
-    if pull.requests is not None:
-        return pull.requests
-    traffic = pull.traffic
+    if observation.blind is not None:
+        return Missing(observation.blind)
+    if observation.requests is not None:
+        return observation.requests
+    traffic = observation.traffic
     if not isinstance(traffic, Traffic):
         return Missing("nobody was asked") if traffic is None else traffic
     if isinstance(traffic.num_req, Missing):

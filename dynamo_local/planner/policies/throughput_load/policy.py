@@ -47,16 +47,16 @@ from dynamo_local.planner.values import (
     Forecasts,
     ForecastTask,
     LoadScaling,
+    Needs,
+    Observation,
     Override,
     OverrideType,
+    PolicyStatus,
     Prediction,
     Proposal,
-    Pull,
     Series,
-    Standing,
     ThroughputScaling,
     Traffic,
-    Wants,
     Window,
 )
 
@@ -101,7 +101,7 @@ class ThroughputLoadPolicy:
         at_s = state.began_s + (passed(state, state.seen_s, tick_s) + 1) * tick_s
         return min(at_s, state.seen_s + self.options.load_adjustment_interval_s) if state.starved else at_s
 
-    def wants(self, state: ScalingState) -> Wants:
+    def needs(self, state: ScalingState) -> Needs:
         """The passes always, so that none are lost; the traffic where the throughput loop is due."""
         options, at_s = self.options, self.next_at_s(state)
         window_s = None
@@ -109,45 +109,45 @@ class ThroughputLoadPolicy:
             window_s = options.throughput_adjustment_interval_s
         elif options.optimization_target is Target.SLA and not options.predicts:
             window_s = max(METADATA_WINDOW_S, options.load_adjustment_interval_s)
-        return Wants(traffic_window_s=window_s, passes=True)
+        return Needs(traffic_window_s=window_s, passes=True)
 
-    def standing(self, state: ScalingState) -> Standing:
+    def status(self, state: ScalingState) -> PolicyStatus:
         """It looks on while something starts; it is adjusting only where a decision waits for that."""
         began_s, readings = state.decided_from
         models = model_sources(state) if self.options.optimization_target is Target.SLA else {}
-        return Standing(
+        return PolicyStatus(
             self.next_at_s(state), state.starved, interval_began_s=began_s, readings=readings, models=models
         )
 
-    def forecasting(self, state: ScalingState, pull: Pull) -> ForecastTask | None:
+    def forecasting(self, state: ScalingState, observation: Observation) -> ForecastTask | None:
         """Requests, ISL and OSL of the windows to come. Nothing before the first request."""
         options = self.options
-        if not options.predicts or not due(state, pull.at_s, options.throughput_adjustment_interval_s):
+        if not options.predicts or not due(state, observation.at_s, options.throughput_adjustment_interval_s):
             return None
-        series = state.series.after(pull.traffic)
-        if not _counted(pull) or not series.known:
+        series = state.series.after(observation.traffic)
+        if not _counted(observation) or not series.known:
             return None
         return ForecastTask(
             options.load_predictor,
             series.columns,
-            self._lead(pull),
+            self._lead(observation),
             options.throughput_adjustment_interval_s,
             options.predictor_options,
         )
 
     def predicted(
-        self, state: ScalingState, pull: Pull, forecasts: Forecasts | Missing | None
+        self, state: ScalingState, observation: Observation, forecasts: Forecasts | Missing | None
     ) -> tuple[ScalingState, Prediction | None]:
-        """The whole pull is taken in here. No prediction where one of the three numbers is not known."""
-        state = absorbed(state, pull, self.options)
+        """The whole observation is taken in here. No prediction where one of the three numbers is not known."""
+        state = absorbed(state, observation, self.options)
         if not state.throughput_due:
             return state, None
-        if not _counted(pull):
+        if not _counted(observation):
             return replace(state, why_not_predicted=ThroughputScaling.NO_TRAFFIC_DATA), None
         if not state.series.known:
             return replace(state, why_not_predicted=ThroughputScaling.MODEL_NOT_READY), None
         asked = forecasts or Missing("nobody was asked")
-        windows = [state.series.prediction(asked, step) for step in range(1, self._lead(pull) + 1)]
+        windows = [state.series.prediction(asked, step) for step in range(1, self._lead(observation) + 1)]
         known = [ahead for ahead in windows if _sensible(ahead)]
         if len(known) < len(windows):
             return replace(state, why_not_predicted=ThroughputScaling.PREDICT_FAILED), None
@@ -155,35 +155,35 @@ class ThroughputLoadPolicy:
         return state, replace(ahead, kv_hit_rate=state.kv_hit_rate, accept_length=state.accept_length)
 
     def propose(
-        self, state: ScalingState, pull: Pull, prediction: Prediction | None
+        self, state: ScalingState, observation: Observation, prediction: Prediction | None
     ) -> tuple[ScalingState, tuple[Proposal, ...]]:
         """The load loop's steps, and the throughput loop's bounds (or targets, where it is alone)."""
-        if pull.blind is not None:
+        if observation.blind is not None:
             return state, ()
-        options, roles = self.options, roles_of(pull.pools, self.options)
+        options, roles = self.options, roles_of(observation.pools, self.options)
         if state.throughput_due:
             verdicts = planned(roles, prediction, state, options)
             found = {name: one.bound for name, one in verdicts.items() if one.bound is not None}
             state = replace(state, throughput=verdicts, bounds={**state.bounds, **found}, prediction=prediction)
         if state.load_due:
-            load, cancel, cancelling = loaded(roles, pull.pools, state, options, pull.at_s)
+            load, cancel, cancelling = loaded(roles, observation.pools, state, options, observation.at_s)
             state = replace(
                 state,
                 load=load,
                 cancel=cancel,
                 cancelling=cancelling,
             )
-            state = self._watching_anew(state, pull.at_s)
+            state = self._watching_anew(state, observation.at_s)
         return self._proposals(state, roles)
 
     def settle(
-        self, state: ScalingState, pull: Pull, targets: tuple[ComponentTarget, ...]
+        self, state: ScalingState, observation: Observation, targets: tuple[ComponentTarget, ...]
     ) -> tuple[ScalingState, Decision | None]:
         """Within floors and budget. While something starts or leaves: only what may be done then."""
-        options, roles = self.options, roles_of(pull.pools, self.options)
+        options, roles = self.options, roles_of(observation.pools, self.options)
         merged = {target.sub_component_type: target.replicas for target in targets}
-        busy = pull.pools.adjusting
-        holds = pull.pools.pending or pull.blind is not None
+        busy = observation.pools.adjusting
+        holds = observation.pools.pending or observation.blind is not None
         wanted = {role.name: _wanted(role, merged.get(role.name), state) for role in roles}
         changes = any(wanted[role.name] != role.pool.capacity for role in roles)
         state = replace(state, starved=busy and changes and not options.loads)
@@ -191,20 +191,22 @@ class ThroughputLoadPolicy:
             wanted = {role.name: _taken_back(role, merged.get(role.name), state) for role in roles}
         grants = self._granted(roles, wanted, busy=busy, holds=holds)
         outcomes = [
-            Outcome(role, wanted[role.name], grant, busy, pull.blind, _overridden(role, merged.get(role.name), state))
+            Outcome(
+                role, wanted[role.name], grant, busy, observation.blind, _overridden(role, merged.get(role.name), state)
+            )
             for role, grant in zip(roles, grants, strict=True)
         ]
         if not state.load_due and not state.throughput_due and not any(outcome.step for outcome in outcomes):
             return state, None
         reasons = [reason_of(outcome, outcomes, state, options) for outcome in outcomes]
         decision = Decision(
-            now_s=pull.at_s,
+            now_s=observation.at_s,
             targets={one.role.pool.component: one.replicas for one in outcomes},
             reasons=tuple(sorted(reasons, key=lambda reason: reason.step >= 0)),
             next_tick_at=self.next_at_s(state),
         )
         looked_s = options.load_adjustment_interval_s if state.load_due else options.throughput_adjustment_interval_s
-        return replace(state, decided_from=(pull.at_s - looked_s, (pull.reading,))), decision
+        return replace(state, decided_from=(observation.at_s - looked_s, (observation.reading,))), decision
 
     def manual(self, state: ScalingState, now_s: float) -> ScalingState:
         """A whole interval of both loops from now on; what was planned is forgotten."""
@@ -213,11 +215,11 @@ class ThroughputLoadPolicy:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _lead(self, pull: Pull) -> int:
+    def _lead(self, observation: Observation) -> int:
         """How many windows to look ahead: until a worker that is started now serves, or one."""
         if not self.options.adaptive_intervals:
             return 1
-        return steps_ahead(self.options.throughput_adjustment_interval_s, pull.pools)
+        return steps_ahead(self.options.throughput_adjustment_interval_s, observation.pools)
 
     def _granted(
         self, roles: tuple[Role, ...], wanted: Mapping[str, int], *, busy: bool, holds: bool
@@ -268,9 +270,9 @@ class ThroughputLoadPolicy:
         return replace(state, asked=asked), tuple(proposals)
 
 
-def _counted(pull: Pull) -> bool:
+def _counted(observation: Observation) -> bool:
     """Whether it is known how many requests came."""
-    return isinstance(pull.traffic, Traffic) and not isinstance(pull.traffic.num_req, Missing)
+    return isinstance(observation.traffic, Traffic) and not isinstance(observation.traffic.num_req, Missing)
 
 
 def _sensible(ahead: Prediction | Missing) -> TypeGuard[Prediction]:

@@ -38,7 +38,8 @@ from dynamo_local.planner.values import Capabilities, Engines, EngineSeen, LoadS
 # its role from going down, and is no reason to go up.
 
 PASSES_LOOKED_AT = 8
-"""Of an engine and pull, evenly spread: enough to see a queue, few enough for 64 workers with thousands of passes."""
+"""Of an engine and observation, evenly spread: enough to see a queue, few enough for 64 workers with thousands of
+passes."""
 
 MAX_AGE_INTERVALS = 3
 """A last pass older than this many load intervals says nothing of now."""
@@ -75,7 +76,7 @@ Watches = Mapping[EngineId, EngineWatch]
 
 
 def watched(watches: Watches, engines: Engines, *, now_s: float, max_age_s: float) -> dict[EngineId, EngineWatch]:
-    """After one more pull; engines that are not in it are forgotten."""
+    """After one more observation; engines that are not in it are forgotten."""
     return {engine: _watch(watches.get(engine), seen, now_s - max_age_s) for engine, seen in engines.items()}
 
 

@@ -23,9 +23,9 @@ from dynamo_local.planner.values import (
     Capabilities,
     Engines,
     LoadScaling,
+    Observation,
     Pool,
     Prediction,
-    Pull,
     Reading,
     Series,
     ThroughputScaling,
@@ -90,8 +90,8 @@ class Cancel(NamedTuple):
 
 
 class SharedQueue(NamedTuple):
-    """Prompts that wait in a queue of the graph, which prefill workers pull from when they are free: those in it now
-    (None: there is no such queue, or it is not `known`), and the most since the load loop's last decision."""
+    """Prompts that wait in a queue of the graph, which prefill workers observation from when they are free: those in it
+    now (None: there is no such queue, or it is not `known`), and the most since the load loop's last decision."""
 
     now: float | None = None
     most: float = 0.0
@@ -103,7 +103,8 @@ NO_QUEUE = SharedQueue()
 
 @dataclass(frozen=True, slots=True)
 class ScalingState:
-    """`began_s` is the zero of both loops' grids, `seen_s` the last pull; `series` are the windows of traffic so far.
+    """`began_s` is the zero of both loops' grids, `seen_s` the last observation; `series` are the windows of traffic so
+    far.
 
     `bounds` are the throughput loop's: lower bounds where the load loop runs, too, else targets; a role without one has
     only its floor. `starved`: a throughput decision could not be carried out while workers start. `asked`: what its own
@@ -139,10 +140,10 @@ class ScalingState:
 
 
 # --- absorbing
-# Takes one pull in: what is due, what the engines did, what the traffic was.
+# Takes one observation in: what is due, what the engines did, what the traffic was.
 
 SLACK = 1e-6
-"""A pull counts as one at the grid's point within this share of an interval (rounding)."""
+"""A observation counts as one at the grid's point within this share of an interval (rounding)."""
 
 
 LEARNED_FROM = 16
@@ -155,25 +156,28 @@ def passed(state: ScalingState, now_s: float, interval_s: float) -> int:
 
 
 def due(state: ScalingState, now_s: float, interval_s: float) -> bool:
-    """Whether an interval has ended since the last pull."""
+    """Whether an interval has ended since the last observation."""
     return passed(state, now_s, interval_s) > passed(state, state.seen_s, interval_s)
 
 
-def absorbed(state: ScalingState, pull: Pull, options: ThroughputLoadOptions) -> ScalingState:
-    """The state after this pull, before anything is decided."""
-    now_s = pull.at_s
-    roles = roles_of(pull.pools, options)
-    told = {**state.told, **{name: _told(state.told.get(name), new) for name, new in pull.capabilities.items()}}
+def absorbed(state: ScalingState, observation: Observation, options: ThroughputLoadOptions) -> ScalingState:
+    """The state after this observation, before anything is decided."""
+    now_s = observation.at_s
+    roles = roles_of(observation.pools, options)
+    told = {**state.told, **{name: _told(state.told.get(name), new) for name, new in observation.capabilities.items()}}
     watches = watched(
-        state.watches, pull.engines, now_s=now_s, max_age_s=MAX_AGE_INTERVALS * options.load_adjustment_interval_s
+        state.watches,
+        observation.engines,
+        now_s=now_s,
+        max_age_s=MAX_AGE_INTERVALS * options.load_adjustment_interval_s,
     )
     benchmarks = {**state.benchmarks, **_benchmarks(roles, told)}
     begun = {
         kind: begun_anew(model, benchmarks[kind]) if benchmarks.get(kind) != state.benchmarks.get(kind) else model
         for kind, model in state.models.items()
     }
-    learned = {role.kind: _learned(begun[role.kind], role, pull.engines) for role in roles}
-    traffic = pull.traffic if isinstance(pull.traffic, Traffic) else None
+    learned = {role.kind: _learned(begun[role.kind], role, observation.engines) for role in roles}
+    traffic = observation.traffic if isinstance(observation.traffic, Traffic) else None
     counts = options.predicts and due(state, now_s, options.throughput_adjustment_interval_s)
     series = state.series.after(traffic) if counts else state.series
     return replace(
@@ -186,7 +190,7 @@ def absorbed(state: ScalingState, pull: Pull, options: ThroughputLoadOptions) ->
         models={**begun, **learned},
         benchmarks=benchmarks,
         planned={role.kind: role.pool.component for role in roles},
-        queue=absorbed_queue(state.queue, pull.reading.queue),
+        queue=absorbed_queue(state.queue, observation.reading.queue),
         series=series,
         kv_hit_rate=_last(traffic.kv_hit_rate if traffic else None, state.kv_hit_rate, 0.0, 1.0),
         accept_length=_last(traffic.accept_length if traffic else None, state.accept_length, 1.0, math.inf),
@@ -200,7 +204,7 @@ def absorbed(state: ScalingState, pull: Pull, options: ThroughputLoadOptions) ->
 
 
 def absorbed_queue(before: SharedQueue, depth: float | Missing | None) -> SharedQueue:
-    """With one more look at the queue that prefill workers pull from."""
+    """With one more look at the queue that prefill workers observation from."""
     if isinstance(depth, Missing) or (depth is not None and not math.isfinite(depth)):
         return SharedQueue(None, before.most, known=False)
     return SharedQueue(depth, before.most if depth is None else max(before.most, depth))

@@ -25,7 +25,7 @@ from dynamo_local.planner.records.decision_log import (
     decision_log_path,
     inputs_of,
 )
-from dynamo_local.planner.values import Observation, Pool, Reading, WorkerPools
+from dynamo_local.planner.values import IntervalObservation, Pool, Reading, WorkerPools
 from dynamo_local.profile.reading import DEFAULT_PROFILE
 from tests.fakes.arbiter.scripted_arbiter import ScriptedArbiter, dynamo
 
@@ -73,7 +73,7 @@ def record(number: int, kv: float = 0.95) -> DecisionRecord:
     """A decision of one decode worker, whose step was carried out if there was one."""
     fleet = WorkerPools(None, Pool("VllmWorker", 1, ready=1, gpus_held=1))
     reading = Reading(9.0, None, {"dynamo_VllmWorker": Load(gpu_cache_usage_perc=kv)})
-    observation = Observation(10.0, 0.0, (reading,), fleet)
+    observation = IntervalObservation(10.0, 0.0, (reading,), fleet)
     decision = LoadPolicy(LoadOptions()).on_tick(observation)
     done = StepOutcome(Outcome.COMMITTED, ("dynamo_VllmWorker_1",))
     return DecisionRecord(

@@ -18,7 +18,7 @@ from dynamo_local.planner.stages import Answer, Stage
 from dynamo_local.planner.values import Decision, Reject
 from dynamo_local.profile.reading import DEFAULT_PROFILE
 from tests.fakes.planner.observations import DECODE, PREFILL
-from tests.fakes.planner.plugins import Plugins, override, pull
+from tests.fakes.planner.plugins import Plugins, observation, override
 
 POLICIES = {
     "load": LoadOptions(max_gpu_budget=8),
@@ -38,7 +38,7 @@ def decided(options: PolicyOptions, answer: Answer) -> Decision:
         driver = PolicyDriver(policy_of(options), clock.now_s(), pipeline=plugins.pipeline)
         while True:
             await asyncio.sleep(driver.next_at_s - clock.now_s())
-            found = await driver.tick(pull(clock.now_s(), traffic=Missing("nobody asks")))
+            found = await driver.tick(observation(clock.now_s(), traffic=Missing("nobody asks")))
             if found is not None:
                 return found
 

@@ -18,7 +18,7 @@ from dynamo_local.planner.plugins import in_process
 from dynamo_local.planner.plugins.service import PluginService
 from dynamo_local.planner.stages import PipelineContext, PluginSpec, Stage
 from dynamo_local.planner.values import Accept, Override, Prediction, Proposal, Reject
-from tests.fakes.planner.plugins import override, pull
+from tests.fakes.planner.plugins import observation, override
 
 ROOT = Path(__file__).parents[4]
 
@@ -94,7 +94,7 @@ class Side:
 
     async def tick(self, *own: Proposal) -> tuple[Prediction | None, dict[str, int]]:
         """The prediction, and the targets by role."""
-        seen = pull(self.clock.now_s())
+        seen = observation(self.clock.now_s())
         prediction = await self.service.pipeline.predict(seen, None)
         targets = await self.service.pipeline.targets(seen, prediction, own)
         return prediction, {target.sub_component_type: target.replicas for target in targets}

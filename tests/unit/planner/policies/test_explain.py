@@ -21,7 +21,7 @@ from dynamo_local.planner.records.decision_log import (
     outcome_of,
     to_line,
 )
-from dynamo_local.planner.values import Decision, Observation, Reason, Rule
+from dynamo_local.planner.values import Decision, IntervalObservation, Reason, Rule
 from tests.fakes.planner.load_cases import BOUNDARIES, CASES, WORKED
 from tests.fakes.planner.observations import DECODE, PREFILL, observe
 from tests.fakes.planner.planner_worlds import observations, options
@@ -95,7 +95,7 @@ def test_a_promise_taken_back_says_that_nothing_had_started() -> None:
     assert "it had not started: it waited for a GPU" in "\n".join(explain(case.decide()))
 
 
-def record(seen: Observation, given_options: LoadOptions) -> DecisionRecord:
+def record(seen: IntervalObservation, given_options: LoadOptions) -> DecisionRecord:
     decision = LoadPolicy(given_options).on_tick(seen)
     outcomes = {
         PREFILL: outcome_of(Refused("no GPU", "not_enough_gpus", retryable=True)),
@@ -106,7 +106,7 @@ def record(seen: Observation, given_options: LoadOptions) -> DecisionRecord:
 
 @settings(max_examples=examples(60))
 @given(observations(adjusting=True), options())
-def test_a_record_is_one_line_and_comes_back_the_same(seen: Observation, given_options: LoadOptions) -> None:
+def test_a_record_is_one_line_and_comes_back_the_same(seen: IntervalObservation, given_options: LoadOptions) -> None:
     before = record(seen, given_options)
     line = to_line(before)
     assert "\n" not in line

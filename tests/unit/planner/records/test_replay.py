@@ -27,7 +27,7 @@ from dynamo_local.planner.policies.slo.ladder import SloOptions
 from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
 from dynamo_local.planner.records import ticks
 from dynamo_local.planner.replay import Replay
-from dynamo_local.planner.values import Capabilities, Decision, EngineSeen, Pull, Reading, Traffic
+from dynamo_local.planner.values import Capabilities, Decision, EngineSeen, Observation, Reading, Traffic
 from dynamo_local.profile.reading import DEFAULT_PROFILE
 from dynamo_local.simulator.options import FleetShape, TwinOptions
 from dynamo_local.simulator.simulation import Simulation
@@ -76,8 +76,8 @@ class Recorded:
     def manual(self, at_s: float) -> None:
         self.records.append(ticks.manual_record(at_s))
 
-    def ticked(self, pull: Pull, decision: Decision | None) -> None:
-        self.records.append(ticks.tick_record(pull, decision))
+    def ticked(self, observation: Observation, decision: Decision | None) -> None:
+        self.records.append(ticks.tick_record(observation, decision))
 
 
 def of_the_twin(options: PolicyOptions) -> list[dict[str, Any]]:
@@ -132,7 +132,7 @@ def test_changes_and_persons_are_part_of_the_log() -> None:
     def pulls(until_s: float, kv: float) -> None:
         while driver.next_at_s <= until_s:
             driver.tick_now(
-                Pull(Reading(driver.next_at_s, 0, {"w": Load(gpu_cache_usage_perc=kv)}), worker_pools(1, 1))
+                Observation(Reading(driver.next_at_s, 0, {"w": Load(gpu_cache_usage_perc=kv)}), worker_pools(1, 1))
             )
 
     pulls(25.0, 0.95)
@@ -157,7 +157,7 @@ def test_a_log_that_lost_its_beginning_is_read_from_the_next_options_on() -> Non
 def test_a_pull_is_the_same_after_it_was_written_and_read() -> None:
     engine = EngineId("18446744073709551615", 3)
     seen = ForwardPass(engine, 7, 0.1 + 0.2, Requests(1, 200, 1 / 3, 4, 5, 60, 0.5), Requests(), at_s=1e9 / 7)
-    pull = Pull(
+    observation = Observation(
         Reading(
             12.3,
             Missing("nats timeout"),
@@ -169,13 +169,13 @@ def test_a_pull_is_the_same_after_it_was_written_and_read() -> None:
         {DECODE: Capabilities(8192, None, 100)},
         None,
     )
-    record = json.loads(json.dumps({"seq": 1, **ticks.tick_record(pull, None)}))
-    assert ticks.tick_in(record) == (pull, None)
+    record = json.loads(json.dumps({"seq": 1, **ticks.tick_record(observation, None)}))
+    assert ticks.tick_in(record) == (observation, None)
     measured = {PREFILL: Capabilities(benchmark=Missing("it has none")), DECODE: Capabilities(benchmark=(seen, seen))}
     for other in (
-        replace(pull, traffic=Missing("away"), blind="etcd is away"),
-        replace(pull, traffic=None),
-        replace(pull, capabilities=measured),
+        replace(observation, traffic=Missing("away"), blind="etcd is away"),
+        replace(observation, traffic=None),
+        replace(observation, capabilities=measured),
     ):
         assert ticks.tick_in({"seq": 1, **ticks.tick_record(other, None)}) == (other, None)
 
@@ -186,7 +186,7 @@ def test_what_is_no_tick_of_ours_is_refused_by_its_number(tmp_path: Path) -> Non
         with pytest.raises(BadInput, match=f"record 1 has version {version}"):
             list(ticks.oldest_first(other))
     began = ticks.options_record(ticks.BEGAN, OPTIONS[0], 0.0)
-    tick = ticks.tick_record(Pull(Reading(1.0, 0, {}), worker_pools(1, 1)), None)
+    tick = ticks.tick_record(Observation(Reading(1.0, 0, {}), worker_pools(1, 1)), None)
     for spoilt in ({"pull": "AAAA"}, {"pull": 3}, {"passes": "AAAA"}, {"passes": None}, {"decided": 7}):
         spoilt = {**tick, **spoilt}
         with pytest.raises(BadInput, match="record 2 of the log of ticks cannot be read"):
@@ -231,9 +231,9 @@ def test_the_last_hour_of_64_busy_engines_is_in_the_log() -> None:
             assert read is not None
             passes.append(read)
         engines[engine] = EngineSeen(DECODE if number % 4 else PREFILL, tuple(passes), passes[-1])
-    pull = Pull(Reading(5e4, 0, {}), worker_pools(16, 48), engines=engines)
-    record = ticks.tick_record(pull, None)
-    assert ticks.tick_in({"seq": 1, **record}) == (pull, None)
+    observation = Observation(Reading(5e4, 0, {}), worker_pools(16, 48), engines=engines)
+    record = ticks.tick_record(observation, None)
+    assert ticks.tick_in({"seq": 1, **record}) == (observation, None)
     assert len(json.dumps(record)) * 3600 / 5 <= 3 * ticks.MAX_BYTES
 
 

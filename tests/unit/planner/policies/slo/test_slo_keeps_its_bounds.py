@@ -15,7 +15,7 @@ from dynamo_local.planner.forecasting.answers import InlineForecaster
 from dynamo_local.planner.policies.slo import forecast as lengths
 from dynamo_local.planner.policies.slo.ladder import SloOptions
 from dynamo_local.planner.policies.slo.state import AIM, FACTOR_MAX, FACTOR_MIN, Kept
-from dynamo_local.planner.values import Decision, Ended, Pool, Pull, Reading, Requests, WorkerPools
+from dynamo_local.planner.values import Decision, Ended, Observation, Pool, Reading, Requests, WorkerPools
 from dynamo_local.profile.interpolation import ProfileModel
 from dynamo_local.profile.reading import DEFAULT_PROFILE
 
@@ -49,8 +49,8 @@ class World:
             came = rate(at_s)
             traffic = came if isinstance(came, Missing) else None
             requests = None if isinstance(came, Missing) else self._requests(at_s, came)
-            pull = Pull(Reading(at_s, self.queue, {}), pools, traffic=traffic, requests=requests)
-            decision = self.driver.tick_now(pull)
+            observation = Observation(Reading(at_s, self.queue, {}), pools, traffic=traffic, requests=requests)
+            decision = self.driver.tick_now(observation)
             assert decision is not None
             self.decisions.append(decision)
             self.fleet = (decision.targets["P"], decision.targets["D"])

@@ -19,7 +19,7 @@ from tests.fakes.planner.engines_seen import (
     driver,
     load_loop,
     numbers,
-    pull,
+    observation,
     replicas,
     rules,
     sized,
@@ -61,8 +61,8 @@ def test_4_a_jump_of_eight_and_the_budget() -> None:
 def test_5_down_to_the_floor_by_a_small_load_or_none() -> None:
     assert replicas(sized(sla(), 900, 6, 6)) == (1, 1)
     drives = driver(sla())
-    drives.tick_now(pull(180.0, 3, 3, seen=traffic(180.0, 7200)))
-    idle = drives.tick_now(pull(360.0, 3, 3, seen=traffic(360.0, 0)))
+    drives.tick_now(observation(180.0, 3, 3, seen=traffic(180.0, 7200)))
+    idle = drives.tick_now(observation(360.0, 3, 3, seen=traffic(360.0, 0)))
     assert replicas(idle) == (1, 1)
 
 
@@ -130,13 +130,13 @@ def test_10_every_worker_must_be_seen_and_none_may_be_starting() -> None:
 def test_11_a_start_is_taken_back_when_it_was_not_needed_twice() -> None:
     starting = pool(PREFILL, 1, coming=1)
     idle = driver(load_loop())
-    first = idle.tick_now(pull(5.0, starting, 1))
-    second = idle.tick_now(pull(10.0, starting, 1))
+    first = idle.tick_now(observation(5.0, starting, 1))
+    second = idle.tick_now(observation(10.0, starting, 1))
     assert (replicas(first), replicas(second)) == ((2, 1), (1, 1))
     assert rules(second)[PREFILL] == "scale_down"
     busy = driver(load_loop())
     for at_s in (5.0, 10.0, 15.0):
-        decision = busy.tick_now(pull(at_s, starting, 1, queues=[30_000]))
+        decision = busy.tick_now(observation(at_s, starting, 1, queues=[30_000]))
         assert replicas(decision) == (2, 1)
 
 
@@ -160,8 +160,8 @@ def test_14_the_bound_is_reached_with_and_without_metrics(seen: bool) -> None:
     drives = driver(both_loops())
     known = None if seen else [None]
     while drives.next_at_s < 180.0:
-        drives.tick_now(pull(drives.next_at_s, queues=known, kvs=known))
-    decision = drives.tick_now(pull(180.0, queues=known, kvs=known, seen=traffic(180.0, 7200)))
+        drives.tick_now(observation(drives.next_at_s, queues=known, kvs=known))
+    decision = drives.tick_now(observation(180.0, queues=known, kvs=known, seen=traffic(180.0, 7200)))
     assert replicas(decision) == (2, 3)
     assert rules(decision) == {PREFILL: "set_lower_bound", DECODE: "set_lower_bound"}
 
