@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.policies.slo.ladder import SloOptions
-from dynamo_local.planner.queueing import Demand, Engine, Evaluator, Shares
+from dynamo_local.planner.queueing import Demand, Engine, EngineOptions, Evaluator, Shares
 from dynamo_local.planner.queueing_task import passes_of
 from dynamo_local.planner.values import (
     ComponentTarget,
@@ -43,9 +43,9 @@ GIVEN_UP = 0.005
 Fleet = tuple[int, int]
 
 
-def schedule(requests: Sequence[TraceRequest], options: SloOptions) -> tuple[Fleet, ...]:
+def schedule(requests: Sequence[TraceRequest], options: PlannerConfig, speed: float) -> tuple[Fleet, ...]:
     """The fleet that is needed in each `STEP_S` of these requests, within the budget."""
-    engine = Engine(passes_of(options.profile, options.speed), options.engine)
+    engine = Engine(passes_of(str(options.profile_results_dir), speed), EngineOptions())
     evaluator = Evaluator(engine, options.ttft_ms / 1000, options.itl_ms / 1000)
     times = [each.at_s for each in requests]
     before_s = BEFORE_S + LIVES * fmean(each.output_length for each in requests) * options.itl_ms / 1000
@@ -83,8 +83,9 @@ def _smallest(shares: Shares, cap: int) -> Fleet:
 class Clairvoyant:
     """`planner.policies.protocol.Policy` of the time of its next decision: it goes by `needed` and looks at nothing."""
 
-    options: SloOptions
+    options: PlannerConfig
     needed: tuple[Fleet, ...]
+    start_up_s: float
 
     @property
     def start(self) -> Fleet:
@@ -94,7 +95,7 @@ class Clairvoyant:
     def needed_from(self, now_s: float) -> Fleet:
         """What is needed at that time, or before a worker that is ordered later could serve."""
         first = int(now_s / STEP_S)
-        ahead = self.needed[first : first + int((self.options.start_up_s + STEP_S) / STEP_S) + 1] or self.needed[-1:]
+        ahead = self.needed[first : first + int((self.start_up_s + STEP_S) / STEP_S) + 1] or self.needed[-1:]
         return max(each[0] for each in ahead), max(each[1] for each in ahead)
 
     def first(self, now_s: float) -> float:
@@ -159,6 +160,8 @@ class Clairvoyant:
         return state
 
 
-def clairvoyant(requests: Sequence[TraceRequest], options: SloOptions) -> Clairvoyant:
+def clairvoyant(
+    requests: Sequence[TraceRequest], options: PlannerConfig, start_up_s: float, speed: float = 1.0
+) -> Clairvoyant:
     """For these requests; its start-up is the options'."""
-    return Clairvoyant(replace(options), schedule(requests, options))
+    return Clairvoyant(options, schedule(requests, options, speed), start_up_s)

@@ -12,11 +12,12 @@ decided is the same object's as in the arbiter, driven by the same driver. Nothi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.forecasting.answers import InlineForecaster
-from dynamo_local.planner.policies.slo.ladder import SloOptions
 from dynamo_local.planner.policies.slo.policy import SloPolicy
 from dynamo_local.planner.queueing import EngineOptions
 from dynamo_local.planner.queueing_task import passes_of
@@ -46,16 +47,16 @@ def make(scenario: Any) -> ReplayPolicy:
     Raises `KeyError` naming a field that is not there."""
     told = {field: _field(scenario, field) for field in NAMES}
     return ReplayPolicy(
-        SloOptions(
-            profile=str(told["profile"]),
+        PlannerConfig(
+            policy="slo",
+            profile_results_dir=Path(str(told["profile"])),
             ttft_ms=float(told["ttft_ms"]),
             itl_ms=float(told["itl_ms"]),
             target=TARGET,
             max_gpu_budget=int(told["gpu_cap"]),
-            start_up_s=float(told["start_up_s"]),
-            speed=float(told["speed"]),
-            engine=ENGINE,
-        )
+        ),
+        start_up_s=float(told["start_up_s"]),
+        speed=float(told["speed"]),
     )
 
 
@@ -72,9 +73,10 @@ def _field(scenario: Any, field: str) -> Any:
 class ReplayPolicy:
     """`initial_tick_ms` and `on_tick` of Dynamo's replay. Use it for one run. `decisions` are those that were made."""
 
-    def __init__(self, options: SloOptions) -> None:
+    def __init__(self, options: PlannerConfig, *, start_up_s: float, speed: float) -> None:
         self._options = options
-        policy = SloPolicy(options, passes_of(options.profile, options.speed))
+        profile = str(options.profile_results_dir)
+        policy = SloPolicy(options, passes_of(profile, speed), profile, start_up_s, speed, ENGINE)
         self._driver = PolicyDriver(policy, 0.0, forecaster=InlineForecaster())
         self._began: list[float] = []
         self._ended: list[Ended] = []

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.notes import Over, Tell, Trouble
 from dynamo_local.errors import StateError
-from dynamo_local.planner.policies.options import PolicyOptions
 from dynamo_local.planner.records import decision_log as decisions
 from dynamo_local.planner.records import ticks
 from dynamo_local.planner.records.decision_log import DecisionLog, DecisionRecord
@@ -90,14 +90,14 @@ class LoggedTicks:
 
     def __init__(self, make: Callable[[Path], TickLog], path: Path, background: Background, tell: Tell) -> None:
         self._lines = InOrder(make(path), background, tell, TICKS_UNWRITABLE)
-        self._options: PolicyOptions | None = None
+        self._options: PlannerConfig | None = None
         self._since = 0
 
-    def began(self, options: PolicyOptions, at_s: float) -> None:
+    def began(self, options: PlannerConfig, at_s: float) -> None:
         """See `Recorder`."""
         self._say(ticks.BEGAN, options, at_s)
 
-    def changed(self, options: PolicyOptions, at_s: float) -> None:
+    def changed(self, options: PlannerConfig, at_s: float) -> None:
         """See `Recorder`."""
         self._say(ticks.CHANGED, options, at_s)
 
@@ -116,6 +116,6 @@ class LoggedTicks:
         """Returns when all ticks so far were written, or could not be."""
         await self._lines.written()
 
-    def _say(self, kind: str, options: PolicyOptions, at_s: float) -> None:
+    def _say(self, kind: str, options: PlannerConfig, at_s: float) -> None:
         self._options, self._since = options, 0
         self._lines.put(partial(ticks.options_record, kind, options, at_s))

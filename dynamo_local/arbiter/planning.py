@@ -17,7 +17,7 @@ from dynamo_local.arbiter.links import Links
 from dynamo_local.arbiter.logged_decisions import LoggedDecisions, LoggedTicks
 from dynamo_local.arbiter.planner_following import connected_virtually
 from dynamo_local.arbiter.planner_observation import ArbiterWorld, Observing, prefills_wait_in
-from dynamo_local.arbiter.planner_options import actuators, changed_options, policy_of, policy_options
+from dynamo_local.arbiter.planner_options import actuators, changed_options
 from dynamo_local.arbiter.planner_plugins import NOBODY, PlannerPlugins
 from dynamo_local.arbiter.sampler import Sampling
 from dynamo_local.arbiter.statefile import Statefile
@@ -189,7 +189,7 @@ class Planning:
 
     async def prepared(self, options: PlannerConfig) -> Policy[Any]:
         """The policy of these options. Raises `ConfigError` where it cannot be made."""
-        return await asyncio.to_thread(policy_of, options)
+        return await asyncio.to_thread(_policy_of, options)
 
     def reconfigure(
         self, graph: GraphSpec, options: PlannerConfig | None = None, policy: Policy[Any] | None = None
@@ -292,7 +292,7 @@ class Planning:
         self.options = options
         self.observing.follow(options)
         self._loop.act_through(connector, pipeline)
-        self._loop.start(policy_options(options), policy, no_operation=options.no_operation, paused=paused)
+        self._loop.start(options, policy, no_operation=options.no_operation, paused=paused)
         await self._keep()
         if self._refused:
             self._refused = False
@@ -378,7 +378,7 @@ class Planning:
         if self.state is not PlannerState.STOPPED:
             self.observing.follow(options)
         if self._loop is not None:
-            self._loop.change(policy_options(options), policy, no_operation=options.no_operation)
+            self._loop.change(options, policy, no_operation=options.no_operation)
         if self._virtual is not None:
             self._virtual.change(max_wait_s=options.virtual_max_wait, blocking=options.virtual_blocking)
 
@@ -394,3 +394,10 @@ class Planning:
 
 async def _nothing(*_: Any) -> None:
     """Nobody else cares."""
+
+
+def _policy_of(options: PlannerConfig) -> Policy[Any]:
+    """`choosing.policy_of`. The first call imports all policies, and some of them read files: call it in a thread."""
+    from dynamo_local.planner import choosing
+
+    return choosing.policy_of(options)

@@ -131,7 +131,7 @@ def start(as_json: bool, namespace: str | None, **options: Any) -> None:
 
 def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Those of `planner_options` that were given, with their values."""
-    from dynamo_local.config.planner_words import option_value
+    from dynamo_local.config.planner_section import option_value
 
     return {
         name: option_value(name, value) if isinstance(value, str) else value
@@ -173,7 +173,7 @@ def set_(settings: tuple[str, ...], as_json: bool, namespace: str | None) -> Non
 
     For example: dynamo planner set decode-kv-scale-up-threshold=0.8 max-gpu-budget=6
     """
-    from dynamo_local.config.planner_words import parse_settings
+    from dynamo_local.config.planner_section import parse_settings
 
     _change(namespace, as_json, "set", options=_here(parse_settings(settings)))
 

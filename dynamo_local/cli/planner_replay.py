@@ -14,7 +14,7 @@ from dynamo_local.cli.common import find_paths, json_option, namespace_option
 from dynamo_local.errors import BadInput, NotRunning
 
 if TYPE_CHECKING:
-    from dynamo_local.planner.policies.options import PolicyOptions
+    from dynamo_local.config.planner import PlannerConfig
     from dynamo_local.planner.records.ticks import Decided
     from dynamo_local.planner.replay import Replay, Replayed
     from dynamo_local.system.json_lines import Record
@@ -58,18 +58,16 @@ def replay(
     click.echo(json.dumps(_told(again, decisions)) if as_json else "\n".join(_words(again, decisions)))
 
 
-def _options(policy: str, settings: tuple[str, ...], records: Iterable[Record]) -> PolicyOptions:
+def _options(policy: str, settings: tuple[str, ...], records: Iterable[Record]) -> PlannerConfig:
     """The budgets are those that were recorded last."""
-    from dynamo_local.arbiter.planner_options import policy_options
-    from dynamo_local.config.planner import planner_section
-    from dynamo_local.config.planner_words import parse_settings
+    from dynamo_local.config.planner_section import parse_settings, planner_section
 
     recorded: Mapping[str, Any] = {}
     for record in records:
         recorded = record.get("options", recorded)
     budgets = {name: recorded[name] for name in ("max_gpu_budget", "min_gpu_budget") if recorded.get(name, -1) >= 0}
     given = {key.replace("-", "_"): value for key, value in parse_settings(settings).items()}
-    return policy_options(planner_section("replay", {**budgets, **given, "policy": policy}))
+    return planner_section("replay", {**budgets, **given, "policy": policy})
 
 
 def _told(again: Replay, decisions: Iterable[Replayed]) -> dict[str, Any]:

@@ -17,9 +17,6 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from dynamo_local.core.secrets import parse_source
 from dynamo_local.core.types import SECONDS_MAX
-from dynamo_local.errors import ConfigError
-from dynamo_local.sdk.service_config import underscored
-from dynamo_local.sdk.settings import validate_section
 
 # --- kinds
 # Kinds of values that options of planners have.
@@ -418,7 +415,8 @@ class SlaFields(BaseModel):
 # --- slo
 # Options of the policy `slo` alone; its targets are in `latencies`.
 
-SLO_ALIASES = {"budget": "max_gpu_budget"}
+SLO_ALIASES = {"budget": "max_gpu_budget", "thrift": "cost_factor"}
+"""`thrift` is the name of `cost_factor` before 0.15."""
 
 
 class SloFields(BaseModel):
@@ -428,7 +426,7 @@ class SloFields(BaseModel):
 
     target: Annotated[float, Field(gt=0, lt=1)] = 0.99
     """Share of the requests that is to keep both targets: a tenth of the misses makes a GPU worth ten times as much."""
-    thrift: Positive = 1.0
+    cost_factor: Positive = 1.0
     """How much a GPU must do to be held, against what `target` asks of it: 2 holds fewer, 0.5 more."""
 
 
@@ -522,6 +520,16 @@ class ThroughputLoadFields(BaseModel):
     speculative_nextn: Annotated[int, Field(ge=0)] = 0
     """Tokens that the engines speculate; a measured accept length counts up to one more."""
 
+    @property
+    def loads(self) -> bool:
+        """Whether the load loop runs. Every target but `sla` has the load loop alone."""
+        return self.optimization_target != "sla" or self.enable_load_scaling
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the throughput loop runs."""
+        return self.optimization_target == "sla" and self.enable_throughput_scaling
+
 
 def wrong(config: PlannerConfig) -> str | None:
     """What of these options does not go together, in words that name the option; None if all is well."""
@@ -608,7 +616,6 @@ _ALIASES: Mapping[type[BaseModel], Mapping[str, str]] = {
 
 BY_TARGETS = "slo"
 """Who plans where targets are given, and no policy."""
-_LATENCIES = frozenset({"ttft_ms", "itl_ms", *LATENCY_ALIASES})
 
 
 def options_of(policy: str) -> tuple[str, ...]:
@@ -626,6 +633,28 @@ class PlannerConfig(
     ThroughputLoadFields, SloFields, SlaFields, MeasuringFields, TargetFields, LatencyFields, LoadFields, SharedFields
 ):
     """The section `Planner`. An option of another policy than the chosen one is refused."""
+
+    @property
+    def gpus_floor(self) -> int:
+        """`min_gpu_budget` of `throughput-load`, 0 unless it is given: Dynamo's own is off by default, too."""
+        return max(0, self.min_gpu_budget) if "min_gpu_budget" in self.model_fields_set else 0
+
+    @property
+    def tick_s(self) -> float:
+        """Seconds between two ticks of `throughput-load`: each interval is a whole number of them."""
+        if self.scheduling.scale_interval_seconds is not None:
+            return self.scheduling.scale_interval_seconds
+        intervals = []
+        if self.loads:
+            intervals.append(self.load_adjustment_interval_seconds)
+        if self.predicts:
+            intervals.append(self.throughput_adjustment_interval_seconds)
+        return math.gcd(*(max(1, round(seconds * 1000)) for seconds in intervals)) / 1000
+
+    def floor(self, role: str) -> int:
+        """The fewest replicas of `prefill` or `decode` under `throughput-load`."""
+        own = self.prefill_min_endpoint if role == "prefill" else self.decode_min_endpoint
+        return self.min_endpoint if own is None else own
 
     @property
     def named(self) -> dict[str, Any]:
@@ -677,34 +706,3 @@ def known_names() -> dict[str, str]:
     fields = {name: name for name in PlannerConfig.model_fields}
     aliases = {alias: name for policy in POLICIES for alias, name in aliases_of(policy).items()}
     return fields | {alias: name for alias, name in aliases.items() if alias not in fields}
-
-
-def planner_section(section: str, values: Mapping[str, Any]) -> PlannerConfig:
-    """The options of these values, under any of their names, checked as a whole. Raises `ConfigError`.
-
-    `section` says in the error where they stand.
-    """
-    policy = chosen_policy(values)
-    found = own_names(section, values, policy)
-    if policy == BY_TARGETS and "policy" not in found:
-        found["policy"] = policy
-    return validate_section(PlannerConfig, section, found)
-
-
-def chosen_policy(values: Mapping[str, Any], otherwise: str = "load") -> str:
-    """The policy that these values name. Where they name none: `slo` if they give a target for latencies."""
-    if "policy" in values:
-        return str(values["policy"])
-    return BY_TARGETS if any(underscored(key) in _LATENCIES for key in values) else otherwise
-
-
-def own_names(section: str, values: Mapping[str, Any], policy: str) -> dict[str, Any]:
-    """The values under that policy's own names for its options. Raises `ConfigError` where one is given twice."""
-    aliases = aliases_of(policy) if policy in POLICIES else {}
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        name = aliases.get(underscored(key), key)
-        if name in found:
-            raise ConfigError(f"{section}: {key!r} and another spelling of it are both given; keep one")
-        found[name] = value
-    return found

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dynamo_local.config.loading import HOST, PLANNER, Config
-from dynamo_local.config.planner import BY_TARGETS, chosen_policy
+from dynamo_local.config.planner import BY_TARGETS
+from dynamo_local.config.planner_section import chosen_policy
 from dynamo_local.core.fleet.states import ROLES
 from dynamo_local.core.types import GraphSpec, Role, ServiceSpec
 from dynamo_local.core.types import Resources as Wanted

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_local.config.loading import parse_mapping
-from dynamo_local.config.planner import PlannerConfig, own_names, planner_section
+from dynamo_local.config.planner import PlannerConfig
+from dynamo_local.config.planner_section import own_names, planner_section
 from dynamo_local.core.types import Role
 from dynamo_local.errors import ConfigError
 from dynamo_local.kubernetes.changes import Expected

@@ -12,7 +12,6 @@ from prometheus_client import CollectorRegistry
 
 from dynamo_local.arbiter.logged_decisions import LoggedDecisions, LoggedTicks
 from dynamo_local.arbiter.planner_metrics import PlannerNow
-from dynamo_local.arbiter.planner_options import policy_options
 from dynamo_local.arbiter.planner_report.schedule import ReportSchedule
 from dynamo_local.arbiter.planner_views import PlannerMetrics
 from dynamo_local.clock import Clock
@@ -79,7 +78,7 @@ class PodPlanner:
 
     async def start(self) -> None:
         """Check the graph, stand for election, and plan. Raises `GraphUnfit`, `Forbidden`, `ConfigError`."""
-        options = policy_options(self.options)
+        options = self.options
         if self.options.policy == "load" and self._loads is None:
             raise ConfigError(NO_PASSES)
         policy = await asyncio.to_thread(policy_of, options)

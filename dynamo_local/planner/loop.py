@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from dynamo_local.clock import Clock
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.notes import About, Elsewhere, Tell
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.collector import Collector, LoopLatency
@@ -23,7 +24,6 @@ from dynamo_local.planner.connectors import Committed, Connector, Refused, Writt
 from dynamo_local.planner.driver import Pipeline, PolicyDriver
 from dynamo_local.planner.policies.load_intervals import STALE_PULLS
 from dynamo_local.planner.policies.load_planner import LoadPlanner
-from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions
 from dynamo_local.planner.policies.protocol import Policy
 from dynamo_local.planner.records.decision_log import DecisionRecord, Outcome, StepOutcome, inputs_of, outcome_of
 from dynamo_local.planner.records.ticks import Recorder
@@ -139,7 +139,7 @@ class PlannerLoop:
     ) -> None:
         self.state = PlannerState.STOPPED
         self.since_s = clock.now_s()
-        self.options: PolicyOptions = LoadOptions()
+        self.options = PlannerConfig()
         self._policy: Policy[Any] = LoadPlanner(self.options)
         self.no_operation = False
         self.observers: list[PlannerObserver] = []
@@ -170,19 +170,19 @@ class PlannerLoop:
         """Where its policy stands; None while it is stopped or paused."""
         return None if self._driver is None else self._driver.status
 
-    def start(self, options: PolicyOptions, policy: Policy[Any], *, no_operation: bool, paused: bool = False) -> None:
+    def start(self, options: PlannerConfig, policy: Policy[Any], *, no_operation: bool, paused: bool = False) -> None:
         """Begin now with the policy of these options (or only observe). It must be stopped."""
         assert self._task is None, "the planner's loop runs already"
         self.options, self._policy, self.no_operation = options, policy, no_operation
         self._set_state(PlannerState.PAUSED if paused else PlannerState.RUNNING)
         self._task = asyncio.ensure_future(self._run())
 
-    def change(self, options: PolicyOptions, policy: Policy[Any], *, no_operation: bool) -> None:
+    def change(self, options: PlannerConfig, policy: Policy[Any], *, no_operation: bool) -> None:
         """Other options, from the next decision on; or another policy, which then begins."""
         self.options, self._policy, self.no_operation = options, policy, no_operation
         if self._driver is not None:
             self._driver.change(policy, self._clock.now_s())
-        self._next_s = min(self._next_s, self._clock.now_s() + options.metric_pulling_interval_s)
+        self._next_s = min(self._next_s, self._clock.now_s() + options.metric_pulling_interval)
         self._wake.set()
 
     def pause(self) -> None:
@@ -215,7 +215,7 @@ class PlannerLoop:
         now_s = self._clock.now_s()
         self.state, self.since_s, self.trouble = state, now_s, None
         self._driver = self._driven(now_s) if state is PlannerState.RUNNING else None
-        self._next_s = now_s + self.options.metric_pulling_interval_s
+        self._next_s = now_s + self.options.metric_pulling_interval
         self._wake.set()
 
     def _driven(self, now_s: float) -> PolicyDriver:
@@ -234,7 +234,7 @@ class PlannerLoop:
                 except Exception as error:
                     self._failed(error)
                     if self.state is not PlannerState.STOPPED:
-                        await self._until(self._clock.now_s() + self.options.metric_pulling_interval_s)
+                        await self._until(self._clock.now_s() + self.options.metric_pulling_interval)
         finally:
             self._collector.close()
 
@@ -262,7 +262,7 @@ class PlannerLoop:
         self.counts.pulls += 1
         self.counts.lag_s = max(0.0, now_s - self._due_s())
         self._pulled_s = now_s
-        self._next_s = max(self._next_s + self.options.metric_pulling_interval_s, now_s)
+        self._next_s = max(self._next_s + self.options.metric_pulling_interval, now_s)
         reading = await self.counts.latency.timed("tick", self._tick())
         self._unseen = self._unseen + 1 if (unknown := _unknown(reading)) is not None else 0
         why = self._world.blind() or (unknown if self._unseen >= STALE_PULLS else None)
@@ -293,7 +293,7 @@ class PlannerLoop:
         return observation.reading
 
     async def _observed(self, needs: Needs) -> Observation:
-        interval_s = self.options.metric_pulling_interval_s
+        interval_s = self.options.metric_pulling_interval
         window_s = needs.traffic_window_s
         reading, traffic, requests, (engines, limits) = await asyncio.gather(
             self._collector.collect(self._world.ready(), interval_s),

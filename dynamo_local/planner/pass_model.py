@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from dynamo_local.core.passes import EngineId, ForwardPass, Requests
 from dynamo_local.errors import BadInput
@@ -140,16 +140,13 @@ class Kind(enum.StrEnum):
     AGG = "agg"
 
 
-class Features(enum.StrEnum):
-    """Which numbers of a pass its duration depends on.
+Features = Literal["dynamo", "seed"]
+"""Which numbers of a pass its duration depends on.
 
-    Both: `prefill` by [sum_prefill_tokens], `agg` by [sum_prefill_tokens, sum_decode_kv_tokens]. For `decode` Dynamo
-    1.6.1 takes [num_decode_requests, sum_decode_kv_tokens], seed 001 the second only. For `agg` 1.6.1 learns from each
-    pass, 001 from means over all passes of a worker in the interval.
-    """
-
-    DYNAMO = "dynamo"
-    SEED = "seed"
+Both: `prefill` by [sum_prefill_tokens], `agg` by [sum_prefill_tokens, sum_decode_kv_tokens]. For `decode` Dynamo
+1.6.1 takes [num_decode_requests, sum_decode_kv_tokens], seed 001 the second only. For `agg` 1.6.1 learns from each
+pass, 001 from means over all passes of a worker in the interval.
+"""
 
 
 class Learning(NamedTuple):
@@ -159,7 +156,7 @@ class Learning(NamedTuple):
     least: int = 5
     most: int = 64
     buckets: int = 16
-    features: Features = Features.DYNAMO
+    features: Features = "dynamo"
 
 
 NARROW = 0.05
@@ -283,7 +280,7 @@ class PassModel:
 
     @property
     def _by_requests(self) -> bool:
-        return self.kind is Kind.DECODE and self.learning.features is Features.DYNAMO
+        return self.kind is Kind.DECODE and self.learning.features == "dynamo"
 
     def _must_vary(self) -> tuple[int, ...]:
         if self.kind is Kind.AGG:
@@ -313,7 +310,7 @@ class PassModel:
             if wanted:
                 x = self._x(s.sum_prefill_tokens, s.num_decode_requests, s.sum_decode_kv_tokens)
                 found.append(Sample(x, one.wall_time_s))
-        if found and self.kind is Kind.AGG and self.learning.features is Features.SEED:
+        if found and self.kind is Kind.AGG and self.learning.features == "seed":
             return [_mean(found)]
         return found
 

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Protocol
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import ConfigError, how_to_install
 from dynamo_local.planner.values import WINDOWS_MAX, Forecasts, ForecastTask, Series
@@ -158,64 +159,35 @@ LIBRARIES: Mapping[str, str] = MappingProxyType({"arima": "statsforecast", "prop
 """What a predictor imports, of the extra `predictors`. The others are our own, and take microseconds."""
 NAMES = ("constant", "kalman", "arima", "prophet")
 
-_BOUNDS = (
-    ("kalman_q_level", 0.0, math.inf),
-    ("kalman_q_trend", 0.0, math.inf),
-    ("kalman_r", 1e-9, math.inf),
-    ("kalman_min_points", 1, WINDOWS_MAX),
-    ("prophet_window_size", 5, 10_000),
-)
-"""Options that are numbers, each with its least and its greatest value."""
+
+def check_installed(options: PlannerConfig) -> None:
+    """Raise `ConfigError` if the chosen predictor needs a library that is not installed."""
+    library = LIBRARIES.get(options.load_predictor)
+    if library is not None and find_spec(library) is None:
+        raise ConfigError(
+            f"load-predictor {options.load_predictor} needs {library}, of the extra {EXTRA!r}: "
+            f"{how_to_install(EXTRA)}, or choose constant or kalman"
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class PredictorOptions:
-    """Under Dynamo's names, with its defaults (but for `load_predictor`, which needs no extra here).
+def windows_max(options: PlannerConfig) -> int:
+    """The windows that a series must remember for the chosen predictor."""
+    return max(WINDOWS_MAX, options.prophet_window_size) if options.load_predictor == "prophet" else WINDOWS_MAX
 
-    Raises `ConfigError` that names the option, also where the extra that a predictor needs is not installed.
-    """
 
-    load_predictor: str = "constant"
-    load_predictor_log1p: bool = False
-    prophet_window_size: int = 50
-    kalman_q_level: float = 1.0
-    kalman_q_trend: float = 0.1
-    kalman_r: float = 10.0
-    kalman_min_points: int = 5
-
-    def __post_init__(self) -> None:
-        if self.load_predictor not in NAMES:
-            raise ConfigError(f"load-predictor {self.load_predictor!r} is none of {', '.join(NAMES)}")
-        for name, low, high in _BOUNDS:
-            value = getattr(self, name)
-            if not (math.isfinite(value) and low <= value <= high):
-                words = f"{low:g} or more" if math.isinf(high) else f"{low:g} to {high:g}"
-                raise ConfigError(f"{name.replace('_', '-')} must be {words}, not {value:g}")
-        library = LIBRARIES.get(self.load_predictor)
-        if library is not None and find_spec(library) is None:
-            raise ConfigError(
-                f"load-predictor {self.load_predictor} needs {library}, of the extra {EXTRA!r}: "
-                f"{how_to_install(EXTRA)}, or choose constant or kalman"
-            )
-
-    @property
-    def windows_max(self) -> int:
-        """How many windows a series must remember for it."""
-        return max(WINDOWS_MAX, self.prophet_window_size) if self.load_predictor == "prophet" else WINDOWS_MAX
-
-    def task(self, series: Series, steps: int = 1) -> ForecastTask:
-        """What is to be asked to continue the series' columns by `steps` windows."""
-        own: Mapping[str, dict[str, float | str | bool]] = {
-            "kalman": {
-                "q_level": self.kalman_q_level,
-                "q_trend": self.kalman_q_trend,
-                "r": self.kalman_r,
-                "min_points": self.kalman_min_points,
-            },
-            "prophet": {"window_size": self.prophet_window_size},
-        }
-        options = {"log1p": self.load_predictor_log1p, **own.get(self.load_predictor, {})}
-        return ForecastTask(self.load_predictor, series.columns, steps, series.window_s, tuple(options.items()))
+def forecast_task(options: PlannerConfig, series: Series, steps: int = 1) -> ForecastTask:
+    """The task of the chosen predictor: continue the columns of the series by `steps` windows."""
+    own: Mapping[str, dict[str, float | str | bool]] = {
+        "kalman": {
+            "q_level": options.kalman_q_level,
+            "q_trend": options.kalman_q_trend,
+            "r": options.kalman_r,
+            "min_points": options.kalman_min_points,
+        },
+        "prophet": {"window_size": options.prophet_window_size},
+    }
+    numbers = {"log1p": options.load_predictor_log1p, **own.get(options.load_predictor, {})}
+    return ForecastTask(options.load_predictor, series.columns, steps, series.window_s, tuple(numbers.items()))
 
 
 def is_light(name: str) -> bool:

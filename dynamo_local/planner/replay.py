@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import BadInput
 from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.forecasting.answers import InlineForecaster
-from dynamo_local.planner.policies.options import PolicyOptions, name_of
 from dynamo_local.planner.records import ticks
 from dynamo_local.planner.records.ticks import Decided
 from dynamo_local.planner.values import Observation
@@ -48,7 +48,7 @@ class Replay:
     known, and it may decide otherwise until it has learned it again.
     """
 
-    options: PolicyOptions | None = None
+    options: PlannerConfig | None = None
     ticks: int = 0
     without: int = 0
     """Ticks in which the policy wanted something that the log does not have."""
@@ -74,10 +74,10 @@ class Replay:
             elif kind != ticks.GOES_ON:
                 raise BadInput(f"record {record['seq']} of the log of ticks is a {kind[:40]!r}: not known here")
 
-    def _chosen(self, record: Record) -> PolicyOptions:
+    def _chosen(self, record: Record) -> PlannerConfig:
         options = self.options or ticks.options_in(record)
-        if (name := name_of(options)) not in self.policies:
-            self.policies.append(name)
+        if options.policy not in self.policies:
+            self.policies.append(options.policy)
         return options
 
     def _tick(self, record: Record) -> Iterator[Replayed]:

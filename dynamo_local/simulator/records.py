@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.forecasting.answers import InlineForecaster
 from dynamo_local.planner.records.decision_log import DecisionRecord, Outcome, StepOutcome, inputs_of
@@ -17,7 +16,7 @@ def recorded(trace: Sequence[TraceRequest], case: Case, *, began_s: float = 0.0)
     """The decisions of that case, whose run begins at `began_s` (Unix time). It must have a planner."""
     assert case.planner is not None, "a case without a planner decides nothing"
     options, records = case.planner, list[DecisionRecord]()
-    driver = PolicyDriver(policy_of(options), 0.0, forecaster=InlineForecaster())
+    driver = PolicyDriver(case.make_policy(options), 0.0, forecaster=InlineForecaster())
 
     def record(acted: Acted, observation: Observation) -> None:
         status, decision = driver.status, acted.decision

@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.routing.choice import LeastLoaded, Picker
 from dynamo_local.core.types import Role
 from dynamo_local.errors import DynamoError
@@ -16,8 +18,8 @@ from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.forecasting.answers import InlineForecaster
 from dynamo_local.planner.policies.load import mean_kv
-from dynamo_local.planner.policies.options import PolicyOptions
 from dynamo_local.planner.policies.pools import pools_of
+from dynamo_local.planner.policies.protocol import Policy
 from dynamo_local.planner.scaling_times import ScalingTimes
 from dynamo_local.planner.values import Decision, Needs, Observation, Reading
 from dynamo_local.profile.interpolation import PerfModel, ProfileModel
@@ -236,7 +238,8 @@ class Case:
 
     name: str
     options: TwinOptions
-    planner: PolicyOptions | None = None
+    planner: PlannerConfig | None = None
+    make_policy: Callable[[PlannerConfig], Policy[Any]] = policy_of
     no_operation: bool = False
     make_picker: Callable[[], Picker] = LeastLoaded
 
@@ -245,7 +248,7 @@ def run_case(trace: Sequence[TraceRequest], case: Case) -> Run:
     """The run of one case. Raises what its options are refused with."""
     planner = None
     if case.planner is not None:
-        planner = PolicyDriver(policy_of(case.planner), 0.0, forecaster=InlineForecaster())
+        planner = PolicyDriver(case.make_policy(case.planner), 0.0, forecaster=InlineForecaster())
     simulation = Simulation(
         case.options, trace, planner=planner, no_operation=case.no_operation, picker=case.make_picker()
     )

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.passes import EngineId
 from dynamo_local.planner.driver import PolicyDriver
-from dynamo_local.planner.policies.throughput_load.options import DownRule, Target, ThroughputLoadOptions
 from dynamo_local.planner.policies.throughput_load.policy import ThroughputLoadPolicy
 from dynamo_local.planner.values import ComponentTarget, EngineSeen, Observation, Pool
 from tests.fakes.planner.engines_seen import (
@@ -29,6 +29,7 @@ from tests.fakes.planner.engines_seen import (
     traffic,
 )
 from tests.fakes.planner.observations import DECODE, PREFILL, pool
+from tests.fakes.planner.options import throughput_load_options
 from tests.tools.examples import examples
 
 MORE_EXAMPLES = settings(max_examples=examples(150))
@@ -42,16 +43,16 @@ TABLES = {
 
 
 @st.composite
-def some_options(draw: st.DrawFn) -> ThroughputLoadOptions:
+def some_options(draw: st.DrawFn) -> PlannerConfig:
     """Of any target and loops, with floors that the budget can pay."""
     budget = draw(st.integers(8, 24))
-    return ThroughputLoadOptions(
-        optimization_target=draw(st.sampled_from(Target)),
+    return throughput_load_options(
+        optimization_target=draw(st.sampled_from(["throughput", "latency", "load", "sla"])),
         enable_load_scaling=draw(st.booleans()),
-        throughput_adjustment_interval_s=10.0,
+        throughput_adjustment_interval_seconds=10.0,
         ttft_ms=draw(st.floats(1, 2000)),
         itl_ms=draw(st.floats(1, 100)),
-        down_rule=draw(st.sampled_from(DownRule)),
+        scale_down_rule=draw(st.sampled_from(["consolidation", "flat"])),
         load_scaling_down_sensitivity=draw(st.integers(0, 100)),
         max_gpu_budget=budget,
         min_gpu_budget=draw(st.integers(-1, budget)),
@@ -95,7 +96,7 @@ def some_pulls(draw: st.DrawFn) -> tuple[Observation, ...]:
     return tuple(found)
 
 
-def drive(options: ThroughputLoadOptions, pulls: tuple[Observation, ...]) -> list[tuple[Observation, dict[str, int]]]:
+def drive(options: PlannerConfig, pulls: tuple[Observation, ...]) -> list[tuple[Observation, dict[str, int]]]:
     """The targets of each decision, by component."""
     drives = driver(options)
     decisions = [(seen, drives.tick_now(seen)) for seen in pulls]
@@ -105,7 +106,7 @@ def drive(options: ThroughputLoadOptions, pulls: tuple[Observation, ...]) -> lis
 @MORE_EXAMPLES
 @given(some_options(), some_pulls())
 def test_never_above_the_budget_and_never_below_the_floors(
-    options: ThroughputLoadOptions, pulls: tuple[Observation, ...]
+    options: PlannerConfig, pulls: tuple[Observation, ...]
 ) -> None:
     """Unless a fleet is outside already: then it never goes further out. The most goes before the least, where engines
     of several GPUs cannot be both."""
@@ -126,7 +127,7 @@ def test_never_above_the_budget_and_never_below_the_floors(
 @MORE_EXAMPLES
 @given(some_options(), some_pulls(), st.integers(0, 30), st.integers(0, 30))
 def test_whatever_plugins_want(
-    options: ThroughputLoadOptions, pulls: tuple[Observation, ...], prefill: int, decode: int
+    options: PlannerConfig, pulls: tuple[Observation, ...], prefill: int, decode: int
 ) -> None:
     policy = ThroughputLoadPolicy(options, MODELS)
     seen = pulls[0]
@@ -142,9 +143,9 @@ def test_whatever_plugins_want(
 
 @MORE_EXAMPLES
 @given(some_pulls(), some_options())
-def test_what_is_not_known_changes_nothing(pulls: tuple[Observation, ...], options: ThroughputLoadOptions) -> None:
+def test_what_is_not_known_changes_nothing(pulls: tuple[Observation, ...], options: PlannerConfig) -> None:
     blank = tuple(replace(seen, engines={}, traffic=None) for seen in pulls)
-    for seen, targets in drive(replace(options, min_gpu_budget=-1, max_gpu_budget=99), blank):
+    for seen, targets in drive(options.model_copy(update={"min_gpu_budget": -1, "max_gpu_budget": 99}), blank):
         for role, one in seen.pools.by_role.items():
             repaired = max(one.capacity, options.floor(role))
             assert targets[one.component] in {one.capacity, repaired}
@@ -157,9 +158,7 @@ def test_what_is_not_known_changes_nothing(pulls: tuple[Observation, ...], optio
     st.integers(0, 40_000),
     some_options(),
 )
-def test_more_load_never_gives_fewer(
-    queues: list[int], kvs: list[int], more: int, options: ThroughputLoadOptions
-) -> None:
+def test_more_load_never_gives_fewer(queues: list[int], kvs: list[int], more: int, options: PlannerConfig) -> None:
     given_options = replace(
         options, enable_throughput_scaling=False, enable_load_scaling=True, max_gpu_budget=99, min_gpu_budget=-1
     )
@@ -187,7 +186,7 @@ def test_more_requests_never_take_fewer(num_req: int, more: int, isl: int, osl: 
     assert (many[1] or 0) >= (few[1] or 0)
 
 
-@pytest.mark.parametrize("options", [load_loop(), both_loops(), load_loop(optimization_target=Target.THROUGHPUT)])
+@pytest.mark.parametrize("options", [load_loop(), both_loops(), load_loop(optimization_target="throughput")])
 @settings(max_examples=examples(40))
 @given(
     prefill=st.integers(1, 5),
@@ -197,7 +196,7 @@ def test_more_requests_never_take_fewer(num_req: int, more: int, isl: int, osl: 
     rate=st.integers(0, 9000),
 )
 def test_constant_load_settles(
-    options: ThroughputLoadOptions, prefill: int, decode: int, queued: int, kv: int, rate: int
+    options: PlannerConfig, prefill: int, decode: int, queued: int, kv: int, rate: int
 ) -> None:
     drives = driver(options)
     history = []
@@ -232,7 +231,7 @@ def crowd(drives: PolicyDriver, workers: int) -> Observation:
 def test_a_tick_of_64_workers_takes_less_than_5_ms() -> None:
     """32 prefill and 32 decode workers; both loops due, 4096 passes, both models fitted. The best of 20, since others
     use this machine, too."""
-    drives = driver(both_loops(throughput_adjustment_interval_s=5.0, load_adjustment_interval_s=5.0))
+    drives = driver(both_loops(throughput_adjustment_interval_seconds=5.0, load_adjustment_interval_seconds=5.0))
     took = []
     for _ in range(20):
         seen = crowd(drives, 32)

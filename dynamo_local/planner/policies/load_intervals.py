@@ -28,8 +28,8 @@ import copy
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.policies.options import LoadOptions
 from dynamo_local.planner.values import Decision, IntervalObservation, Pool, Reading, Reason, Rule, WorkerPools
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ def _unseen(observation: IntervalObservation, why: Missing) -> IntervalObservati
 class AdjustmentIntervals:
     """Collects the readings of an interval, asks the policy at its end, and says when the next observation is due."""
 
-    def __init__(self, policy: Policy, options: LoadOptions, now_s: float) -> None:
+    def __init__(self, policy: Policy, options: PlannerConfig, now_s: float) -> None:
         self._policy = policy
         self._options = options
         self._deferred: dict[str, int] = {}
@@ -82,14 +82,14 @@ class AdjustmentIntervals:
     # --- what one may ask ----------------------------------------------------------------------
 
     @property
-    def options(self) -> LoadOptions:
+    def options(self) -> PlannerConfig:
         """The current options."""
         return self._options
 
     @property
     def next_pull_at(self) -> float:
         """The absolute time of the next observation."""
-        pull_s = self._options.metric_pulling_interval_s
+        pull_s = self._options.metric_pulling_interval
         at_s = self._began_s + (self._pulls + 1) * pull_s
         if not self._adjusting and at_s > self._due_s - _SLACK * pull_s:
             return self._due_s
@@ -145,7 +145,7 @@ class AdjustmentIntervals:
             return None
         self._readings.append(reading)
         self._count(now_s)
-        if now_s < self._due_s - _SLACK * self._options.metric_pulling_interval_s:
+        if now_s < self._due_s - _SLACK * self._options.metric_pulling_interval:
             return None
         return self._tick(max(now_s, self._due_s), pools, blind)
 
@@ -166,12 +166,12 @@ class AdjustmentIntervals:
         other._readings, other._deferred = list(self._readings), dict(self._deferred)
         return other
 
-    def with_options(self, policy: Policy, options: LoadOptions) -> None:
+    def with_options(self, policy: Policy, options: PlannerConfig) -> None:
         """Other options from now on. The interval keeps its beginning; its end moves with the new length."""
         began_s, pulls, readings, adjusting = self._began_s, self._pulls, self._readings, self._adjusting
-        last_s = self.next_pull_at - self._options.metric_pulling_interval_s
-        pull_s = options.metric_pulling_interval_s
-        same_grid = pull_s == self._options.metric_pulling_interval_s
+        last_s = self.next_pull_at - self._options.metric_pulling_interval
+        pull_s = options.metric_pulling_interval
+        same_grid = pull_s == self._options.metric_pulling_interval
         self._policy, self._options = policy, options
         self._begin(began_s, adjusting=adjusting)
         self._readings = readings
@@ -181,7 +181,7 @@ class AdjustmentIntervals:
 
     def _begin(self, now_s: float, *, adjusting: bool = False) -> None:
         self._began_s = now_s
-        self._due_s = now_s + self._options.adjustment_interval_s
+        self._due_s = now_s + self._options.adjustment_interval
         self._pulls = 0
         self._adjusting = adjusting
         self._readings = []
@@ -198,13 +198,13 @@ class AdjustmentIntervals:
         self._pulls = max(self._pulls + 1, self._passed(now_s))
 
     def _passed(self, now_s: float) -> int:
-        return int((now_s - self._began_s) / self._options.metric_pulling_interval_s + _SLACK)
+        return int((now_s - self._began_s) / self._options.metric_pulling_interval + _SLACK)
 
     def _tick(self, now_s: float, pools: WorkerPools, blind: str | None) -> Decision:
         observation = IntervalObservation(now_s, self._began_s, self.readings, self._with_deferred(pools))
         self._observation = observation
         notes, self._notes = self._notes, ()
-        interval_s = self._options.adjustment_interval_s
+        interval_s = self._options.adjustment_interval
         # Set before the policy is asked: if it raises, this interval is over, too.
         self._begin(self._due_s + interval_s * int((now_s - self._due_s) / interval_s))
         self._pulls = self._passed(now_s)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Missing, floor_workers
 from dynamo_local.planner.policies.load import LoadPolicy
 from dynamo_local.planner.policies.load_intervals import AdjustmentIntervals
-from dynamo_local.planner.policies.options import LoadOptions
 from dynamo_local.planner.values import (
     ComponentTarget,
     Decision,
@@ -40,7 +40,7 @@ class LoadState(NamedTuple):
 class LoadPlanner:
     """A `Policy`. Plugins of others are heard at the end of an interval; what they leave alone, it decides."""
 
-    options: LoadOptions
+    options: PlannerConfig
 
     def first(self, now_s: float) -> LoadState:
         """An interval begins."""
@@ -127,7 +127,7 @@ def _numbers(targets: tuple[ComponentTarget, ...]) -> dict[str, int]:
     return {target.sub_component_type: target.replicas for target in targets}
 
 
-def _overridden(own: Decision, pools: WorkerPools, wanted: dict[str, int], options: LoadOptions) -> Decision:
+def _overridden(own: Decision, pools: WorkerPools, wanted: dict[str, int], options: PlannerConfig) -> Decision:
     """The numbers that were merged, above the floors; nothing at all where they do not fit under the budget."""
     floors = {role: floor_workers(options.min_gpu_budget, pool.gpus_per_worker) for role, pool in pools.by_role.items()}
     numbers = {role: max(floors[role], wanted.get(role, pool.capacity)) for role, pool in pools.by_role.items()}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Protocol, TypeVar
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.policies.options import PolicyOptions
 from dynamo_local.planner.values import (
     ComponentTarget,
     Decision,
@@ -40,7 +40,7 @@ class Policy(Protocol[S]):
     """
 
     @property
-    def options(self) -> PolicyOptions:
+    def options(self) -> PlannerConfig:
         """What it goes by."""
         ...
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.policies import sla_sizing as words
 from dynamo_local.planner.policies.protocol import adapted_interval_s, holding, steps_ahead
@@ -34,7 +35,6 @@ from dynamo_local.planner.policies.sla_sizing import (
     Need,
     PrefillModel,
     Side,
-    SlaOptions,
     SlaRule,
     Verdict,
     complete,
@@ -45,6 +45,7 @@ from dynamo_local.planner.policies.sla_sizing import (
     nearest,
     prefill_need,
 )
+from dynamo_local.planner.predictors import forecast_task, windows_max
 from dynamo_local.planner.values import (
     ComponentTarget,
     Decision,
@@ -104,20 +105,20 @@ class SlaState:
 class SlaPolicy:
     """`planner.policies.protocol.Policy` of `SlaState`. `warmup` are windows of a trace, as if they had been before."""
 
-    options: SlaOptions
+    options: PlannerConfig
     prefill: PrefillModel
     decode: DecodeModel
     warmup: tuple[Window, ...] = ()
 
     def first(self, now_s: float) -> SlaState:
         """The first decision is due after one whole interval."""
-        interval_s = self.options.adjustment_interval_s
-        series = Series(interval_s, windows_max=self.options.predictor.windows_max)
+        interval_s = self.options.throughput_adjustment_interval_seconds
+        series = Series(interval_s, windows_max=windows_max(self.options))
         return SlaState(now_s, now_s + interval_s, series.warmed_up(self.warmup))
 
     def taking_over(self, state: SlaState) -> SlaState:
         """The interval keeps its beginning, and what was learned stays. Counts are those of the new length."""
-        interval_s = self.options.adjustment_interval_s
+        interval_s = self.options.throughput_adjustment_interval_seconds
         before = state.series
         windows = tuple(replace(w, num_req=w.num_req * interval_s / before.window_s) for w in before.windows)
         series = replace(before, window_s=interval_s, windows=windows)
@@ -141,7 +142,7 @@ class SlaPolicy:
         state = self._observed(state, observation)
         if state.held is not None or not self._due(state, observation):
             return None
-        return self.options.predictor.task(state.series, self._lead(observation))
+        return forecast_task(self.options, state.series, self._lead(observation))
 
     def predicted(
         self, state: SlaState, observation: Observation, forecasts: Forecasts | Missing | None
@@ -198,7 +199,7 @@ class SlaPolicy:
             began_s = self._grid(state, observation.at_s)
             after = replace(after, began_s=began_s, due_s=began_s + self._interval_s(pools))
         if pools.prefill is None or observation.blind is not None or pools.pending or not targets:
-            again_s = math.inf if state.waiting is None else observation.at_s + self.options.metric_pulling_interval_s
+            again_s = math.inf if state.waiting is None else observation.at_s + self.options.metric_pulling_interval
             after = replace(after, again_s=again_s)
             held = state.held or (SlaRule.OVERRIDDEN, "a plugin rejected what was proposed")
             return after, holding(observation, held, after.due_s) if due else None
@@ -216,7 +217,7 @@ class SlaPolicy:
 
     def manual(self, state: SlaState, now_s: float) -> SlaState:
         """A whole interval from now on."""
-        due_s = now_s + self.options.adjustment_interval_s
+        due_s = now_s + self.options.throughput_adjustment_interval_seconds
         return replace(state, began_s=now_s, due_s=due_s, waiting=None, again_s=math.inf)
 
     # --- inside --------------------------------------------------------------------------------
@@ -225,13 +226,15 @@ class SlaPolicy:
         return observation.at_s >= state.due_s - _SLACK_S
 
     def _interval_s(self, pools: WorkerPools) -> float:
-        interval_s = self.options.adjustment_interval_s
+        interval_s = self.options.throughput_adjustment_interval_seconds
         return adapted_interval_s(interval_s, pools) if self.options.adaptive_intervals else interval_s
 
     def _lead(self, observation: Observation) -> int:
         """The window that is planned for: the next one, or (adaptive) the first that a new worker sees whole."""
         return (
-            steps_ahead(self.options.adjustment_interval_s, observation.pools) if self.options.adaptive_intervals else 1
+            steps_ahead(self.options.throughput_adjustment_interval_seconds, observation.pools)
+            if self.options.adaptive_intervals
+            else 1
         )
 
     def _grid(self, state: SlaState, now_s: float) -> float:
@@ -260,7 +263,7 @@ class SlaPolicy:
             factors = Corrections()
         of_prefill = prefill_need(isl, factors.prefill, options.ttft_ms, prefill.gpus_per_worker, self.prefill)
         of_decode = decode_need(isl + osl / 2, osl, factors.decode, options.itl_ms, decode.gpus_per_worker, self.decode)
-        interval_s = options.adjustment_interval_s
+        interval_s = options.throughput_adjustment_interval_seconds
         wanted = (of_prefill.engines(num_req, interval_s), of_decode.engines(num_req, interval_s))
         return Sizing(num_req, isl, osl, factors, of_prefill, of_decode, wanted)
 
@@ -285,11 +288,11 @@ class SlaPolicy:
         return Facts(
             sides,
             0.0 if sizing is None else sizing.num_req,
-            options.adjustment_interval_s,
+            options.throughput_adjustment_interval_seconds,
             options.min_endpoint,
             options.min_gpu_budget,
             options.max_gpu_budget,
-            options.max_step,
+            options.max_throughput_scaling_replicas,
         )
 
     def _reason(self, state: SlaState, facts: Facts, index: int, verdict: Verdict) -> Reason:
@@ -310,7 +313,7 @@ class SlaPolicy:
 
     def _sized(self, sizing: Sizing, need: Need, index: int) -> dict[str, float]:
         """What the number of engines was computed from."""
-        interval_s = self.options.adjustment_interval_s
+        interval_s = self.options.throughput_adjustment_interval_seconds
         numbers = {
             "next_num_req": sizing.num_req,
             "next_isl": sizing.isl,

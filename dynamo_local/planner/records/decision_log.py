@@ -12,16 +12,14 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import BadInput
 from dynamo_local.planner.connectors import Committed, Refused, Written
 from dynamo_local.planner.policies.explain import explain
 from dynamo_local.planner.policies.load import exact_mean, mean_kv, queue_samples
-from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions, name_of
 from dynamo_local.planner.policies.protocol import steps_ahead
-from dynamo_local.planner.policies.sla_sizing import SlaOptions
-from dynamo_local.planner.policies.slo.ladder import SloOptions
-from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
+from dynamo_local.planner.policies.slo.scaling_options import INTERVAL_S
 from dynamo_local.planner.records.figures import window_figures
 from dynamo_local.planner.values import Decision, Engines, IntervalObservation, Prediction, Traffic, WorkerPools
 from dynamo_local.system import json_lines as jsonl
@@ -77,22 +75,23 @@ def _summed(rows: list[tuple[int, int, int]]) -> EngineLoads:
     return EngineLoads(len(rows), sum(prompts), max(prompts), sum(waiting), max(waiting), sum(running), max(running))
 
 
-def aims_of(options: PolicyOptions, pools: WorkerPools) -> Aims:
+def aims_of(options: PlannerConfig, pools: WorkerPools) -> Aims:
     """Of these options, with these workers."""
-    lowest, highest = _bound(options.min_gpu_budget), _bound(options.max_gpu_budget)
-    match options:
-        case LoadOptions():
+    unset = options.policy == "throughput-load" and "min_gpu_budget" not in options.model_fields_set
+    lowest, highest = None if unset or options.min_gpu_budget < 0 else options.min_gpu_budget, options.max_gpu_budget
+    match options.policy:
+        case "load":
             return Aims(min_gpu_budget=lowest, max_gpu_budget=highest)
-        case SlaOptions():
-            window_s = options.adjustment_interval_s
+        case "sla":
+            window_s = options.throughput_adjustment_interval_seconds
             ahead = steps_ahead(window_s, pools) if options.adaptive_intervals else 1
             return Aims(options.ttft_ms, options.itl_ms, lowest, highest, window_s, ahead)
-        case SloOptions():
-            window_s = options.adjustment_interval_s
-            return Aims(options.ttft_ms, options.itl_ms, lowest, highest, window_s, steps_ahead(window_s, pools))
-        case ThroughputLoadOptions():
-            window_s = options.throughput_adjustment_interval_s
-            by_models = options.optimization_target is Target.SLA
+        case "slo":
+            ahead = steps_ahead(INTERVAL_S, pools)
+            return Aims(options.ttft_ms, options.itl_ms, lowest, highest, INTERVAL_S, ahead)
+        case "throughput-load":
+            window_s = options.throughput_adjustment_interval_seconds
+            by_models = options.optimization_target == "sla"
             return Aims(
                 options.ttft_ms if by_models else None,
                 options.itl_ms if by_models else None,
@@ -100,10 +99,6 @@ def aims_of(options: PolicyOptions, pools: WorkerPools) -> Aims:
                 highest,
                 window_s if options.predicts else None,
             )
-
-
-def _bound(gpus: int) -> int | None:
-    return None if gpus < 0 else gpus
 
 
 # --- record
@@ -181,7 +176,7 @@ class DecisionRecord:
 
 def inputs_of(
     observation: IntervalObservation,
-    options: PolicyOptions,
+    options: PlannerConfig,
     *,
     traffic: Traffic | Missing | None = None,
     prediction: Prediction | None = None,
@@ -191,7 +186,7 @@ def inputs_of(
     readings = observation.readings
     samples = sum(reading.kv.count for reading in readings)
     waiting = sum(reading.kv.waiting for reading in readings)
-    per_waiting = options.decode_kv_per_waiting_request if isinstance(options, LoadOptions) else 0.0
+    per_waiting = options.decode_kv_per_waiting_request if options.policy == "load" else 0.0
     return Inputs(
         interval_began_s=observation.interval_began_s,
         readings=len(readings),
@@ -199,7 +194,7 @@ def inputs_of(
         average_kv_load=mean_kv(readings, per_waiting),
         num_queued_request=waiting / samples if samples else None,
         fleet=observation.pools,
-        policy=name_of(options),
+        policy=options.policy,
         traffic=traffic,
         prediction=prediction,
         aims=aims_of(options, observation.pools),

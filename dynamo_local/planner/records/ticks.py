@@ -10,7 +10,6 @@ again now and then, so that a log whose beginning has gone can still be read.
 from __future__ import annotations
 
 import base64
-import functools
 import json
 import struct
 import zlib
@@ -21,15 +20,12 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
+from dynamo_local.config.planner import PlannerConfig, options_of
 from dynamo_local.core.passes import EngineId, ForwardPass, Requests
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import BadInput
-from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions, name_of
-from dynamo_local.planner.policies.sla_sizing import SlaOptions
-from dynamo_local.planner.policies.slo.ladder import SloOptions
-from dynamo_local.planner.policies.throughput_load.options import ThroughputLoadOptions
 from dynamo_local.planner.values import (
     Capabilities,
     Decision,
@@ -132,26 +128,14 @@ def _column_in(kind: int, differs: bool, width: int, count: int, small: bytes) -
     return [number / scale for number in numbers]
 
 
-VERSION = 2
-"""Of the records' form. Another one is refused."""
+VERSION = 3
+"""The version of the records' form. A log of version 2 (0.14) is read as well; others are refused."""
+READABLE = (2, VERSION)
 FILE_NAME = "ticks.jsonl"
 MAX_BYTES = 20 * 1024 * 1024
 """Of each of its four files; three of them are always full, once the oldest had to go."""
 BEGAN, GOES_ON, CHANGED, MANUAL, TICK = "began", "goes_on", "changed", "manual", "tick"
 KINDS: jsonl.Kinds = (("seq", int), ("version", int), ("kind", str), ("at_s", (int, float)))
-
-_OPTIONS: Mapping[str, type[Any]] = {
-    "load": LoadOptions,
-    "sla": SlaOptions,
-    "slo": SloOptions,
-    "throughput-load": ThroughputLoadOptions,
-}
-
-
-@functools.cache
-def _adapter(policy: str) -> TypeAdapter[Any]:
-    """Made when it is first needed. KeyError for a policy that there is not."""
-    return TypeAdapter(_OPTIONS[policy])
 
 
 class TickLog(JsonLog):
@@ -167,11 +151,11 @@ class TickLog(JsonLog):
 class Recorder(Protocol):
     """Told by a `PolicyDriver` what happens to it, in order. On the planner's loop: it must return at once."""
 
-    def began(self, options: PolicyOptions, at_s: float) -> None:
+    def began(self, options: PlannerConfig, at_s: float) -> None:
         """A policy with these options begins, at that time of the planner's clock."""
         ...
 
-    def changed(self, options: PolicyOptions, at_s: float) -> None:
+    def changed(self, options: PlannerConfig, at_s: float) -> None:
         """It goes on with other options (or another policy begins)."""
         ...
 
@@ -200,7 +184,7 @@ def tick_log_path(logs: Path) -> Path:
 def oldest_first(path: Path) -> Iterator[Record]:
     """All records in order, rotated files included, one at a time. Raises `BadInput` for one of another version."""
     for record in jsonl.oldest_first(path, KINDS):
-        if record["version"] != VERSION:
+        if record["version"] not in READABLE:
             raise BadInput(
                 f"{path}: record {record['seq']} has version {record['version']}, this dynamo-local reads {VERSION}: "
                 f"replay it with the one that wrote it"
@@ -219,10 +203,13 @@ def decided(decision: Decision | None) -> Decided | None:
 # --- records ---------------------------------------------------------------------------------------
 
 
-def options_record(kind: str, options: PolicyOptions, at_s: float) -> dict[str, Any]:
+def options_record(kind: str, options: PlannerConfig, at_s: float) -> dict[str, Any]:
     """Of `began`, `goes_on` and `changed`."""
-    name = name_of(options)
-    return {**_head(kind, at_s), "policy": name, "options": json.loads(_adapter(name).dump_json(options))}
+    unset = () if "min_gpu_budget" in options.model_fields_set else ("min_gpu_budget",)
+    names = set(options_of(options.policy)) - {"plugin_registration", "scheduling", *unset}
+    shown = options.model_dump(mode="json", include={*names})
+    shown["scheduling"] = {"scale_interval_seconds": options.scheduling.scale_interval_seconds}
+    return {**_head(kind, at_s), "policy": options.policy, "options": shown}
 
 
 def manual_record(at_s: float) -> dict[str, Any]:
@@ -248,13 +235,48 @@ def _text(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def options_in(record: Record) -> PolicyOptions:
+def options_in(record: Record) -> PlannerConfig:
     """Of `began`, `goes_on` and `changed`. Raises `BadInput`; `ConfigError` where they need what is not installed."""
     try:
-        options: PolicyOptions = _adapter(str(record.get("policy"))).validate_python(record["options"])
-    except (KeyError, ValidationError) as error:
+        values = record["options"]
+        if record["version"] == 2:
+            values = _of_version_2(values)
+        return PlannerConfig.model_validate({**values, "policy": record.get("policy")})
+    except (AttributeError, KeyError, TypeError, ValidationError) as error:
         raise _bad(record, error) from None
-    return options
+
+
+_NAMES_OF_VERSION_2 = {
+    "metric_pulling_interval_s": "metric_pulling_interval",
+    "throughput_adjustment_interval_s": "throughput_adjustment_interval_seconds",
+    "load_adjustment_interval_s": "load_adjustment_interval_seconds",
+    "down_rule": "scale_down_rule",
+    "max_step": "max_throughput_scaling_replicas",
+    "thrift": "cost_factor",
+    "profile": "profile_results_dir",
+    "warmup_trace": "load_predictor_warmup_trace",
+    "log1p": "load_predictor_log1p",
+    "q_level": "kalman_q_level",
+    "q_trend": "kalman_q_trend",
+    "r": "kalman_r",
+    "min_points": "kalman_min_points",
+    "window_size": "prophet_window_size",
+}
+_GONE_SINCE_VERSION_2 = ("start_up_s", "speed", "engine", "windows_max", "predictor", "predictor_options")
+
+
+def _of_version_2(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The options under their names in a configuration. Version 2 had names of its own for some of them."""
+    values = {**found, **found.get("predictor", {}), **dict(found.get("predictor_options", ()))}
+    interval_s = values.pop("adjustment_interval_s", None)
+    if interval_s is not None and "thrift" not in values:
+        values["throughput_adjustment_interval_seconds" if "profile" in values else "adjustment_interval"] = interval_s
+    if "scale_interval_s" in values:
+        values["scheduling"] = {"scale_interval_seconds": values.pop("scale_interval_s")}
+        if values.get("min_gpu_budget", 0) < 0:
+            del values["min_gpu_budget"]
+    named = {_NAMES_OF_VERSION_2.get(name, name): value for name, value in values.items()}
+    return {name: value for name, value in named.items() if name not in _GONE_SINCE_VERSION_2}
 
 
 def tick_in(record: Record) -> tuple[Observation, Decided | None]:

@@ -7,10 +7,10 @@ import random
 
 from dynamo_local.core.passes import EngineId, ForwardPass
 from dynamo_local.core.passes import Requests as PassRequests
-from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
 from dynamo_local.planner.values import Capabilities, Ended, EngineSeen, Needs, Observation, Requests, Traffic
 from dynamo_local.profile.reading import DEFAULT_PROFILE
 from tests.fakes.planner.observations import DECODE, PREFILL, pool, reading, worker_pools
+from tests.fakes.planner.options import throughput_load_options
 
 WORKERS = 64
 """Half of them prefill."""
@@ -18,13 +18,13 @@ REQUESTS_PER_S = 200.0
 PASSES = 64
 """Of each engine, since the last pull."""
 LIMITS = Capabilities(8192, 256, 1_000_000, 131_072)
-BOTH_LOOPS = ThroughputLoadOptions(
-    optimization_target=Target.SLA,
+BOTH_LOOPS = throughput_load_options(
+    optimization_target="sla",
     enable_load_scaling=True,
     load_predictor="constant",
-    profile=DEFAULT_PROFILE,
-    throughput_adjustment_interval_s=30.0,
-    load_adjustment_interval_s=5.0,
+    profile_results_dir=DEFAULT_PROFILE,
+    throughput_adjustment_interval_seconds=30.0,
+    load_adjustment_interval_seconds=5.0,
     max_gpu_budget=WORKERS,
 )
 

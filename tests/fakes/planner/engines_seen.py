@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.passes import EngineId, ForwardPass, Requests
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.pass_model import Kind, PassModel
-from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
 from dynamo_local.planner.policies.throughput_load.policy import ThroughputLoadPolicy
 from dynamo_local.planner.values import (
     Capabilities,
@@ -28,6 +28,7 @@ from dynamo_local.planner.values import (
     WorkerPools,
 )
 from tests.fakes.planner.observations import DECODE, PREFILL, worker_pools
+from tests.fakes.planner.options import throughput_load_options
 
 LIMITS = Capabilities(max_num_batched_tokens=8192, max_num_seqs=256, max_kv_tokens=200_000, context_length=32_768)
 CONTEXT = 2167
@@ -35,18 +36,18 @@ NOT_SEEN = Missing("nothing came from it")
 TRAINER = EngineId("0")
 
 
-def sla(**more: Any) -> ThroughputLoadOptions:
+def sla(**more: Any) -> PlannerConfig:
     """The options of the worked examples; by default the throughput loop alone."""
-    given = {"optimization_target": Target.SLA, "ttft_ms": 500.0, "itl_ms": 20.0, "max_gpu_budget": 16}
-    return ThroughputLoadOptions(**(given | more))
+    given = {"optimization_target": "sla", "ttft_ms": 500.0, "itl_ms": 20.0, "max_gpu_budget": 16}
+    return throughput_load_options(**(given | more))
 
 
-def load_loop(**more: Any) -> ThroughputLoadOptions:
+def load_loop(**more: Any) -> PlannerConfig:
     """The load loop alone, by models."""
     return sla(enable_throughput_scaling=False, enable_load_scaling=True, **more)
 
 
-def both_loops(**more: Any) -> ThroughputLoadOptions:
+def both_loops(**more: Any) -> PlannerConfig:
     """As seed 001 describes them."""
     return sla(enable_load_scaling=True, **more)
 
@@ -185,7 +186,7 @@ class LastValue:
 
 
 def driver(
-    options: ThroughputLoadOptions, models: Mapping[Kind, PassModel] = MODELS, forecaster: LastValue | None = None
+    options: PlannerConfig, models: Mapping[Kind, PassModel] = MODELS, forecaster: LastValue | None = None
 ) -> PolicyDriver:
     """The policy with those models, from 0 s on."""
     return PolicyDriver(ThroughputLoadPolicy(options, models), 0.0, forecaster=forecaster or LastValue())
@@ -210,9 +211,7 @@ def numbers(decision: Decision | None, component: str) -> Mapping[str, float]:
     return found
 
 
-def decide(
-    options: ThroughputLoadOptions, *args: Any, models: Mapping[Kind, PassModel] = MODELS, **more: Any
-) -> Decision:
+def decide(options: PlannerConfig, *args: Any, models: Mapping[Kind, PassModel] = MODELS, **more: Any) -> Decision:
     """The first decision of the loop that is alone, from one pull: `decide(load_loop(), 2, 1, queues=[30_000, 0])`."""
     drives = driver(options, models)
     decision = drives.tick_now(observation(drives.next_at_s, *args, **more))
@@ -220,8 +219,8 @@ def decide(
     return decision
 
 
-def sized(options: ThroughputLoadOptions, num_req: float | Missing, *args: Any, **more: Any) -> Decision:
+def sized(options: PlannerConfig, num_req: float | Missing, *args: Any, **more: Any) -> Decision:
     """What the throughput loop makes of a window: `sized(sla(), 7200, 1, 1, isl=2000, osl=200)`."""
     of_traffic = {key: more.pop(key) for key in ("isl", "osl", "kv_hit_rate", "accept_length") if key in more}
-    at_s = options.throughput_adjustment_interval_s
+    at_s = options.throughput_adjustment_interval_seconds
     return decide(options, *args, seen=traffic(at_s, num_req, **of_traffic), **more)

@@ -8,10 +8,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Load, Missing
-from dynamo_local.planner.policies.options import LoadOptions
 from dynamo_local.planner.values import IntervalObservation, Pool, Reading, WorkerPools
 from tests.fakes.planner.observations import DECODE, INTERVAL_S, NOT_HAD, PREFILL
+from tests.fakes.planner.options import load_options
 
 missing = st.just(NOT_HAD)
 depths = st.integers(0, 12) | st.floats(0, 12, allow_subnormal=False)
@@ -62,12 +63,12 @@ def observations(draw: st.DrawFn, *, adjusting: bool = False) -> IntervalObserva
 
 
 @st.composite
-def options(draw: st.DrawFn) -> LoadOptions:
+def options(draw: st.DrawFn) -> PlannerConfig:
     """Thresholds and budgets that `config` lets through."""
     kv = sorted(draw(st.tuples(fractions, fractions).filter(lambda pair: pair[0] != pair[1])))
     queue = sorted(draw(st.tuples(depths, depths).filter(lambda pair: pair[0] != pair[1])))
     budget = draw(st.integers(1, 24))
-    return LoadOptions(
+    return load_options(
         max_gpu_budget=budget,
         min_gpu_budget=draw(st.integers(1, min(budget, 6))),
         decode_kv_scale_down_threshold=float(kv[0]),
@@ -86,11 +87,11 @@ def short_of(needed: float, value: float) -> float:
 
 
 def with_number(
-    seen: IntervalObservation, given: LoadOptions, component: str, name: str, value: float
-) -> tuple[IntervalObservation, LoadOptions]:
+    seen: IntervalObservation, given: PlannerConfig, component: str, name: str, value: float
+) -> tuple[IntervalObservation, PlannerConfig]:
     """The same world with one number of one component changed."""
     if name in ("max_gpu_budget", "min_gpu_budget"):
-        return seen, replace(given, **{name: int(value)})
+        return seen, given.model_copy(update={name: int(value)})
     if name == "since_added_s":
         pools = replace(seen.pools, decode=replace(seen.pools.decode, added_at_s=0.0))
         return replace(seen, interval_began_s=value, now_s=value + INTERVAL_S, pools=pools), given

@@ -6,7 +6,6 @@ from typing import Any
 
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.policies.sla import SlaPolicy, SlaState
-from dynamo_local.planner.policies.sla_sizing import SlaOptions
 from dynamo_local.planner.values import (
     ComponentTarget,
     Decision,
@@ -20,6 +19,7 @@ from dynamo_local.planner.values import (
 from dynamo_local.profile.interpolation import interpolators
 from dynamo_local.profile.reading import DEFAULT_PROFILE
 from tests.fakes.planner.observations import DECODE, PREFILL, worker_pools
+from tests.fakes.planner.options import sla_options
 
 INTERVAL_S = 180.0
 H200 = interpolators(DEFAULT_PROFILE)
@@ -27,7 +27,7 @@ H200 = interpolators(DEFAULT_PROFILE)
 
 def policy(**options: Any) -> SlaPolicy:
     """On the H200's profile, with an ITL target of 10 ms and a budget that does not bind."""
-    return SlaPolicy(SlaOptions(**{"profile": DEFAULT_PROFILE, "itl_ms": 10.0, "max_gpu_budget": 64} | options), *H200)
+    return SlaPolicy(sla_options(**{"itl_ms": 10.0, "max_gpu_budget": 64} | options), *H200)
 
 
 def traffic(num_req: float | Missing = 7200.0, **more: Any) -> Traffic:

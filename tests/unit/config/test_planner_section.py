@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo_local.config.planner import POLICIES, known_names, options_of, planner_section
-from dynamo_local.config.planner_words import parse_settings
+from dynamo_local.config.planner import POLICIES, known_names, options_of
+from dynamo_local.config.planner_section import parse_settings, planner_section
 from dynamo_local.errors import BadInput, ConfigError
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
@@ -11,7 +10,6 @@ from dynamo_local.clock import run_virtual
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.policies.load_planner import LoadPlanner
-from dynamo_local.planner.policies.options import LoadOptions
 from dynamo_local.planner.values import (
     ComponentTarget,
     Decision,
@@ -23,11 +21,12 @@ from dynamo_local.planner.values import (
     Proposal,
 )
 from tests.fakes.planner.observations import DECODE, PREFILL, reading, worker_pools
+from tests.fakes.planner.options import load_options
 from tests.fakes.planner.wishing import Wishing
 
 TASK = ForecastTask("constant", ((3.0, 4.0),))
 POOLS = worker_pools(1, 1)
-OPTIONS = LoadOptions(adjustment_interval_s=10.0, metric_pulling_interval_s=5.0)
+OPTIONS = load_options(adjustment_interval=10.0, metric_pulling_interval=5.0)
 
 
 def observation(at_s: float = 10.0, kv: float = 0.95) -> Observation:
@@ -136,7 +135,7 @@ def test_a_tick_that_fails_leaves_the_state_of_before() -> None:
 def test_other_options_go_on_and_another_policy_begins() -> None:
     driver = PolicyDriver(LoadPlanner(OPTIONS), 0.0)
     assert driver.tick_now(observation(5.0)) is None
-    driver.change(LoadPlanner(replace(OPTIONS, decode_kv_scale_up_threshold=0.99)), 6.0)
+    driver.change(LoadPlanner(OPTIONS.model_copy(update=dict(decode_kv_scale_up_threshold=0.99))), 6.0)
     assert driver.next_at_s == 10.0
     assert targets(driver.tick_now(observation(10.0))) == {PREFILL: 1, DECODE: 1}
     driver.change(Wishing({"decode": 5}), 12.0)

@@ -9,10 +9,10 @@ import pytest
 from dynamo_local.core.types import Actuator
 from dynamo_local.errors import ConfigError
 from dynamo_local.planner.driver import PolicyDriver
-from dynamo_local.planner.policies.options import LoadOptions
 from dynamo_local.planner.values import WorkerPools
 from dynamo_local.simulator.options import DECODE, PREFILL, FleetShape, LeadOptions, TwinOptions
 from dynamo_local.simulator.simulation import Run, Simulation
+from tests.fakes.planner.options import load_options
 from tests.fakes.planner.twins import PERF, options, requests
 from tests.fakes.planner.wishing import Wishing
 
@@ -81,8 +81,8 @@ def _only(wanted: int) -> Any:
 
 def test_the_load_planner_flips_at_once_where_a_gpu_would_have_to_be_freed_first() -> None:
     """On a full host the up waited for the drain; it counts on the flip, without knowing of it."""
-    planner = LoadOptions(
-        adjustment_interval_s=5.0,
+    planner = load_options(
+        adjustment_interval=5.0,
         max_gpu_budget=4,
         decode_kv_scale_up_threshold=0.9,
         decode_kv_scale_down_threshold=0.5,

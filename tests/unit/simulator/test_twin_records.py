@@ -6,18 +6,18 @@ from pathlib import Path
 
 from dynamo_local.arbiter.planner_report.writing import write_report
 from dynamo_local.engines.sim.options import SimOptions
-from dynamo_local.planner.policies.sla_sizing import SlaOptions
 from dynamo_local.planner.records.decision_log import DecisionLog, as_json, read, words
 from dynamo_local.simulator.options import FleetShape, TwinOptions
 from dynamo_local.simulator.records import recorded
 from dynamo_local.simulator.simulation import Case, run_case
 from dynamo_local.simulator.trace import TraceRequest
+from tests.fakes.planner.options import sla_options
 
 SIM = SimOptions()
 CASE = Case(
     "sla",
     TwinOptions(shape=FleetShape(1, 1), sim=SIM, gpus=8),
-    planner=SlaOptions(SIM.profile, ttft_ms=400.0, itl_ms=12.0, adjustment_interval_s=20.0),
+    planner=sla_options(SIM.profile, ttft_ms=400.0, itl_ms=12.0, throughput_adjustment_interval_seconds=20.0),
 )
 BURST = [TraceRequest(n / 20, 3000, 100) for n in range(1000)]
 

@@ -2,7 +2,8 @@
 
 The rules, in prose (each was kept because the development traces want it: docs/slo.md):
 
-* A decision is due every `adjustment_interval`; what it decides is in force at the lead of the rung that it takes.
+* A decision is due every `adjustment_interval`; what it decides is in force at the lead of the scaling option that it
+  takes.
 * The rate at each lead is forecast by the best of several cheap experts, and its own errors there are the scenarios of
   what may come (`outlook`).
 * Requests have the lengths, and come in the bursts, in which they came lately (`lengths`); a queueing twin says, away
@@ -17,15 +18,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Missing, floor_workers
 from dynamo_local.planner.policies.budget import fitting
 from dynamo_local.planner.policies.protocol import holding
 from dynamo_local.planner.policies.slo import reasons as words
 from dynamo_local.planner.policies.slo.corrections import Learning, Served, learned, with_served
 from dynamo_local.planner.policies.slo.forecast import Scenario, demands
-from dynamo_local.planner.policies.slo.ladder import FLIP, SloOptions, rungs_of
 from dynamo_local.planner.policies.slo.reasons import SloRule, reasons
 from dynamo_local.planner.policies.slo.scaling_options import (
+    FLIP,
+    INTERVAL_S,
+    START_UP_S,
     Ahead,
     Bounds,
     Fleet,
@@ -34,10 +38,17 @@ from dynamo_local.planner.policies.slo.scaling_options import (
     overrun_yield,
     price,
     quick,
+    scaling_options_of,
     swapped,
 )
-from dynamo_local.planner.policies.slo.state import SloState, clearing, seen_requests, with_requests, with_rungs
-from dynamo_local.planner.queueing import Passes, Shares
+from dynamo_local.planner.policies.slo.state import (
+    SloState,
+    clearing,
+    seen_requests,
+    with_requests,
+    with_scaling_options,
+)
+from dynamo_local.planner.queueing import EngineOptions, Passes, Shares
 from dynamo_local.planner.queueing_task import Question, on_grid, shares_of
 from dynamo_local.planner.values import (
     ComponentTarget,
@@ -77,13 +88,17 @@ class _Absorbed:
 class SloPolicy:
     """`planner.policies.protocol.Policy` of `SloState`. `passes` is the profile's engine."""
 
-    options: SloOptions
+    options: PlannerConfig
     passes: Passes
+    profile: str
+    start_up_s: float = START_UP_S
+    speed: float = 1.0
+    engine: EngineOptions = EngineOptions()  # noqa: RUF009 - frozen
     _last: _Absorbed = field(default_factory=lambda: _Absorbed(), compare=False, repr=False)
 
     def first(self, now_s: float) -> SloState:
         """The first decision is due after one interval."""
-        return SloState(now_s, now_s + self.options.adjustment_interval_s, first_until_s=now_s)
+        return SloState(now_s, now_s + INTERVAL_S, first_until_s=now_s)
 
     def taking_over(self, state: SloState) -> SloState:
         """What was learned of the traffic stays; what follows from targets is asked anew."""
@@ -95,7 +110,7 @@ class SloPolicy:
 
     def needs(self, state: SloState) -> Needs:
         """The requests of the interval."""
-        return Needs(traffic_window_s=self.options.adjustment_interval_s, requests=True)
+        return Needs(traffic_window_s=INTERVAL_S, requests=True)
 
     def status(self, state: SloState) -> PolicyStatus:
         """When it decides next, and what it decided from last."""
@@ -105,7 +120,7 @@ class SloPolicy:
     # --- PREDICT -------------------------------------------------------------------------------
 
     def forecasting(self, state: SloState, observation: Observation) -> ForecastTask | None:
-        """What the queueing twin is asked: all scenarios of all rungs at once."""
+        """What the queueing twin is asked: all scenarios of all scaling options at once."""
         if not self._due(state, observation):
             return None
         state = self._observed(state, observation)
@@ -117,7 +132,7 @@ class SloPolicy:
     def predicted(
         self, state: SloState, observation: Observation, forecasts: Forecasts | Missing | None
     ) -> tuple[SloState, Prediction | None]:
-        """What is expected at the slowest rung's lead, and what each number of workers would serve of it."""
+        """What is expected at the slowest scaling option's lead, and what each number of workers would serve of it."""
         if not self._due(state, observation):
             return state, None
         state = self._observed(state, observation)
@@ -128,7 +143,7 @@ class SloPolicy:
         if isinstance(told, Missing):
             return replace(state, held=(SloRule.PREDICT_FAILED, told.reason)), None
         known = dict(zip(rates, told, strict=True))
-        newest = tuple(_moment(state, index, known) for index in range(len(state.rungs)))
+        newest = tuple(_moment(state, index, known) for index in range(len(state.scaling_options)))
         before = state.moments or ((),) * len(newest)
         moments = tuple(
             (*until, at_lead)[-outlook.lead_bins :]
@@ -139,7 +154,7 @@ class SloPolicy:
 
     def _prediction(self, state: SloState) -> Prediction:
         ahead = state.demands[-1]
-        num_req = state.expected[0].rate * self.options.adjustment_interval_s
+        num_req = state.expected[0].rate * INTERVAL_S
         isl, osl = sum(ahead.isl) / len(ahead.isl), sum(ahead.osl) / len(ahead.osl)
         return Prediction(num_req, isl, osl, source="builtin_slo_predict")
 
@@ -154,15 +169,15 @@ class SloPolicy:
             return state, ()
         now, bounds = _capacity(observation.pools), self.bounds(observation.pools)
         gpu_price = self.price(state, observation.pools)
-        ladder = [
-            Ahead(rung, at_lead, until)
-            for rung, at_lead, until in zip(state.rungs, state.expected, state.moments, strict=True)
+        ahead = [
+            Ahead(scaling_option, at_lead, until)
+            for scaling_option, at_lead, until in zip(state.scaling_options, state.expected, state.moments, strict=True)
         ]
-        fleet, flips = climbed(now, ladder, quick(observation.pools, observation.reading), gpu_price, bounds)
+        fleet, flips = climbed(now, ahead, quick(observation.pools, observation.reading), gpu_price, bounds)
         fleet = self._not_below_the_first(state, observation, fleet, now, flips)
-        if fleet == now and all(rung.name != FLIP for rung in state.rungs):
+        if fleet == now and all(scaling_option.name != FLIP for scaling_option in state.scaling_options):
             fleet = swapped(
-                fleet, (*state.moments[0], state.expected[0]), gpu_price, state.rungs[0].order_price, bounds
+                fleet, (*state.moments[0], state.expected[0]), gpu_price, state.scaling_options[0].order_price, bounds
             )
         targets = (ComponentTarget("prefill", fleet[0]), ComponentTarget("decode", fleet[1]))
         said = f"{fleet[0]} prefill and {fleet[1]} decode workers for {state.expected[0].rate:.3g} requests/s"
@@ -185,7 +200,7 @@ class SloPolicy:
         """Within floors and budget; the next interval begins where this one ended."""
         if not self._due(state, observation):
             return state, None
-        interval_s = self.options.adjustment_interval_s
+        interval_s = INTERVAL_S
         missed = max(0, int((observation.at_s - state.due_s + SLACK_S) // interval_s))
         began_s = state.due_s + missed * interval_s
         after = replace(
@@ -221,9 +236,7 @@ class SloPolicy:
 
     def manual(self, state: SloState, now_s: float) -> SloState:
         """A whole interval from now on, and no fewer workers than this person wants for a while."""
-        return replace(
-            state, began_s=now_s, due_s=now_s + self.options.adjustment_interval_s, first=None, first_until_s=now_s
-        )
+        return replace(state, began_s=now_s, due_s=now_s + INTERVAL_S, first=None, first_until_s=now_s)
 
     # --- inside --------------------------------------------------------------------------------
 
@@ -246,7 +259,7 @@ class SloPolicy:
         if state.expected and pools.prefill is not None:
             served = overrun_yield(_capacity(pools), state.expected[0], self.bounds(pools))
             rate = rate if served is None else min(rate, served * gpus)
-        return price(options.target, options.thrift, rate, gpus) * state.kept.factor(options.target)
+        return price(options.target, options.cost_factor, rate, gpus) * state.kept.factor(options.target)
 
     def _due(self, state: SloState, observation: Observation) -> bool:
         return observation.at_s >= state.due_s - SLACK_S
@@ -270,13 +283,13 @@ class SloPolicy:
         seen = seen_requests(observation)
         if isinstance(seen, Missing):
             return replace(state, held=(SloRule.NO_TRAFFIC_DATA, seen.reason))
-        rungs = rungs_of(pools, self.options, state.rungs)
+        scaling_options = scaling_options_of(pools, self.start_up_s, state.scaling_options)
         now = _capacity(pools)
         if state.first is None:
-            until_s = observation.at_s + FIRST_LEADS * rungs[0].lead_s
+            until_s = observation.at_s + FIRST_LEADS * scaling_options[0].lead_s
             state = replace(state, first=now, first_until_s=until_s)
-        if rungs != state.rungs:
-            state = with_rungs(state, rungs, self.options.adjustment_interval_s)
+        if scaling_options != state.scaling_options:
+            state = with_scaling_options(state, scaling_options, INTERVAL_S)
         state = with_requests(state, seen, self.bounds(pools).held(now))
         served = Served(seen.since_s, seen.at_s, pools.prefill.ready, pools.decode.ready)
         state = self._judged(replace(state, served=with_served(state.served, served)), seen, observation.reading)
@@ -290,14 +303,14 @@ class SloPolicy:
         newest = state.moments[0][-1] if state.moments and state.moments[0] else None
         hopeless = 0.0 if newest is None else newest.hopeless
         rate = state.rates[0] if state.rates else 0.0
-        more = clearing(reading, rate, ttft_s, state.rungs[0].lead_s)
+        more = clearing(reading, rate, ttft_s, state.scaling_options[0].lead_s)
         return replace(
             state,
             factors=learned(
                 state.factors,
                 state.ended,
                 state.served,
-                Learning(self.passes, options.engine.batched_tokens, ttft_s, itl_s),
+                Learning(self.passes, self.engine.batched_tokens, ttft_s, itl_s),
             ),
             kept=state.kept.after(seen.ended, hopeless, seen.at_s - seen.since_s, ttft_s, itl_s),
             clearing=more,
@@ -308,7 +321,7 @@ class SloPolicy:
         )
 
     def _with_demands(self, state: SloState, now_s: float) -> SloState:
-        early = len(state.rates) * self.options.adjustment_interval_s < DEMANDS_EARLY_S
+        early = len(state.rates) * INTERVAL_S < DEMANDS_EARLY_S
         age_s = now_s - state.demands_at_s
         changed = (state.factors.prefill, state.factors.decode) != (state.demands_for.prefill, state.demands_for.decode)
         if state.demands and not (early or changed or age_s >= DEMANDS_EVERY_S - SLACK_S):
@@ -323,14 +336,14 @@ class SloPolicy:
         most = max(*_capacity(pools), options.max_gpu_budget // min(bounds.gpus))
         used = state.demands_for
         return Question(
-            options.profile,
+            self.profile,
             options.ttft_ms / 1000,
             options.itl_ms / 1000,
             most,
             rates,
             state.demands,
-            replace(options.engine, prefill_factor=used.prefill, decode_factor=used.decode),
-            options.speed,
+            replace(self.engine, prefill_factor=used.prefill, decode_factor=used.decode),
+            self.speed,
         )
 
 
@@ -342,14 +355,14 @@ def within(asked: Fleet, now: Fleet, bounds: Bounds) -> Fleet:
 
 
 def _rates(state: SloState) -> tuple[float, ...]:
-    """The rates of all scenarios of all rungs, on the grid, each once."""
+    """The rates of all scenarios of all scaling options, on the grid, each once."""
     found = {on_grid(each.rate) for scenarios in state.scenarios for each in scenarios}
     return tuple(sorted(found))
 
 
-def _moment(state: SloState, rung: int, known: dict[float, tuple[Shares, ...]]) -> Moment:
+def _moment(state: SloState, scaling_option: int, known: dict[float, tuple[Shares, ...]]) -> Moment:
     scenarios = []
-    for each in state.scenarios[rung]:
+    for each in state.scenarios[scaling_option]:
         told = known[on_grid(each.rate)]
         scenarios += [(each.weight * each.rate / len(told), shares) for shares in told]
     return Moment(tuple(scenarios))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 
-from dynamo_local.planner.policies.slo.ladder import FLIP, WAKE, SloOptions
-from dynamo_local.planner.policies.slo.scaling_options import Bounds, Fleet, Moment, worth
+from dynamo_local.config.planner import PlannerConfig
+from dynamo_local.planner.policies.slo.scaling_options import FLIP, WAKE, Bounds, Fleet, Moment, worth
 from dynamo_local.planner.policies.slo.state import SloState
 from dynamo_local.planner.values import Reason, WorkerPools
 
@@ -59,11 +59,11 @@ def notes(state: SloState) -> tuple[str, ...]:
 
 
 def _sooner(numbers: Mapping[str, float]) -> str:
-    """What is expected at the leads of the quicker rungs."""
+    """What is expected at the leads of the quicker scaling options."""
     return "".join(
-        f", {numbers[f'{rung}_requests_per_second']:.3g} in {numbers[f'{rung}_lead_s']:.2g} s (a {rung})"
-        for rung in QUICKER
-        if f"{rung}_lead_s" in numbers
+        f", {numbers[f'{way}_requests_per_second']:.3g} in {numbers[f'{way}_lead_s']:.2g} s (a {way})"
+        for way in QUICKER
+        if f"{way}_lead_s" in numbers
     )
 
 
@@ -125,7 +125,7 @@ def reasons(
     fleet: Fleet,
     gpu_price: float,
     bounds: Bounds,
-    options: SloOptions,
+    options: PlannerConfig,
 ) -> tuple[Reason, ...]:
     """One for prefill and one for decode. `asked` is what the pipeline has merged, `fleet` what it comes to."""
     expected = state.expected[0] if state.expected else None
@@ -181,13 +181,13 @@ def _numbers(
     role: int,
     gpu_price: float,
     bounds: Bounds,
-    options: SloOptions,
+    options: PlannerConfig,
 ) -> dict[str, float]:
     """What the choice was made of. Missed requests are per hour, if it stayed as is expected of the lead."""
     scenarios = state.scenarios[0]
     served = expected.served(fleet)
     numbers = {
-        "lead_s": state.rungs[0].lead_s,
+        "lead_s": state.scaling_options[0].lead_s,
         "requests_per_second": state.rates[0],
         "expected_requests_per_second": expected.rate,
         "low_requests_per_second": scenarios[0].rate,
@@ -204,8 +204,11 @@ def _numbers(
         "gpus_per_worker": float(bounds.gpus[role]),
         "ttft_ms" if role == 0 else "itl_ms": options.ttft_ms if role == 0 else options.itl_ms,
     }
-    for rung, moment in zip(state.rungs[1:], state.expected[1:], strict=True):
-        numbers |= {f"{rung.name}_lead_s": rung.lead_s, f"{rung.name}_requests_per_second": moment.rate}
+    for scaling_option, moment in zip(state.scaling_options[1:], state.expected[1:], strict=True):
+        numbers |= {
+            f"{scaling_option.name}_lead_s": scaling_option.lead_s,
+            f"{scaling_option.name}_requests_per_second": moment.rate,
+        }
     if state.flips:
         numbers["flips"] = float(state.flips if role else -state.flips)
     factor = state.factors.prefill if role == 0 else state.factors.decode

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.policies.slo.corrections import Factors, Served
 from dynamo_local.planner.policies.slo.forecast import REQUESTS, WINDOWS_S, Outlook, Scenario
-from dynamo_local.planner.policies.slo.ladder import Rung
-from dynamo_local.planner.policies.slo.scaling_options import Fleet, Moment
+from dynamo_local.planner.policies.slo.scaling_options import Fleet, Moment, ScalingOption
 from dynamo_local.planner.queueing import Demand
 from dynamo_local.planner.values import Ended, Observation, Reading, Requests, Traffic
 
@@ -108,13 +107,13 @@ class SloState:
     """`began_s` and `due_s` are of the interval that is under way.
 
     `rates` are those of the intervals, the newest first; `began` the last arrivals and `ended` the last answers,
-    ascending. `outlooks` are by rung. `demands` were taken at `demands_at_s`. `moments` are, by rung, what was
-    expected, by the decisions of the last lead, of the moments from now to the lead, the next one first. `served` are
-    the workers of the last minutes, `kept` what was kept of the last answers, and `clearing` what is to be served
-    beyond the rate at the lead (requests/s), to get rid of what waits; `scenarios` are those of each rung, with that.
-    `first` is the fleet of the start, which is not gone below until `first_until_s`. `held`: why this tick plans
-    nothing (rule, words); `expected` is what this tick expects at the lead of each rung, `chosen` the fleet that it
-    proposes, of which `flips` decode workers were prefill workers (negative: the other way).
+    ascending. `outlooks` are by scaling option. `demands` were taken at `demands_at_s`. `moments` are, by scaling
+    option, what was expected, by the decisions of the last lead, of the moments from now to the lead, the next one
+    first. `served` are the workers of the last minutes, `kept` what was kept of the last answers, and `clearing` what
+    is to be served beyond the rate at the lead (requests/s), to get rid of what waits; `scenarios` are those of each
+    scaling option, with that. `first` is the fleet of the start, which is not gone below until `first_until_s`. `held`:
+    why this tick plans nothing (rule, words); `expected` is what this tick expects at the lead of each scaling option,
+    `chosen` the fleet that it proposes, of which `flips` decode workers were prefill workers (negative: the other way).
     """
 
     began_s: float
@@ -122,7 +121,7 @@ class SloState:
     rates: tuple[float, ...] = ()
     began: tuple[float, ...] = ()
     ended: tuple[Ended, ...] = ()
-    rungs: tuple[Rung, ...] = ()
+    scaling_options: tuple[ScalingOption, ...] = ()
     outlooks: tuple[Outlook, ...] = ()
     demands: tuple[Demand, ...] = ()
     demands_at_s: float = float("-inf")
@@ -193,17 +192,20 @@ def with_requests(state: SloState, seen: Requests, gpus: int) -> SloState:
     )
 
 
-def with_rungs(state: SloState, rungs: tuple[Rung, ...], interval_s: float) -> SloState:
-    """These are the rungs. An outlook at another lead begins with what is remembered of the rates; the moments of a
-    rung that was there stay."""
+def with_scaling_options(state: SloState, scaling_options: tuple[ScalingOption, ...], interval_s: float) -> SloState:
+    """These are the scaling options. An outlook at another lead begins with what is remembered of the rates; the
+    moments of a scaling option that was there stay."""
     known = {outlook.lead_bins: outlook for outlook in state.outlooks}
     outlooks = []
-    for rung in rungs:
-        bins = rung.lead_bins(interval_s)
+    for scaling_option in scaling_options:
+        bins = scaling_option.lead_bins(interval_s)
         outlooks.append(known[bins] if bins in known else _replayed(bins, state.rates))
-    before = {rung.name: moments for rung, moments in zip(state.rungs, state.moments, strict=False)}
-    moments = tuple(before.get(rung.name, ()) for rung in rungs)
-    return replace(state, rungs=rungs, outlooks=tuple(outlooks), moments=moments)
+    before = {
+        scaling_option.name: moments
+        for scaling_option, moments in zip(state.scaling_options, state.moments, strict=False)
+    }
+    moments = tuple(before.get(scaling_option.name, ()) for scaling_option in scaling_options)
+    return replace(state, scaling_options=scaling_options, outlooks=tuple(outlooks), moments=moments)
 
 
 def _replayed(lead_bins: int, rates: Sequence[float]) -> Outlook:

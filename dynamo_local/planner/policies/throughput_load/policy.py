@@ -24,12 +24,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.pass_model import Kind, PassModel
 from dynamo_local.planner.policies.budget import Fit, Granted, Wish, granted
 from dynamo_local.planner.policies.protocol import steps_ahead
 from dynamo_local.planner.policies.throughput_load.loops import loaded, planned
-from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
 from dynamo_local.planner.policies.throughput_load.reasons import Outcome, reason_of
 from dynamo_local.planner.policies.throughput_load.signals import begun_anew
 from dynamo_local.planner.policies.throughput_load.state import (
@@ -37,10 +37,12 @@ from dynamo_local.planner.policies.throughput_load.state import (
     ScalingState,
     absorbed,
     due,
+    learning_of,
     model_sources,
     passed,
     roles_of,
 )
+from dynamo_local.planner.predictors import forecast_task, windows_max
 from dynamo_local.planner.values import (
     ComponentTarget,
     Decision,
@@ -73,24 +75,24 @@ class ThroughputLoadPolicy:
     """`planner.policies.protocol.Policy` of `ScalingState`. `known`: models that were trained before there is traffic
     (`models.bootstrap`), by kind. `warmup` are windows of a trace, as if they had been before."""
 
-    options: ThroughputLoadOptions = field(default_factory=ThroughputLoadOptions)
+    options: PlannerConfig
     known: Mapping[Kind, PassModel] = field(default_factory=dict)
     warmup: tuple[Window, ...] = ()
 
     def first(self, now_s: float) -> ScalingState:
         """Models as they were trained; both intervals begin."""
         options = self.options
-        series = Series(options.throughput_adjustment_interval_s, windows_max=options.windows_max)
+        series = Series(options.throughput_adjustment_interval_seconds, windows_max=windows_max(options))
         series = series.warmed_up(self.warmup)
         return ScalingState(now_s, now_s, series, models=self._models({}), watched_since_s=now_s)
 
     def taking_over(self, state: ScalingState) -> ScalingState:
         """What was learned and seen stays; bounds were made for other options, and are forgotten. Both intervals begin
         at the last tick."""
-        window_s = self.options.throughput_adjustment_interval_s
+        window_s = self.options.throughput_adjustment_interval_seconds
         longer = window_s / state.series.window_s
         windows = tuple(replace(window, num_req=window.num_req * longer) for window in state.series.windows)
-        series = replace(state.series, window_s=window_s, windows=windows, windows_max=self.options.windows_max)
+        series = replace(state.series, window_s=window_s, windows=windows, windows_max=windows_max(self.options))
         models = self._models(state.models)
         begun = {kind: one for kind, one in state.benchmarks.items() if models[kind] is state.models[kind]}
         return replace(self.manual(state, state.seen_s), series=series, models=models, benchmarks=begun)
@@ -99,22 +101,22 @@ class ThroughputLoadPolicy:
         """The grid's next point; sooner where a decision waits for the end of a start."""
         tick_s = self.options.tick_s
         at_s = state.began_s + (passed(state, state.seen_s, tick_s) + 1) * tick_s
-        return min(at_s, state.seen_s + self.options.load_adjustment_interval_s) if state.starved else at_s
+        return min(at_s, state.seen_s + self.options.load_adjustment_interval_seconds) if state.starved else at_s
 
     def needs(self, state: ScalingState) -> Needs:
         """The passes always, so that none are lost; the traffic where the throughput loop is due."""
         options, at_s = self.options, self.next_at_s(state)
         window_s = None
-        if options.predicts and due(state, at_s, options.throughput_adjustment_interval_s):
-            window_s = options.throughput_adjustment_interval_s
-        elif options.optimization_target is Target.SLA and not options.predicts:
-            window_s = max(METADATA_WINDOW_S, options.load_adjustment_interval_s)
+        if options.predicts and due(state, at_s, options.throughput_adjustment_interval_seconds):
+            window_s = options.throughput_adjustment_interval_seconds
+        elif options.optimization_target == "sla" and not options.predicts:
+            window_s = max(METADATA_WINDOW_S, options.load_adjustment_interval_seconds)
         return Needs(traffic_window_s=window_s, passes=True)
 
     def status(self, state: ScalingState) -> PolicyStatus:
         """It looks on while something starts; it is adjusting only where a decision waits for that."""
         began_s, readings = state.decided_from
-        models = model_sources(state) if self.options.optimization_target is Target.SLA else {}
+        models = model_sources(state) if self.options.optimization_target == "sla" else {}
         return PolicyStatus(
             self.next_at_s(state), state.starved, interval_began_s=began_s, readings=readings, models=models
         )
@@ -122,18 +124,12 @@ class ThroughputLoadPolicy:
     def forecasting(self, state: ScalingState, observation: Observation) -> ForecastTask | None:
         """Requests, ISL and OSL of the windows to come. Nothing before the first request."""
         options = self.options
-        if not options.predicts or not due(state, observation.at_s, options.throughput_adjustment_interval_s):
+        if not options.predicts or not due(state, observation.at_s, options.throughput_adjustment_interval_seconds):
             return None
         series = state.series.after(observation.traffic)
         if not _counted(observation) or not series.known:
             return None
-        return ForecastTask(
-            options.load_predictor,
-            series.columns,
-            self._lead(observation),
-            options.throughput_adjustment_interval_s,
-            options.predictor_options,
-        )
+        return forecast_task(options, series, self._lead(observation))
 
     def predicted(
         self, state: ScalingState, observation: Observation, forecasts: Forecasts | Missing | None
@@ -205,7 +201,11 @@ class ThroughputLoadPolicy:
             reasons=tuple(sorted(reasons, key=lambda reason: reason.step >= 0)),
             next_tick_at=self.next_at_s(state),
         )
-        looked_s = options.load_adjustment_interval_s if state.load_due else options.throughput_adjustment_interval_s
+        looked_s = (
+            options.load_adjustment_interval_seconds
+            if state.load_due
+            else options.throughput_adjustment_interval_seconds
+        )
         return replace(state, decided_from=(observation.at_s - looked_s, (observation.reading,))), decision
 
     def manual(self, state: ScalingState, now_s: float) -> ScalingState:
@@ -219,7 +219,7 @@ class ThroughputLoadPolicy:
         """How many windows to look ahead: until a worker that is started now serves, or one."""
         if not self.options.adaptive_intervals:
             return 1
-        return steps_ahead(self.options.throughput_adjustment_interval_s, observation.pools)
+        return steps_ahead(self.options.throughput_adjustment_interval_seconds, observation.pools)
 
     def _granted(
         self, roles: tuple[Role, ...], wanted: Mapping[str, int], *, busy: bool, holds: bool
@@ -231,7 +231,7 @@ class ThroughputLoadPolicy:
         ]
         if holds:
             return tuple(Granted(wish.current, Fit.AS_WANTED) for wish in wishes)
-        grants = granted(wishes, gpus_max=self.options.gpus_max, gpus_min=self.options.gpus_min)
+        grants = granted(wishes, gpus_max=self.options.max_gpu_budget, gpus_min=self.options.gpus_floor)
         if not busy:
             return grants
         return tuple(
@@ -244,7 +244,7 @@ class ThroughputLoadPolicy:
         return replace(state, watches=begun_anew(state.watches), queue=queue, watched_since_s=now_s)
 
     def _models(self, before: Mapping[Kind, PassModel]) -> dict[Kind, PassModel]:
-        learning = self.options.learning
+        learning = learning_of(self.options)
         kept = {kind: model for kind, model in before.items() if model.learning == learning}
         return {kind: kept.get(kind) or self.known.get(kind) or PassModel(kind, learning) for kind in Kind}
 

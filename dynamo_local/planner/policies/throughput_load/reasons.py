@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.planner.policies.budget import Fit, Granted, Wish, granted
 from dynamo_local.planner.policies.throughput_load.loops import needed_replicas
-from dynamo_local.planner.policies.throughput_load.options import ThroughputLoadOptions
 from dynamo_local.planner.policies.throughput_load.signals import Compared, Signals, judged
 from dynamo_local.planner.policies.throughput_load.state import LoadVerdict, Role, ScalingState, ThroughputVerdict
 from dynamo_local.planner.values import Counterfactual, LoadScaling, Reason, ThroughputScaling
@@ -174,9 +174,7 @@ _JUDGED = (
 """Rules that compare the engines' load, and nothing else."""
 
 
-def nearest(
-    settled: Settled, wishes: Sequence[tuple[Role, int]], options: ThroughputLoadOptions
-) -> Counterfactual | None:
+def nearest(settled: Settled, wishes: Sequence[tuple[Role, int]], options: PlannerConfig) -> Counterfactual | None:
     """None where no single number would have given another step."""
     changes = [*_by_load(settled), *_by_prediction(settled, options), *_by_bound(settled)]
     if settled.rule.value == LoadScaling.GPU_BUDGET_GUARD_HOLD.value:
@@ -224,15 +222,15 @@ def _by_bound(settled: Settled) -> Iterator[Counterfactual]:
         yield Counterfactual("throughput_lower_bound", settled.bound, settled.role.pool.capacity - 1, -1)
 
 
-def _by_prediction(settled: Settled, options: ThroughputLoadOptions) -> Iterator[Counterfactual]:
+def _by_prediction(settled: Settled, options: PlannerConfig) -> Iterator[Counterfactual]:
     """To the edges of the present number of workers, in whole requests; where neither jump nor budget took part."""
     seen, role, capacity = settled.throughput, settled.role, settled.role.pool.capacity
     if seen is None or seen.engine_rps is None or seen.predicted_rps is None or seen.bound != seen.replicas:
         return
-    engine_rps, value = seen.engine_rps, seen.predicted_rps * options.throughput_adjustment_interval_s
+    engine_rps, value = seen.engine_rps, seen.predicted_rps * options.throughput_adjustment_interval_seconds
     if not any(settled.rule is rule for rule in _PREDICTED):
         return
-    window_s = options.throughput_adjustment_interval_s
+    window_s = options.throughput_adjustment_interval_seconds
     one = engine_rps * window_s
 
     def change(needed: int) -> Counterfactual:
@@ -250,7 +248,7 @@ _PREDICTED = (ThroughputScaling.SET_LOWER_BOUND, ThroughputScaling.SCALE, Throug
 
 
 def _by_budget(
-    settled: Settled, wishes: Sequence[tuple[Role, int]], options: ThroughputLoadOptions
+    settled: Settled, wishes: Sequence[tuple[Role, int]], options: PlannerConfig
 ) -> Iterator[Counterfactual]:
     asked = [Wish(role.pool.capacity, wanted, role.floor, role.pool.gpus_per_worker) for role, wanted in wishes]
     total = sum(max(one.wanted, one.floor) * one.gpus for one in asked)
@@ -259,10 +257,10 @@ def _by_budget(
     def step(gpus_max: float, gpus_min: int) -> int:
         return granted(asked, gpus_max=gpus_max, gpus_min=gpus_min)[index].replicas - asked[index].current
 
-    if total > options.gpus_max:
-        yield Counterfactual("max_gpu_budget", options.gpus_max, total, step(total, options.gpus_min))
-    elif total < options.gpus_min:
-        yield Counterfactual("min_gpu_budget", options.gpus_min, total, step(options.gpus_max, total))
+    if total > options.max_gpu_budget:
+        yield Counterfactual("max_gpu_budget", options.max_gpu_budget, total, step(total, options.gpus_floor))
+    elif total < options.gpus_floor:
+        yield Counterfactual("min_gpu_budget", options.gpus_floor, total, step(options.max_gpu_budget, total))
 
 
 LOAD_DECISION, THROUGHPUT_DECISION = "load_scaling_decision", "throughput_scaling_decision"
@@ -292,9 +290,7 @@ class Outcome(NamedTuple):
         return self.grant.replicas - self.role.pool.capacity
 
 
-def reason_of(
-    outcome: Outcome, outcomes: Sequence[Outcome], state: ScalingState, options: ThroughputLoadOptions
-) -> Reason:
+def reason_of(outcome: Outcome, outcomes: Sequence[Outcome], state: ScalingState, options: PlannerConfig) -> Reason:
     """The reason of one of these outcomes."""
     name = outcome.role.name
     load, throughput = state.load.get(name), state.throughput.get(name)
@@ -320,7 +316,7 @@ def _rule(
     outcome: Outcome,
     load: LoadVerdict | None,
     throughput: ThroughputVerdict | None,
-    options: ThroughputLoadOptions,
+    options: PlannerConfig,
 ) -> LoadScaling | ThroughputScaling:
     """What decided, the last word first."""
     enum = LoadScaling if options.loads else ThroughputScaling
@@ -348,9 +344,7 @@ _SETTLED = {"gpu_budget_guard_hold", "gpu_budget_reconcile", "override_by_user_p
 """What was said after both loops."""
 
 
-def _load_decision(
-    rule: LoadScaling | ThroughputScaling, load: LoadVerdict | None, options: ThroughputLoadOptions
-) -> str:
+def _load_decision(rule: LoadScaling | ThroughputScaling, load: LoadVerdict | None, options: PlannerConfig) -> str:
     if not options.loads:
         return LoadScaling.DISABLED.value
     if rule.value in _SETTLED:
@@ -359,7 +353,7 @@ def _load_decision(
 
 
 def _throughput_decision(
-    rule: LoadScaling | ThroughputScaling, throughput: ThroughputVerdict | None, options: ThroughputLoadOptions
+    rule: LoadScaling | ThroughputScaling, throughput: ThroughputVerdict | None, options: PlannerConfig
 ) -> str:
     if not options.predicts:
         return ThroughputScaling.DISABLED.value
@@ -369,7 +363,7 @@ def _throughput_decision(
 
 
 def _numbers(
-    outcome: Outcome, outcomes: Sequence[Outcome], state: ScalingState, options: ThroughputLoadOptions
+    outcome: Outcome, outcomes: Sequence[Outcome], state: ScalingState, options: PlannerConfig
 ) -> dict[str, float]:
     role = outcome.role
     pool, name = role.pool, role.name
@@ -381,10 +375,9 @@ def _numbers(
         "gpus_per_worker": pool.gpus_per_worker,
         "gpus_counted": sum(one.role.pool.capacity * one.role.pool.gpus_per_worker for one in outcomes),
     }
-    if math.isfinite(options.gpus_max):
-        numbers["max_gpu_budget"] = options.gpus_max
-    if options.gpus_min:
-        numbers["min_gpu_budget"] = options.gpus_min
+    numbers["max_gpu_budget"] = options.max_gpu_budget
+    if options.gpus_floor:
+        numbers["min_gpu_budget"] = options.gpus_floor
     if name in state.bounds:
         numbers["throughput_lower_bound"] = state.bounds[name]
     load, throughput = state.load.get(name), state.throughput.get(name)

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.passes import NONE, EngineId, ForwardPass, Requests
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.pass_model import Engine, Kind, itl_s, ttft_s
-from dynamo_local.planner.policies.throughput_load.options import DownRule, Target, ThroughputLoadOptions
 from dynamo_local.planner.values import Capabilities, Engines, EngineSeen, LoadScaling
 
 # --- engines
@@ -214,18 +214,18 @@ def judged(signals: Signals, *, capacity: int, floor: int) -> LoadScaling:
     return LoadScaling.NO_CHANGE
 
 
-def signals_of(load: RoleLoad, options: ThroughputLoadOptions) -> Signals | None:
+def signals_of(load: RoleLoad, options: PlannerConfig) -> Signals | None:
     """None where what is needed is not known: a model that is not ready, a limit that no engine tells."""
-    found = _by_models(load, options) if options.optimization_target is Target.SLA else _by_table(load, options)
+    found = _by_models(load, options) if options.optimization_target == "sla" else _by_table(load, options)
     if found is None or not load.hung:
         return found
     hung = Compared("engines_hung", load.hung, 0, over=False, equal=True)
     return Signals(found.up, (*found.down, hung), (*found.low, hung))
 
 
-def worst_estimates(load: RoleLoad, options: ThroughputLoadOptions) -> dict[str, float]:
+def worst_estimates(load: RoleLoad, options: PlannerConfig) -> dict[str, float]:
     """TTFT and ITL (ms) of the next request on the engine where they are longest; nothing without a model."""
-    if options.optimization_target is not Target.SLA or not load.engine.model.ready or not load.now:
+    if options.optimization_target != "sla" or not load.engine.model.ready or not load.now:
         return {}
     found = {}
     if load.kind is not Kind.DECODE:
@@ -239,7 +239,7 @@ def worst_estimates(load: RoleLoad, options: ThroughputLoadOptions) -> dict[str,
 # --- sla -----------------------------------------------------------------------------------------
 
 
-def _by_models(load: RoleLoad, options: ThroughputLoadOptions) -> Signals | None:
+def _by_models(load: RoleLoad, options: PlannerConfig) -> Signals | None:
     if not load.engine.model.ready:
         return None
     if load.kind is Kind.PREFILL:
@@ -252,13 +252,13 @@ def _by_models(load: RoleLoad, options: ThroughputLoadOptions) -> Signals | None
     return Signals((*prefill.up, *decode.up), (*prefill.down, *decode.down), (*prefill.low, *decode.low))
 
 
-def _prefill(load: RoleLoad, options: ThroughputLoadOptions) -> Signals:
+def _prefill(load: RoleLoad, options: PlannerConfig) -> Signals:
     engine, sla = load.engine, options.ttft_ms
     rides = load.kind is Kind.AGG
     alone = _ttft_ms(engine, IDLE, 1.0, rides)
     up = _all_over("estimated_ttft_ms_min", [_ttft_ms(engine, one, 1.0, rides) for one in load.now], max(sla, alone))
     share = options.load_scaling_down_sensitivity / 100
-    if options.down_rule is DownRule.FLAT:
+    if options.scale_down_rule == "flat":
         worst = max((_ttft_ms(engine, one, 1.0, rides) for one in load.most), default=0.0)
         return Signals(up, (Compared("estimated_ttft_ms_max", worst, sla * share, over=False),))
 
@@ -284,7 +284,7 @@ def _prefill(load: RoleLoad, options: ThroughputLoadOptions) -> Signals:
     )
 
 
-def _decode(load: RoleLoad, options: ThroughputLoadOptions) -> Signals:
+def _decode(load: RoleLoad, options: PlannerConfig) -> Signals:
     engine, sla = load.engine, options.itl_ms
     with_prompts = load.kind is Kind.AGG
 
@@ -294,7 +294,7 @@ def _decode(load: RoleLoad, options: ThroughputLoadOptions) -> Signals:
     alone = 1000 * itl_s(engine, 0, 0)  # without the prompts of others, which more engines would take off it
     up = _all_over("estimated_itl_ms_min", [itl_ms(one) for one in load.now], max(sla, alone))
     share = options.load_scaling_down_sensitivity / 100
-    if options.down_rule is DownRule.FLAT:
+    if options.scale_down_rule == "flat":
         worst = max((itl_ms(one) for one in load.most), default=0.0)
         return Signals(up, (Compared("estimated_itl_ms_max", worst, sla * share, over=False),))
     idle = all(_kv(one, with_prompts) == 0 and one.decode_requests == 0 for one in load.most)
@@ -342,30 +342,30 @@ class _Row(NamedTuple):
     down_equal: bool
 
 
-_PREFILL_ROWS = {Target.THROUGHPUT: _Row(1.0, True, 0.1, False), Target.LATENCY: _Row(0.1, True, 0.0, True)}
-_DECODE_ROWS = {Target.THROUGHPUT: _Row(1.0, False, 0.6, False), Target.LATENCY: _Row(0.4, False, 0.1, False)}
+_PREFILL_ROWS = {"throughput": _Row(1.0, True, 0.1, False), "latency": _Row(0.1, True, 0.0, True)}
+_DECODE_ROWS = {"throughput": _Row(1.0, False, 0.6, False), "latency": _Row(0.4, False, 0.1, False)}
 
 
-def _by_table(load: RoleLoad, options: ThroughputLoadOptions) -> Signals | None:
+def _by_table(load: RoleLoad, options: PlannerConfig) -> Signals | None:
     """Prefill: queued tokens, as a share of the context length. Decode: KV scheduled and queued, as a share of the
     cache; an aggregated engine's queued prompts count as KV that it will need."""
     target = options.optimization_target
     told = load.told or Capabilities()
     if load.kind is Kind.PREFILL:
         own = options.prefill_scale_up_queue_tokens, options.prefill_scale_down_queue_tokens
-        whole: float | None = 1.0 if target is Target.LOAD else told.context_length
+        whole: float | None = 1.0 if target == "load" else told.context_length
         return _rows("prefill_queue", load, _row(_PREFILL_ROWS, target, *own), whole, _queue)
     own = options.decode_scale_up_kv_rate, options.decode_scale_down_kv_rate
     whole = told.max_kv_tokens
-    if target is Target.LOAD and whole is not None:
+    if target == "load" and whole is not None:
         whole /= 100
     return _rows(
         "decode_kv", load, _row(_DECODE_ROWS, target, *own), whole, lambda one: _kv(one, load.kind is Kind.AGG)
     )
 
 
-def _row(rows: dict[Target, _Row], target: Target, up: float | None, down: float | None) -> _Row | None:
-    if target is not Target.LOAD:
+def _row(rows: dict[str, _Row], target: str, up: float | None, down: float | None) -> _Row | None:
+    if target != "load":
         return rows[target]
     return None if up is None or down is None else _Row(up, True, down, True)
 

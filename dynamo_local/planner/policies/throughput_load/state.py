@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.passes import EngineId, ForwardPass
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.pass_model import WORKER, Features, Kind, PassModel, begun_anew
-from dynamo_local.planner.policies.throughput_load.options import Mode, ThroughputLoadOptions
+from dynamo_local.planner.pass_model import WORKER, Kind, Learning, PassModel, begun_anew
 from dynamo_local.planner.policies.throughput_load.signals import (
     MAX_AGE_INTERVALS,
     NO_SIGNALS,
@@ -44,15 +44,25 @@ class Role(NamedTuple):
     floor: int
 
 
-def roles_of(pools: WorkerPools, options: ThroughputLoadOptions) -> tuple[Role, ...]:
+def learning_of(options: PlannerConfig) -> Learning:
+    """How the models keep their samples."""
+    return Learning(
+        options.load_min_observations,
+        options.max_num_fpm_samples,
+        options.fpm_sample_bucket_size,
+        options.regression_features,
+    )
+
+
+def roles_of(pools: WorkerPools, options: PlannerConfig) -> tuple[Role, ...]:
     """The roles that are planned, prefill first."""
-    mode = options.mode or (Mode.AGG if pools.prefill is None else Mode.DISAGG)
-    if mode is Mode.AGG:
+    mode = options.mode or ("agg" if pools.prefill is None else "disagg")
+    if mode == "agg":
         return (Role("decode", Kind.AGG, pools.decode, options.min_endpoint),)
     roles = []
-    if mode is not Mode.DECODE and pools.prefill is not None:
+    if mode != "decode" and pools.prefill is not None:
         roles.append(Role("prefill", Kind.PREFILL, pools.prefill, options.floor("prefill")))
-    if mode is not Mode.PREFILL:
+    if mode != "prefill":
         roles.append(Role("decode", Kind.DECODE, pools.decode, options.floor("decode")))
     return tuple(roles)
 
@@ -160,7 +170,7 @@ def due(state: ScalingState, now_s: float, interval_s: float) -> bool:
     return passed(state, now_s, interval_s) > passed(state, state.seen_s, interval_s)
 
 
-def absorbed(state: ScalingState, observation: Observation, options: ThroughputLoadOptions) -> ScalingState:
+def absorbed(state: ScalingState, observation: Observation, options: PlannerConfig) -> ScalingState:
     """The state after this observation, before anything is decided."""
     now_s = observation.at_s
     roles = roles_of(observation.pools, options)
@@ -169,7 +179,7 @@ def absorbed(state: ScalingState, observation: Observation, options: ThroughputL
         state.watches,
         observation.engines,
         now_s=now_s,
-        max_age_s=MAX_AGE_INTERVALS * options.load_adjustment_interval_s,
+        max_age_s=MAX_AGE_INTERVALS * options.load_adjustment_interval_seconds,
     )
     benchmarks = {**state.benchmarks, **_benchmarks(roles, told)}
     begun = {
@@ -178,12 +188,12 @@ def absorbed(state: ScalingState, observation: Observation, options: ThroughputL
     }
     learned = {role.kind: _learned(begun[role.kind], role, observation.engines) for role in roles}
     traffic = observation.traffic if isinstance(observation.traffic, Traffic) else None
-    counts = options.predicts and due(state, now_s, options.throughput_adjustment_interval_s)
+    counts = options.predicts and due(state, now_s, options.throughput_adjustment_interval_seconds)
     series = state.series.after(traffic) if counts else state.series
     return replace(
         state,
         seen_s=now_s,
-        load_due=options.loads and due(state, now_s, options.load_adjustment_interval_s),
+        load_due=options.loads and due(state, now_s, options.load_adjustment_interval_seconds),
         throughput_due=counts,
         told=told,
         watches=watches,
@@ -249,6 +259,6 @@ def _learned(model: PassModel, role: Role, engines: Engines) -> PassModel:
     own = [seen.passes for seen in engines.values() if seen.component == role.pool.component and seen.passes]
     if not own:
         return model
-    averaged = role.kind is Kind.AGG and model.learning.features is Features.SEED
+    averaged = role.kind is Kind.AGG and model.learning.features == "seed"
     each = LEARNED_FROM if averaged else max(1, LEARNED_FROM // len(own))
     return model.observed(*(spread(passes, each) for passes in own))

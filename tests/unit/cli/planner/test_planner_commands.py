@@ -15,7 +15,6 @@ from dynamo_local.config.planner import options_of
 from dynamo_local.core.types import Load
 from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_NOT_RUNNING, EXIT_OK
 from dynamo_local.planner.policies.load import LoadPolicy
-from dynamo_local.planner.policies.options import LoadOptions
 from dynamo_local.planner.records.decision_log import (
     DecisionLog,
     DecisionRecord,
@@ -28,6 +27,7 @@ from dynamo_local.planner.records.decision_log import (
 from dynamo_local.planner.values import IntervalObservation, Pool, Reading, WorkerPools
 from dynamo_local.profile.reading import DEFAULT_PROFILE
 from tests.fakes.arbiter.scripted_arbiter import ScriptedArbiter, dynamo
+from tests.fakes.planner.options import load_options
 
 STATUS: dict[str, Any] = {
     "state": "running",
@@ -74,12 +74,12 @@ def record(number: int, kv: float = 0.95) -> DecisionRecord:
     fleet = WorkerPools(None, Pool("VllmWorker", 1, ready=1, gpus_held=1))
     reading = Reading(9.0, None, {"dynamo_VllmWorker": Load(gpu_cache_usage_perc=kv)})
     observation = IntervalObservation(10.0, 0.0, (reading,), fleet)
-    decision = LoadPolicy(LoadOptions()).on_tick(observation)
+    decision = LoadPolicy(load_options()).on_tick(observation)
     done = StepOutcome(Outcome.COMMITTED, ("dynamo_VllmWorker_1",))
     return DecisionRecord(
         1.8e9 + number,
         f"planner:{number}",
-        inputs_of(observation, LoadOptions()),
+        inputs_of(observation, load_options()),
         decision,
         {component: done for component, _ in decision.acts},
     )

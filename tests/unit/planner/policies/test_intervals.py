@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.planner.policies.load import LoadPolicy
 from dynamo_local.planner.policies.load_intervals import AdjustmentIntervals, fresh
-from dynamo_local.planner.policies.options import LoadOptions
 from dynamo_local.planner.values import Decision, IntervalObservation, Rule, WorkerPools
 from tests.fakes.planner.observations import DECODE, PREFILL, pool, reading, worker_pools
+from tests.fakes.planner.options import load_options
 
-OPTIONS = LoadOptions(adjustment_interval_s=30.0, metric_pulling_interval_s=1.0)
+OPTIONS = load_options(adjustment_interval=30.0, metric_pulling_interval=1.0)
 CALM = worker_pools(1, 2)
 STARTING = worker_pools(1, pool(DECODE, 2, coming=1))
 
@@ -21,7 +22,7 @@ STARTING = worker_pools(1, pool(DECODE, 2, coming=1))
 class Recorder:
     """A policy that remembers what it was shown; it can be told to fail."""
 
-    def __init__(self, options: LoadOptions = OPTIONS) -> None:
+    def __init__(self, options: PlannerConfig = OPTIONS) -> None:
         self.seen: list[IntervalObservation] = []
         self.fails = False
         self._policy = LoadPolicy(options)
@@ -33,7 +34,7 @@ class Recorder:
         return self._policy.on_tick(observation)
 
 
-def made(options: LoadOptions = OPTIONS, now_s: float = 100.0) -> tuple[AdjustmentIntervals, Recorder]:
+def made(options: PlannerConfig = OPTIONS, now_s: float = 100.0) -> tuple[AdjustmentIntervals, Recorder]:
     policy = Recorder(options)
     return AdjustmentIntervals(policy, options, now_s), policy
 
@@ -95,7 +96,7 @@ def test_intervals_that_were_slept_over_are_left_out() -> None:
 
 @pytest.mark.parametrize(("interval_s", "pull_s"), [(0.7, 0.1), (30.0, 7.0), (1.0, 1.0), (2.3, 0.3)])
 def test_the_last_pull_is_exactly_at_the_end(interval_s: float, pull_s: float) -> None:
-    options = LoadOptions(adjustment_interval_s=interval_s, metric_pulling_interval_s=pull_s)
+    options = load_options(adjustment_interval=interval_s, metric_pulling_interval=pull_s)
     intervals, policy = made(options, now_s=0.0)
     for n in range(1, 6):
         assert until_decided(intervals).now_s == pytest.approx(n * interval_s, rel=1e-12)
@@ -146,7 +147,7 @@ def test_new_options_keep_the_interval_and_its_readings() -> None:
     intervals, _ = made()
     for _ in range(10):
         observation(intervals)
-    options = replace(OPTIONS, adjustment_interval_s=15.0, decode_kv_scale_up_threshold=0.6)
+    options = OPTIONS.model_copy(update=dict(adjustment_interval=15.0, decode_kv_scale_up_threshold=0.6))
     policy = Recorder(options)
     intervals.with_options(policy, options)
     decision = until_decided(intervals)
@@ -158,7 +159,7 @@ def test_another_pulling_interval_goes_on_from_the_last_pull() -> None:
     intervals, _ = made()
     for _ in range(10):
         observation(intervals)
-    intervals.with_options(Recorder(), replace(OPTIONS, metric_pulling_interval_s=4.0))
+    intervals.with_options(Recorder(), OPTIONS.model_copy(update=dict(metric_pulling_interval=4.0)))
     assert intervals.next_pull_at == 112.0
     assert len(intervals.readings) == 10
 
@@ -166,7 +167,7 @@ def test_another_pulling_interval_goes_on_from_the_last_pull() -> None:
 def test_new_options_while_an_adjustment_is_under_way_wait_for_its_end() -> None:
     intervals, _ = made()
     observation(intervals, STARTING)
-    intervals.with_options(Recorder(), replace(OPTIONS, adjustment_interval_s=5.0))
+    intervals.with_options(Recorder(), OPTIONS.model_copy(update=dict(adjustment_interval=5.0)))
     assert intervals.next_tick_at is None
     assert until_decided(intervals).now_s == intervals.interval_began_s
 

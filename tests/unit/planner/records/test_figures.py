@@ -9,13 +9,11 @@ import pytest
 
 from dynamo_local.core.passes import EngineId, ForwardPass, Requests
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.policies.options import LoadOptions
-from dynamo_local.planner.policies.sla_sizing import SlaOptions
-from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
 from dynamo_local.planner.records import figures
 from dynamo_local.planner.records.decision_log import Aims, EngineLoads, aims_of, engine_loads, parse, words
 from dynamo_local.planner.values import EngineSeen, Reason, Traffic
 from tests.fakes.planner.logged_lines import DECODE, POOLS, PREFILL, line
+from tests.fakes.planner.options import load_options, sla_options, throughput_load_options
 
 NEW = ("aims", "engines", "traffic", "prediction", "policy")
 """What lines of the first versions do not have."""
@@ -136,9 +134,9 @@ def test_engines_are_summed_by_component_and_silent_ones_left_out() -> None:
 
 
 def test_aims_are_those_of_the_policy() -> None:
-    assert aims_of(LoadOptions(max_gpu_budget=6), POOLS) == Aims(min_gpu_budget=1, max_gpu_budget=6)
-    assert aims_of(SlaOptions("x", ttft_ms=300, itl_ms=20), POOLS) == Aims(300, 20, 1, 8, 180.0)
-    assert aims_of(ThroughputLoadOptions(max_gpu_budget=-1), POOLS) == Aims()  # a static target has no latencies
-    both = ThroughputLoadOptions(optimization_target=Target.SLA, ttft_ms=300, itl_ms=20)
+    assert aims_of(load_options(max_gpu_budget=6), POOLS) == Aims(min_gpu_budget=1, max_gpu_budget=6)
+    assert aims_of(sla_options(ttft_ms=300, itl_ms=20), POOLS) == Aims(300, 20, 1, 8, 180.0)
+    assert aims_of(throughput_load_options(), POOLS) == Aims(max_gpu_budget=8)  # a static target has no latencies
+    both = throughput_load_options(optimization_target="sla", ttft_ms=300, itl_ms=20)
     assert aims_of(both, POOLS) == Aims(300, 20, None, 8, 180.0)
     json.dumps(line()["inputs"]["aims"], allow_nan=False)

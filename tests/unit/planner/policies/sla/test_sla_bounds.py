@@ -53,8 +53,8 @@ def test_a_budget_below_the_floors_changes_nothing() -> None:
         ({"min_gpu_budget": 4}, (4, 1), (4, R.MIN_ENDPOINT), (4, R.MIN_ENDPOINT)),
         ({"max_gpu_budget": 4}, (1, 1), (2, R.MAX_GPU_BUDGET), (2, R.MAX_GPU_BUDGET)),
         ({"max_gpu_budget": 5}, (1, 1), (2, R.MAX_GPU_BUDGET), (3, R.SCALE)),
-        ({"max_step": 1}, (1, 9), (2, R.MAX_STEP), (8, R.MAX_STEP)),
-        ({"max_step": 1, "min_endpoint": 2}, (0, 2), (2, R.MIN_ENDPOINT), (3, R.SCALE)),
+        ({"max_throughput_scaling_replicas": 1}, (1, 9), (2, R.MAX_STEP), (8, R.MAX_STEP)),
+        ({"max_throughput_scaling_replicas": 1, "min_endpoint": 2}, (0, 2), (2, R.MIN_ENDPOINT), (3, R.SCALE)),
     ],
 )
 def test_the_bound_that_decided_is_the_reason(

@@ -9,7 +9,6 @@ import pytest
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.policies.sla import SlaPolicy, SlaState
 from dynamo_local.planner.policies.sla_sizing import SlaRule
-from dynamo_local.planner.predictors import PredictorOptions
 from dynamo_local.planner.values import ComponentTarget, Decision, Forecasts, Prediction, Traffic, Window
 from tests.fakes.planner.observations import DECODE, PREFILL, pool
 from tests.fakes.planner.sla_worlds import (
@@ -76,7 +75,7 @@ def test_somebody_who_scales_begins_the_interval_anew() -> None:
 
 def test_new_options_keep_what_was_learned() -> None:
     state = after_one(policy())
-    other = policy(adjustment_interval_s=60.0, itl_ms=20.0)
+    other = policy(throughput_adjustment_interval_seconds=60.0, itl_ms=20.0)
     taken = other.taking_over(state)
     assert other.next_at_s(taken) == INTERVAL_S + 60.0
     assert taken.series.columns == ((2400.0,), (3000.0,), (300.0,))
@@ -167,7 +166,7 @@ def test_a_length_that_a_trend_takes_below_one_token_is_the_last_one() -> None:
 
 
 def test_what_is_forecast_are_requests_and_lengths() -> None:
-    one = policy(predictor=PredictorOptions("kalman", kalman_r=3.0))
+    one = policy(load_predictor="kalman", kalman_r=3.0)
     task = one.forecasting(one.first(0.0), observation(traffic()))
     assert task is not None
     assert (task.predictor, task.steps, task.window_s) == ("kalman", 1, INTERVAL_S)

@@ -23,7 +23,7 @@ from tests.fakes.planner.sla_worlds import decided, observation, policy, reason_
         ({"min_endpoint": 4}, (4, 4), "(min_endpoint): "),
         ({"min_endpoint": 4}, (4, 4), "3 wanted, but there are never fewer than 4; with min-endpoint 5 instead of 4 "),
         ({"max_gpu_budget": 4}, (1, 1), "3 wanted, but both roles share 4 GPUs; with "),
-        ({"max_step": 1}, (1, 1), "3 wanted, 1 there, but one step is at most 1; with "),
+        ({"max_throughput_scaling_replicas": 1}, (1, 1), "3 wanted, 1 there, but one step is at most 1; with "),
     ],
 )
 def test_it_says_the_load_the_capacity_and_the_bound(

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
 from dynamo_local.planner.policies.throughput_load.policy import ThroughputLoadPolicy
 from dynamo_local.planner.values import ComponentTarget, Forecasts, OverrideType, Window
 from tests.fakes.planner.engines_seen import (
@@ -26,31 +26,32 @@ from tests.fakes.planner.engines_seen import (
     traffic,
 )
 from tests.fakes.planner.observations import DECODE, PREFILL, pool
+from tests.fakes.planner.options import throughput_load_options
 
 
 @pytest.mark.parametrize(
     ("options", "tick_s"),
     [
-        (ThroughputLoadOptions(), 5.0),
+        (throughput_load_options(), 5.0),
         (sla(), 180.0),
         (both_loops(), 5.0),
-        (both_loops(load_adjustment_interval_s=7.0), 1.0),
-        (both_loops(load_adjustment_interval_s=0.5), 0.5),
-        (both_loops(scale_interval_s=2.5), 2.5),
+        (both_loops(load_adjustment_interval_seconds=7.0), 1.0),
+        (both_loops(load_adjustment_interval_seconds=0.5), 0.5),
+        (both_loops(scheduling={"scale_interval_seconds": 2.5}), 2.5),
     ],
 )
-def test_ticks_divide_the_intervals_of_the_loops_that_run(options: ThroughputLoadOptions, tick_s: float) -> None:
+def test_ticks_divide_the_intervals_of_the_loops_that_run(options: PlannerConfig, tick_s: float) -> None:
     assert (options.tick_s, driver(options).next_at_s) == (tick_s, tick_s)
 
 
 def test_dynamos_defaults_are_the_load_loop_by_a_table() -> None:
-    defaults, bare = ThroughputLoadOptions(), ThroughputLoadOptions(optimization_target=Target.SLA)
+    defaults, bare = throughput_load_options(), throughput_load_options(optimization_target="sla")
     assert (defaults.loads, defaults.predicts) == (True, False)
     assert (bare.loads, bare.predicts) == (False, True)
 
 
 def test_traffic_is_asked_for_where_the_throughput_loop_is_due() -> None:
-    drives = driver(both_loops(throughput_adjustment_interval_s=15.0))
+    drives = driver(both_loops(throughput_adjustment_interval_seconds=15.0))
     windows = []
     for _ in range(6):
         windows.append(drives.needs.traffic_window_s)
@@ -90,11 +91,11 @@ def test_traffic_that_is_not_known_holds() -> None:
 
 
 def test_the_predictor_is_asked_for_three_series() -> None:
-    options = sla(load_predictor="kalman", predictor_options=(("q_level", 2.0),))
+    options = sla(load_predictor="kalman", kalman_q_level=2.0)
     policy = ThroughputLoadPolicy(options, MODELS, (Window(10.0, 100.0, 20.0),))
     task = policy.forecasting(policy.first(0.0), observation(180.0, seen=traffic(180.0, 7200)))
     assert task is not None
-    assert (task.predictor, task.steps, task.window_s, task.options) == ("kalman", 1, 180.0, (("q_level", 2.0),))
+    assert (task.predictor, task.steps, task.window_s, dict(task.options)["q_level"]) == ("kalman", 1, 180.0, 2.0)
     assert task.series == ((10.0, 7200.0), (100.0, 2000.0), (20.0, 200.0))
 
 
@@ -137,7 +138,7 @@ def test_only_the_throughput_loop_reaches_and_leaves_zero() -> None:
 
 def test_proposals_are_those_of_dynamos_builtin_plugins() -> None:
     policy = ThroughputLoadPolicy(
-        both_loops(throughput_adjustment_interval_s=10.0, load_adjustment_interval_s=5.0), MODELS
+        both_loops(throughput_adjustment_interval_seconds=10.0, load_adjustment_interval_seconds=5.0), MODELS
     )
     state = policy.first(0.0)
     state, _ = policy.predicted(state, observation(5.0), None)
@@ -211,12 +212,12 @@ def test_prompts_in_the_graphs_own_queue_count_for_those_who_pull_from_it() -> N
     )
     assert replicas(decide(load_loop(), 2, 1, waiting=5)) == (2, 1)
     assert replicas(decide(load_loop(), 2, 1, waiting=0)) == (1, 1)
-    table = ThroughputLoadOptions(max_gpu_budget=16)
+    table = throughput_load_options(max_gpu_budget=16)
     assert replicas(decide(table, 2, 1, waiting=20)) == (3, 1)
 
 
 def test_a_queue_that_was_long_since_the_last_decision_counts_for_going_down() -> None:
-    drives = driver(both_loops(throughput_adjustment_interval_s=11.0, load_adjustment_interval_s=5.0))
+    drives = driver(both_loops(throughput_adjustment_interval_seconds=11.0, load_adjustment_interval_seconds=5.0))
     for at_s, waiting in ((1.0, 5), (2.0, 0), (3.0, 0), (4.0, 0)):
         drives.tick_now(observation(at_s, 2, 1, waiting=waiting))
     assert replicas(drives.tick_now(observation(5.0, 2, 1, waiting=0))) == (2, 1)
