@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from dynamo_local.arbiter.planner_metrics import PREFIX, PlannerGauges, PlannerNow
-from dynamo_local.arbiter.tensorboard import ScalarFile, folder_for
+from dynamo_local.arbiter.tensorboard import ScalarFile, folder_for, missing_library
 from dynamo_local.clock import Clock
 from dynamo_local.errors import ConfigError
 from dynamo_local.planner.loop import PlannerState
@@ -54,6 +54,8 @@ class Board:
         if self._file is not None and log_dir == self._log_dir:
             return
         now = datetime.fromtimestamp(self._clock.wall_s()).astimezone()
+        if (why := missing_library(log_dir)) is not None:
+            self._tell(why)
         folder = folder_for(log_dir, base=self._base, logs=self._logs, now=now)
         try:
             file = None if folder is None else await asyncio.to_thread(ScalarFile, folder)

@@ -44,26 +44,25 @@ def available() -> bool:
     return find_spec("tensorboardX") is not None
 
 
-def check(log_dir: Path | None) -> None:
-    """`ConfigError` where somebody asks for scalars and the extra is not installed."""
-    if log_dir is not None and not available():
-        raise ConfigError(
-            f"Planner: log_dir ({log_dir}): TensorBoard scalars need the extra `tensorboard`; "
-            f"{how_to_install('tensorboard')}, or leave --log-dir out"
-        )
+def missing_library(log_dir: Path | None) -> str | None:
+    """What to install if `log_dir` is given and the extra is not installed, else None."""
+    if log_dir is None or available():
+        return None
+    return (
+        f"no TensorBoard files are written to {log_dir}: they need the extra `tensorboard`; "
+        f"{how_to_install('tensorboard')}. The decision log is written as always"
+    )
 
 
 def folder_for(log_dir: Path | None, *, base: Path, logs: Path, now: datetime) -> Path | None:
-    """Where the scalars of a planner that starts `now` go: `log_dir`, below `base` if it is relative.
+    """The folder of the scalars of a planner that starts `now`: `log_dir`, below `base` if it is relative.
 
-    Without one: `tensorboard/<MMDD_HHMMSS>` in the run's own log folder (Dynamo's `logs/<MMDD_HHMMSS>` would be in
-    whatever folder the arbiter was started from), or nowhere (None) where the extra is not installed: then nobody
-    wants them. Raises as `check`.
+    By default it is `tensorboard/<MMDD_HHMMSS>` in the log folder of the run. Dynamo's `logs/<MMDD_HHMMSS>` would be in
+    the folder from which the arbiter was started. None if the extra is not installed.
     """
-    check(log_dir)
-    if log_dir is not None:
-        return base / log_dir
-    return logs / "tensorboard" / f"{now:%m%d_%H%M%S}" if available() else None
+    if not available():
+        return None
+    return logs / "tensorboard" / f"{now:%m%d_%H%M%S}" if log_dir is None else base / log_dir
 
 
 class ScalarFile:

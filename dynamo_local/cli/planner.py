@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -81,6 +82,10 @@ NOT_OPTIONS = frozenset({"enabled", "namespace", "scheduling", "plugin_registrat
 last two are whole sections."""
 
 
+_LINK = re.compile(r"\[([^]]+)\]\([^)]+\)")
+"""A link of Markdown. A page shows the description of an option as well."""
+
+
 @click.group(context_settings=EITHER_SPELLING)
 def planner() -> None:
     """The planner: it adds and removes workers, by thresholds or by targets, within a budget of GPUs.
@@ -104,14 +109,15 @@ def planner_options(command: F) -> F:
     for name, field in reversed(PlannerConfig.model_fields.items()):
         if name in NOT_OPTIONS:
             continue
-        default = field.get_default()
-        told = "" if default is None or isinstance(default, bool) else f"  [default: {default}]"
+        default = field.get_default(call_default_factory=True)
+        plain = isinstance(default, str | int | float) and not isinstance(default, bool)
+        shown = f"  [default: {default}]" if plain else ""
         option = click.option(
             *names[name],
             name,
             is_flag=field.annotation is bool and not default,  # what is on by itself is switched off with =false
             default=None,
-            help=(field.description or "") + told,
+            help=_LINK.sub(r"\1", field.description or "") + shown,
         )
         command = option(command)
     return command

@@ -15,8 +15,7 @@ from dynamo_local.errors import BadInput, NotRunning
 
 if TYPE_CHECKING:
     from dynamo_local.config.planner import PlannerConfig
-    from dynamo_local.planner.records.ticks import Decided
-    from dynamo_local.planner.replay import Replay, Replayed
+    from dynamo_local.planner.records.ticks import Decided, Replay, Replayed
     from dynamo_local.system.json_lines import Record
 
 POLICIES = ("load", "sla", "slo", "throughput-load")
@@ -42,8 +41,7 @@ def replay(
     FILE is a log of ticks (by default the namespace's `ticks.jsonl`). With `--policy`, that policy's options are its
     defaults, the log's GPU budgets, and what `--set` says. Works when the graph is gone, too.
     """
-    from dynamo_local.planner.records.ticks import oldest_first, tick_log_path
-    from dynamo_local.planner.replay import Replay
+    from dynamo_local.planner.records.ticks import Replay, oldest_first, tick_log_path
 
     log = file or tick_log_path(find_paths(namespace).logs)
     records = iter(oldest_first(log))

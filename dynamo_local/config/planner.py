@@ -424,6 +424,14 @@ class SloFields(BaseModel):
 
     model_config = OPTIONS
 
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, values: Any) -> Any:
+        """Statefiles before 0.15 have `thrift`."""
+        if isinstance(values, Mapping) and "thrift" in values:
+            return {"cost_factor" if name == "thrift" else name: value for name, value in values.items()}
+        return values
+
     target: Annotated[float, Field(gt=0, lt=1)] = 0.99
     """Share of the requests that is to keep both targets: a tenth of the misses makes a GPU worth ten times as much."""
     cost_factor: Positive = 1.0

@@ -83,6 +83,10 @@ class Asked:
     resume: bool = False
     actions: bool = True
     seed: int = 0
+    prefill_steps: int | None = None
+    """Prompt lengths in the prefill sweep; None: 16, or 5 of a small sweep."""
+    decode_steps: int | None = None
+    """Contexts in the decode sweep, and loads of each; None: 6, or 3 of a small sweep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +166,8 @@ def _kinds(target: Target, role: str) -> list[Kind]:
 
 
 def _points(target: Target, limits: Mapping[str, Limits], asked: Asked) -> list[Point]:
-    steps = (5, 3) if asked.small else (PREFILL_STEPS, DECODE_STEPS)
+    usual = (5, 3) if asked.small else (PREFILL_STEPS, DECODE_STEPS)
+    steps = (asked.prefill_steps or usual[0], asked.decode_steps or usual[1])
     return [point for role, each in limits.items() for point in sweep(each, _kinds(target, role), steps)]
 
 

@@ -20,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from dynamo_local.clock import Clock
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import DynamoError
-from dynamo_local.planner.policies.load_intervals import fresh
+from dynamo_local.planner.policies.load_planner import fresh
 from dynamo_local.planner.sources import PassSource, RequestSource, TrafficSource
 from dynamo_local.planner.values import Capabilities, Engines, Reading, Requests, Traffic
 

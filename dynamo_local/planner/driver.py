@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.planner.policies.protocol import Policy
-from dynamo_local.planner.records.ticks import Recorder
 from dynamo_local.planner.sources import Forecaster, NoForecaster
 from dynamo_local.planner.stages import merge
 from dynamo_local.planner.values import (
@@ -67,6 +67,26 @@ class BuiltIns:
     ) -> tuple[ComponentTarget, ...]:
         """See `Pipeline`."""
         return merge(proposals, baseline_of(observation)).targets
+
+
+class Recorder(Protocol):
+    """Told by a `PolicyDriver` what happens to it, in order. On the planner's loop: it must return at once."""
+
+    def began(self, options: PlannerConfig, at_s: float) -> None:
+        """A policy with these options begins, at that time of the planner's clock."""
+        ...
+
+    def changed(self, options: PlannerConfig, at_s: float) -> None:
+        """It goes on with other options (or another policy begins)."""
+        ...
+
+    def manual(self, at_s: float) -> None:
+        """A person has changed the number of workers."""
+        ...
+
+    def ticked(self, observation: Observation, decision: Decision | None) -> None:
+        """It has taken this observation in, and decided this."""
+        ...
 
 
 def baseline_of(observation: Observation) -> dict[str, int]:

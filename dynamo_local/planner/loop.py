@@ -21,12 +21,10 @@ from dynamo_local.core.notes import About, Elsewhere, Tell
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.collector import Collector, LoopLatency
 from dynamo_local.planner.connectors import Committed, Connector, Refused, Written
-from dynamo_local.planner.driver import Pipeline, PolicyDriver
-from dynamo_local.planner.policies.load_intervals import STALE_PULLS
-from dynamo_local.planner.policies.load_planner import LoadPlanner
+from dynamo_local.planner.driver import Pipeline, PolicyDriver, Recorder
+from dynamo_local.planner.policies.load_planner import STALE_PULLS, LoadPlanner
 from dynamo_local.planner.policies.protocol import Policy
 from dynamo_local.planner.records.decision_log import DecisionRecord, Outcome, StepOutcome, inputs_of, outcome_of
-from dynamo_local.planner.records.ticks import Recorder
 from dynamo_local.planner.sources import Forecaster
 from dynamo_local.planner.values import (
     Capabilities,

@@ -13,12 +13,12 @@ import base64
 import json
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from itertools import accumulate, islice, pairwise
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -26,6 +26,9 @@ from dynamo_local.config.planner import PlannerConfig, options_of
 from dynamo_local.core.passes import EngineId, ForwardPass, Requests
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import BadInput
+from dynamo_local.planner.choosing import policy_of
+from dynamo_local.planner.driver import PolicyDriver
+from dynamo_local.planner.forecasting.answers import InlineForecaster
 from dynamo_local.planner.values import (
     Capabilities,
     Decision,
@@ -146,26 +149,6 @@ class TickLog(JsonLog):
 
     def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES, kept: int = jsonl.KEPT) -> None:
         super().__init__(path, max_bytes=max_bytes, kept=kept)
-
-
-class Recorder(Protocol):
-    """Told by a `PolicyDriver` what happens to it, in order. On the planner's loop: it must return at once."""
-
-    def began(self, options: PlannerConfig, at_s: float) -> None:
-        """A policy with these options begins, at that time of the planner's clock."""
-        ...
-
-    def changed(self, options: PlannerConfig, at_s: float) -> None:
-        """It goes on with other options (or another policy begins)."""
-        ...
-
-    def manual(self, at_s: float) -> None:
-        """A person has changed the number of workers."""
-        ...
-
-    def ticked(self, observation: Observation, decision: Decision | None) -> None:
-        """It has taken this observation in, and decided this."""
-        ...
 
 
 class Decided(NamedTuple):
@@ -439,3 +422,80 @@ def _pass_in(engine: EngineId, row: _Row) -> ForwardPass:
     counter_id, wall_time_s, at_s, *counts = row
     scheduled, queued = Requests(*counts[:_WIDTH]), Requests(*counts[_WIDTH:])
     return ForwardPass(engine, counter_id, wall_time_s, scheduled, queued, at_s)
+
+
+# --- replay
+NOT_RECORDED = Missing("the log of ticks does not have it: the policy that was recorded did not ask for it")
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One tick in which one of both decided something: `then` is the log's decision, `now` the replay's."""
+
+    seq: int
+    at_s: float
+    then: Decided | None
+    now: Decided | None
+
+    @property
+    def agrees(self) -> bool:
+        """Targets, steps and rules are the same."""
+        return self.then == self.now
+
+
+@dataclass(slots=True)
+class Replay:
+    """Shows a policy what is in a log. `options` None: the recorded ones. The counts grow while `run` is iterated.
+
+    `whole` is False where the log does not have its planner's beginning: then what the policy had learned before is not
+    known, and it may decide otherwise until it has learned it again.
+    """
+
+    options: PlannerConfig | None = None
+    ticks: int = 0
+    without: int = 0
+    """Ticks in which the policy wanted something that the log does not have."""
+    whole: bool = True
+    policies: list[str] = field(default_factory=list)
+    """Those that were shown something."""
+    _driver: PolicyDriver | None = None
+
+    def run(self, records: Iterable[Record]) -> Iterator[Replayed]:
+        """In order. Raises `BadInput` for a record that cannot be read."""
+        for record in records:
+            kind, at_s = record["kind"], float(record["at_s"])
+            if kind == TICK:
+                yield from self._tick(record)
+            elif kind == MANUAL:
+                if self._driver is not None:
+                    self._driver.manual(at_s)
+            elif kind == BEGAN or (self._driver is None and kind in (GOES_ON, CHANGED)):
+                self.whole = self.whole and kind == BEGAN
+                self._driver = PolicyDriver(policy_of(self._chosen(record)), at_s, forecaster=InlineForecaster())
+            elif kind == CHANGED and self._driver is not None:
+                self._driver.change(policy_of(self._chosen(record)), at_s)
+            elif kind != GOES_ON:
+                raise BadInput(f"record {record['seq']} of the log of ticks is a {kind[:40]!r}: not known here")
+
+    def _chosen(self, record: Record) -> PlannerConfig:
+        options = self.options or options_in(record)
+        if options.policy not in self.policies:
+            self.policies.append(options.policy)
+        return options
+
+    def _tick(self, record: Record) -> Iterator[Replayed]:
+        if self._driver is None:  # the options of its time have gone with the log's beginning
+            self.whole = False
+            return
+        observation, then = tick_in(record)
+        self.ticks += 1
+        now = decided(self._driver.tick_now(self._as_wanted(self._driver, observation)))
+        if then is not None or now is not None:
+            yield Replayed(int(record["seq"]), observation.at_s, then, now)
+
+    def _as_wanted(self, driver: PolicyDriver, observation: Observation) -> Observation:
+        needs = driver.needs
+        no_traffic = needs.traffic_window_s is not None and observation.traffic is None
+        if no_traffic or (needs.passes and not observation.engines):
+            self.without += 1
+        return replace(observation, traffic=NOT_RECORDED) if no_traffic else observation

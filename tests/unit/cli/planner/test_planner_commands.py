@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from dynamo_local.cli.planner import planner
 from dynamo_local.cli.planner_words import status_line
 from dynamo_local.config.planner import options_of
 from dynamo_local.core.types import Load
@@ -131,6 +133,13 @@ def test_start_takes_the_options_of_any_policy_by_any_name(
         "load_adjustment_interval_seconds": 2,
         "enable_throughput_scaling": False,
     }
+
+
+def test_the_help_of_start_has_plain_text_and_real_defaults() -> None:
+    text = CliRunner().invoke(planner, ["start", "--help"]).output
+    assert "PydanticUndefined" not in text
+    assert "](" not in text
+    assert "[default: 30.0]" in text
 
 
 def test_start_without_options_sends_none(monkeypatch: pytest.MonkeyPatch, arbiter: ScriptedArbiter) -> None:

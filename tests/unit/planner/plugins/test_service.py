@@ -14,7 +14,7 @@ import pytest
 
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.config.planner import PluginRegistrationConfig, SchedulingConfig
-from dynamo_local.planner.plugins import in_process
+from dynamo_local.planner.plugins import service
 from dynamo_local.planner.plugins.service import PluginService
 from dynamo_local.planner.stages import PipelineContext, PluginSpec, Stage
 from dynamo_local.planner.values import Accept, Override, Prediction, Proposal, Reject
@@ -122,11 +122,11 @@ async def test_a_class_of_the_configuration(tmp_path: Path) -> None:
 
 async def test_an_installed_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     points = [
-        EntryPoint("broken", "no_such_module:Plugin", in_process.GROUP),
-        EntryPoint("fixed", f"{__name__}:Fixed", in_process.GROUP),
-        EntryPoint("nameless", f"{__name__}:Later", in_process.GROUP),
+        EntryPoint("broken", "no_such_module:Plugin", service.GROUP),
+        EntryPoint("fixed", f"{__name__}:Fixed", service.GROUP),
+        EntryPoint("nameless", f"{__name__}:Later", service.GROUP),
     ]
-    monkeypatch.setattr(in_process, "entry_points", lambda group: [p for p in points if p.group == group])
+    monkeypatch.setattr(service, "entry_points", lambda group: [p for p in points if p.group == group])
     side = Side(tmp_path)
     await side.service.start()
     assert (await side.tick())[1] == {"decode": 7}

@@ -9,7 +9,7 @@ import pytest
 from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.planner.policies.load import LoadPolicy
-from dynamo_local.planner.policies.load_intervals import AdjustmentIntervals, fresh
+from dynamo_local.planner.policies.load_planner import AdjustmentIntervals, fresh
 from dynamo_local.planner.values import Decision, IntervalObservation, Rule, WorkerPools
 from tests.fakes.planner.observations import DECODE, PREFILL, pool, reading, worker_pools
 from tests.fakes.planner.options import load_options

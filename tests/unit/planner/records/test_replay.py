@@ -22,7 +22,7 @@ from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.forecasting.answers import InlineForecaster
 from dynamo_local.planner.policies.slo import forecast as lengths
 from dynamo_local.planner.records import ticks
-from dynamo_local.planner.replay import Replay
+from dynamo_local.planner.records.ticks import Replay
 from dynamo_local.planner.values import Capabilities, Decision, EngineSeen, Observation, Reading, Traffic
 from dynamo_local.profile.reading import DEFAULT_PROFILE
 from dynamo_local.simulator.options import FleetShape, TwinOptions
