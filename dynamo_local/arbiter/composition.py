@@ -156,7 +156,7 @@ def _leads(
     """What each way to a worker took, and who is told of it."""
     leads = Leads(launcher, LeadFile(deployment.paths.statefile.parent), tasks.run)
     shell.observers.append(LeadWatch(clock.now_s, leads.note, spared.host.was_spare))
-    planning.times.known, planning.times.leads = leads.start_up_s, leads.medians
+    planning.times.known, planning.times.lead_times = leads.start_up_s, leads.medians
     said = planning.onlookers_say
     planning.onlookers_say = lambda: {**said(), "lead_times": leads.status()}
     LeadMetrics(exporter.metrics.registry, lambda: LeadsNow(leads.known, spared.counts()))

@@ -1,4 +1,4 @@
-"""What the planner decided and was shown, written beside the processes' logs, in threads."""
+"""The planner's decision log and tick log, written beside the processes' logs, in threads."""
 
 from __future__ import annotations
 

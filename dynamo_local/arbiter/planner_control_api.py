@@ -1,6 +1,6 @@
 """Dynamo's control API of a planner, on a socket that only this user can open: GET and PATCH `/v1/min-endpoints`.
 
-A PATCH is checked as the configuration is, and is done whole or not at all; it is the same as `dynamo planner set`.
+A PATCH is the same as `dynamo planner set`: it is checked as the configuration is, and is done whole or not at all.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class BadRequest(BadInput):
 
 
 def mode_of(options: PlannerConfig, graph: GraphSpec) -> str:
-    """What is moved: `disagg`, `agg`, `prefill` or `decode`. Raises `ConfigError` for a graph that nobody can plan."""
+    """The planned roles: `disagg`, `agg`, `prefill` or `decode`. Raises `ConfigError` for a graph that nobody can
+    plan."""
     prefill, _ = planned_components(graph)
     chosen = options.mode if options.policy == "throughput-load" else None
     return chosen or ("agg" if prefill is None else "disagg")
@@ -72,30 +73,30 @@ def state_of(options: PlannerConfig, graph: GraphSpec) -> dict[str, Any]:
 
 
 def read_change(body: bytes) -> dict[str, Any]:
-    """What is to be changed, by name. Raises `BadRequest`."""
+    """The changes, by option. Raises `BadRequest`."""
     try:
-        asked = json.loads(body)
+        requested = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is no JSON: {error}") from None
     known = (*FLOORS, *BUDGETS)
-    if not isinstance(asked, dict) or not asked:
+    if not isinstance(requested, dict) or not requested:
         raise BadRequest(f"say what to change: an object with any of {', '.join(known)}")
-    unknown = sorted(set(asked) - set(known))
+    unknown = sorted(set(requested) - set(known))
     if unknown:
         raise BadRequest(f"there is no {unknown[0][:100]!r}; there are: {', '.join(known)}")
-    return asked
+    return requested
 
 
-def checked(asked: Mapping[str, Any], options: PlannerConfig, graph: GraphSpec) -> dict[str, int]:
+def checked(requested: Mapping[str, Any], options: PlannerConfig, graph: GraphSpec) -> dict[str, int]:
     """The same, if each is a number and counts now. Raises `BadInput`; ranges are checked with all other options."""
     floors, mode = floors_of(options, graph), mode_of(options, graph)
-    for name, value in asked.items():
+    for name, value in requested.items():
         if isinstance(value, bool) or not isinstance(value, int):
             raise BadInput(f"{name} must be a whole number, not {json.dumps(value)[:100]}")
         if name in FLOORS and name not in floors:
             there = ", ".join((*floors, *BUDGETS))
             raise BadInput(f"{name} has no effect with the policy {options.policy} in mode {mode}; there are: {there}")
-    return dict(asked)
+    return dict(requested)
 
 
 log = logging.getLogger(__name__)
@@ -168,8 +169,8 @@ class ControlApi:
         except ClientGone:
             return
         except ApiError as error:
-            told = f"the body has more than {BODY_MAX} bytes" if error.status == 413 else error.message
-            status, answer = error.status, _error(told)
+            reported = f"the body has more than {BODY_MAX} bytes" if error.status == 413 else error.message
+            status, answer = error.status, _error(reported)
         await Reply(send).whole(Whole(status, json.dumps(answer).encode(), headers))
 
     async def _answered(self, body: bytes | None) -> tuple[int, dict[str, Any]]:

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 ENVIRONMENT = "virtual"
 NAME = "follow"
 AGAIN_S = 2.0
-"""What was refused is tried again when the fleet changes, and this often: a stranger's GPU comes free unseen."""
+"""A refused step is tried again when the fleet changes, and this often: a stranger's GPU comes free unseen."""
 _TRIED_AGAIN = frozenset({Phase.REFUSED, Phase.UNDER_WAY})
 """In every other phase only a change of the keys or of the fleet can be anything to it."""
 
@@ -97,7 +97,7 @@ class Following:
             "decision_id": decision.decision_id,
             "num_prefill_workers": decision.num_prefill_workers,
             "num_decode_workers": decision.num_decode_workers,
-            "scaled_decision_id": self._keys.told.scaled_decision_id,
+            "scaled_decision_id": self._keys.reported.scaled_decision_id,
             "reason": self._now.reason,
         }
 
@@ -109,13 +109,13 @@ class Following:
             try:
                 await self._step()
                 again = self._now.phase in _TRIED_AGAIN
-            except Exception as error:  # a bug: the following goes on, and says so (lesson 15)
+            except Exception as error:  # a bug: the following goes on, and says so
                 self._failed(error)
             deadline_s = self._clock.now_s() + AGAIN_S if again else None
             await self._waiting.until(partial(self._moved, seen), deadline_s)
 
     def _failed(self, error: Exception) -> None:
-        log.error("a step of --follow failed; it is tried again", exc_info=error)
+        log.error("a step of --follow failed; another try follows", exc_info=error)
         reason = f"a step failed ({type(error).__name__}: {error}); the arbiter's log says more"
         if self._now.reason != reason:
             self._tell(f"follow: {reason}", Elsewhere())
@@ -125,8 +125,8 @@ class Following:
         return self._stopping or self._seen() != seen
 
     def _seen(self) -> tuple[Any, ...]:
-        """What a step depends on, but for GPUs that somebody else holds."""
-        return (self._keys.current, self._keys.told, self._fleet())
+        """The facts that a step depends on, except GPUs that other processes hold."""
+        return (self._keys.current, self._keys.reported, self._fleet())
 
     async def _step(self) -> None:
         """Do what is to be done now."""
@@ -134,7 +134,7 @@ class Following:
             reason = "etcd does not answer; what was decided last stays"
             self._now = replace(self._now, reason=reason)
             return
-        step = next_step(self._keys.told, self._fleet(), self._now)
+        step = next_step(self._keys.reported, self._fleet(), self._now)
         refused = []
         for component, target in step.steps:
             try:
@@ -193,19 +193,19 @@ class Following:
 
 
 def _same(before: Next, now: Next) -> bool:
-    """Nobody need be told again. What cannot be read is what it is, whatever is written beside it."""
+    """Nobody need be told again. A value that cannot be read stays, whatever is written beside it."""
     if before.phase is now.phase is Phase.UNREADABLE:
         return before.reason == now.reason
     return (before.phase, before.decision) == (now.phase, now.decision)
 
 
 async def layout_to_follow(
-    statefile: Statefile, fleet: Callable[[], Fleet], asked: Layout | None, *, plans: bool
+    statefile: Statefile, fleet: Callable[[], Fleet], requested: Layout | None, *, plans: bool
 ) -> Layout | None:
     """Whose decisions to carry out: as the command line says (`asked`), else as an adopted run did, unless it `plans`
     itself now. Kept in the statefile."""
     head = statefile.head
-    before, layout = head.follow, asked
+    before, layout = head.follow, requested
     if layout is None and before is not None and not plans:
         layout = Layout(before.keys)
     head.follow = None if layout is None else FollowEntry(keys=layout.value)
@@ -215,7 +215,7 @@ async def layout_to_follow(
 
 
 # --- connecting
-# What carries a planner's decisions out in another environment: a connector on this run's etcd.
+# Decisions are carried out in another environment by a connector on this run's etcd.
 
 
 async def connected_virtually(

@@ -158,9 +158,9 @@ class PlannerGauges(Collector):
         yield from _engines(observation)
 
     def _enums(self, known: bool) -> Iterator[Metric]:
-        for name, told in ENUMS.items():
+        for name, reported in ENUMS.items():
             label = f"{PREFIX}_{name}"
-            family = GaugeMetricFamily(label, told, labels=["component", label])
+            family = GaugeMetricFamily(label, reported, labels=["component", label])
             for component, both in self._states[name].items() if known else ():
                 for state in figures.STATES[name]:
                     family.add_metric([component, state], float(both[name] == state))
@@ -172,16 +172,16 @@ def _replicas(observation: Observation) -> Figures:
 
 
 def _gauges(names: Mapping[str, str], values: Figures) -> Iterator[Metric]:
-    for name, told in names.items():
-        family = GaugeMetricFamily(f"{PREFIX}_{name}", told, labels=[])
+    for name, reported in names.items():
+        family = GaugeMetricFamily(f"{PREFIX}_{name}", reported, labels=[])
         if name in values:
             family.add_metric([], values[name])
         yield family
 
 
 def _drift(drift: Iterable[Drifted]) -> Metric:
-    told = "How far the engines' passes are off the profile that is planned by, as a share (0.2: a fifth longer)"
-    family = GaugeMetricFamily(f"{PREFIX}_profile_drift_ratio", told, labels=["component", "kind", "quantile"])
+    reported = "How far the engines' passes are off the profile that is planned by, as a share (0.2: a fifth longer)"
+    family = GaugeMetricFamily(f"{PREFIX}_profile_drift_ratio", reported, labels=["component", "kind", "quantile"])
     for each in drift:
         for quantile, share in (("0.5", each.p50), ("0.9", each.p90)):
             family.add_metric([each.component, each.kind, quantile], share)
@@ -191,8 +191,8 @@ def _drift(drift: Iterable[Drifted]) -> Metric:
 def _engines(observation: Observation | None) -> Iterator[Metric]:
     """One sample for each rank of each worker that the last pull had: a worker that has gone has none."""
     engines = {} if observation is None else observation.engines
-    for name, (told, tokens) in ENGINE.items():
-        family = GaugeMetricFamily(f"{PREFIX}_{name}", told, labels=["worker_id", "dp_rank"])
+    for name, (reported, tokens) in ENGINE.items():
+        family = GaugeMetricFamily(f"{PREFIX}_{name}", reported, labels=["worker_id", "dp_rank"])
         for engine, seen in engines.items():
             if not isinstance(seen.last, Missing):
                 family.add_metric([engine.worker_id, str(engine.dp_rank)], tokens(seen.last))

@@ -1,4 +1,4 @@
-"""What a planner observes of its arbiter's workers beyond their loads: requests, and forward passes.
+"""Observation of the arbiter's workers for the planner: requests, and forward passes.
 
 All of it is asked for (`transport.observation`), nothing is sent by itself: requests are counted every five seconds
 while
@@ -16,7 +16,7 @@ from typing import Any
 from dynamo_local.arbiter.controller import Shell
 from dynamo_local.arbiter.links import Links
 from dynamo_local.arbiter.planner_options import prometheus_options
-from dynamo_local.arbiter.profile_check import Drifting
+from dynamo_local.arbiter.profile_check import DriftCheck
 from dynamo_local.arbiter.sampler import Sampling
 from dynamo_local.clock import Clock, Turns
 from dynamo_local.components.commands.launch import DYNAMO_1X
@@ -41,7 +41,7 @@ ANSWER = frozenset({None, DYNAMO_1X})
 """The runtimes whose frontends and engines tell (None: our own components)."""
 
 
-class Observing:
+class ArbiterObserver:
     """`TrafficSource`, `RequestSource` and `PassSource` of one graph. `follow` says for what kind of planner, `close`
     that there is none any more. `background` runs what nobody waits for."""
 
@@ -62,13 +62,13 @@ class Observing:
         self._history = CounterHistory()
         self._tracker = PassTracker()
         self._measured: dict[str, dict[str, Any]] = {}
-        """By component, and by the configuration (`Worker.launched`) of a worker: its answer. The newest is last."""
+        """The answers, by component and by the configuration (`Worker.launched`) of a worker. The newest is last."""
         self._learns = False
         self._observer: Any = None
         self._counting: asyncio.Task[None] | None = None
         self._asking = asyncio.Lock()
         self._elsewhere: PrometheusTraffic | None = None
-        self.drift = Drifting(self._passes_for, clock, tell)
+        self.drift = DriftCheck(self._passes_for, clock, tell)
 
     # --- what is wanted ----------------------------------------------------------------------------
 
@@ -122,14 +122,14 @@ class Observing:
         workers = self._shell.fleet.workers.values()
         expected = frozenset(worker.name for worker in workers if worker.ready and worker.role is Role.FRONTEND)
         heard = await self._ask(Question(requests_s=window_s), expected)
-        told = {name: one for name, one in heard.items() if one.requests is not None}
-        if not expected or expected - told.keys():
-            return Missing(f"{', '.join(sorted(expected - told.keys())) or 'nobody'} told no single requests")
+        reported = {name: one for name, one in heard.items() if one.requests is not None}
+        if not expected or expected - reported.keys():
+            return Missing(f"{', '.join(sorted(expected - reported.keys())) or 'nobody'} told no single requests")
         now_s = self._clock.now_s()
-        began = sorted(one.at_s - age_s for one in told.values() for age_s in one.requests.began_s)
+        began = sorted(one.at_s - age_s for one in reported.values() for age_s in one.requests.began_s)
         ended = [
             Ended(one.at_s - each.age_s, each.isl, each.osl, each.ttft_s, each.itl_s)
-            for one in told.values()
+            for one in reported.values()
             for each in one.requests.answered
         ]
         ended.sort(key=lambda each: each.at_s)
@@ -166,7 +166,7 @@ class Observing:
                 await self._scrape()
                 await self._ask_benchmarks()
             except Exception:  # a bug must not end the counting in silence
-                log.exception("counting the requests failed; it is tried again")
+                log.exception("counting the requests failed; another try follows")
             next_s = max(next_s + SCRAPE_EVERY_S, self._clock.now_s())
 
     async def _scrape(self) -> None:
@@ -182,12 +182,12 @@ class Observing:
                 self._history.failed(str(error))
                 return
             counted = [self._counted(name, one) for name, one in heard.items() if one.counters is not None]
-            told = {one.name for one in counted}
-            absent = [w.name for w in ready if w.role is Role.FRONTEND and w.name not in told]
+            reported = {one.name for one in counted}
+            absent = [w.name for w in ready if w.role is Role.FRONTEND and w.name not in reported]
             self._history.add(self._clock.now_s(), counted, absent=absent)
 
     def _counted(self, name: str, one: Any) -> Counted:
-        """Of a frontend that drains, too: its requests are the clients'."""
+        """The frontends, draining ones included: their requests are the clients'."""
         frontends = {spec.name for spec in self._graph().services if spec.role is Role.FRONTEND}
         prefills = next(filter(None, planned_components(self._graph())))  # in an aggregated graph there is one kind
         return Counted(
@@ -251,7 +251,9 @@ class Observing:
             by_component.setdefault(worker.component, {}).setdefault(worker.launched, worker.name)
         for component, current in by_component.items():
             known = self._measured.get(component, {})
-            self._measured[component] = {launched: told for launched, told in known.items() if launched in current}
+            self._measured[component] = {
+                launched: reported for launched, reported in known.items() if launched in current
+            }
         return [
             name
             for component, current in by_component.items()
@@ -281,17 +283,17 @@ def _serving(ready: Mapping[str, Worker]) -> Iterable[ReadyWorker]:
 
 
 def _worker_id(worker: Worker) -> str:
-    """What its engine calls itself: a command's own lease, else the worker's."""
+    """The name of its engine: a command's own lease, else the worker's."""
     lease = next(iter(worker.other_leases), worker.lease)
     return "" if lease is None else str(int(lease, 16))
 
 
 # --- arbiter_world
-# What a planner sees of its arbiter: the fleet counted, loads and the prefill queue, and whether it can see at all.
+# The arbiter for the planner: the fleet counted, loads and the prefill queue, and whether it can see at all.
 
 
 class ArbiterWorld:
-    """What the planner sees of its arbiter: `loop.World`, and both sources of metrics."""
+    """The arbiter for the planner: `loop.World`, and both sources of metrics."""
 
     def __init__(
         self,
@@ -313,7 +315,7 @@ class ArbiterWorld:
         self.pending: Callable[[], bool] = lambda: False
         """Whether another environment has yet to carry a decision out."""
         self.actuators: Callable[[], frozenset[Actuator]] = lambda: WAKES
-        """By what the planner's decisions may be carried out."""
+        """The ways to carry the planner's decisions out."""
         self.waiting_in: Mapping[str, str] = {}
         """Where prefill workers are commands there is no queue of ours: component -> the field of its workers' loads
         that says what waits there for a prefill."""
@@ -325,7 +327,7 @@ class ArbiterWorld:
         pools = pools_of(
             self._shell.fleet, decode=self._decode, prefill=self._prefill, routed=routed, actuators=self.actuators()
         )
-        return replace(self._times.told(pools), pending=self.pending())
+        return replace(self._times.reported(pools), pending=self.pending())
 
     def ready(self) -> tuple[str, ...]:
         """Names of the ready decode workers."""

@@ -38,7 +38,7 @@ def changed_options(before: PlannerConfig, given: Mapping[str, Any], graph: Grap
 
 
 def actuators(config: PlannerConfig) -> frozenset[Actuator]:
-    """By what its decisions may be carried out; starts always are possible. Flips only where they are asked for."""
+    """The ways to carry decisions out. Starts are always possible. Flips must be named."""
     return WAKES if config.actuators is None else frozenset(each for each in EVERY if each in config.actuators)
 
 

@@ -17,7 +17,7 @@ NOBODY: Mapping[str, Any] = {"plugins": [], "not_taken": {}, "gateway": None, "l
 
 
 class PlannerPlugins:
-    """Of one run. `runtime` is where the gateway's socket is; secrets are read from `environ` and files."""
+    """The plugins of one run. `runtime` is where the gateway's socket is; secrets are read from `environ` and files."""
 
     def __init__(self, clock: Clock, *, environ: Mapping[str, str], runtime: Path, tell: Tell) -> None:
         self._clock = clock
@@ -60,5 +60,5 @@ class PlannerPlugins:
 
     @property
     def counters(self) -> Counters:
-        """Of this start of the planner."""
+        """The plugin service of this start of the planner."""
         return Counters() if self._service is None else self._service.registry.counters

@@ -16,7 +16,7 @@ from dynamo_local.arbiter.controller import Shell
 from dynamo_local.arbiter.links import Links
 from dynamo_local.arbiter.logged_decisions import LoggedDecisions, LoggedTicks
 from dynamo_local.arbiter.planner_following import connected_virtually
-from dynamo_local.arbiter.planner_observation import ArbiterWorld, Observing, prefills_wait_in
+from dynamo_local.arbiter.planner_observation import ArbiterObserver, ArbiterWorld, prefills_wait_in
 from dynamo_local.arbiter.planner_options import actuators, changed_options
 from dynamo_local.arbiter.planner_plugins import NOBODY, PlannerPlugins
 from dynamo_local.arbiter.sampler import Sampling
@@ -51,7 +51,7 @@ AT_START = {
     "scheduling": "another configuration",
     "plugin_registration": "another configuration",
 }
-"""What can be chosen at a start only, and its option there."""
+"""Options that can be chosen at a start only, with their names on the command line."""
 
 
 class Planning:
@@ -81,7 +81,7 @@ class Planning:
         self._sampling = sampling
         self._links = links
         self._background = background
-        self.observing = Observing(lambda: self._graph, shell, links, clock, background, tell)
+        self.observing = ArbiterObserver(lambda: self._graph, shell, links, clock, background, tell)
         self._tell = tell
         self._refused = False
         self._forecaster = ArbiterForecaster()
@@ -102,9 +102,9 @@ class Planning:
         """Called with the options of each start; a `DynamoError` refuses it."""
         self.after_stop: Callable[[], Awaitable[None]] = _nothing
         self.onlookers_say: Callable[[], dict[str, Any]] = dict
-        """What they add to the status."""
+        """The fields that observers add to the status."""
         self.follows: Callable[[], dict[str, Any] | None] = lambda: None
-        """What is said of another planner whose decisions the run carries out: then this one stays stopped."""
+        """The name of another planner whose decisions the run carries out. This planner then stays stopped."""
 
     # --- with the run ----------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class Planning:
             return self.status()
 
     async def set(self, options: Mapping[str, Any], *, within_s: float | None = None) -> dict[str, Any]:
-        """`dynamo planner set KEY=VALUE …`: all of them, or none. Of a stopped planner: for its next start.
+        """`dynamo planner set KEY=VALUE …`: all of them, or none. On a stopped planner they apply at its next start.
 
         TimeoutError, with nothing changed, where that cannot begin within so many seconds.
         """
@@ -223,7 +223,7 @@ class Planning:
 
     @property
     def graph(self) -> GraphSpec:
-        """What it plans for."""
+        """The graph that is planned."""
         return self._graph
 
     @property
@@ -238,13 +238,13 @@ class Planning:
 
     @property
     def counts(self) -> Counts:
-        """What the loop has counted since this arbiter made it."""
+        """The counters of the loop since this arbiter made it."""
         return Counts() if self._loop is None else self._loop.counts
 
     def status(self) -> dict[str, Any]:
         """The object of `dynamo planner status --json`, and `planner` in `dynamo status --json`. Never waits."""
         options = self.options.model_dump(mode="json", include=set(self.options.named) - NOT_OPTIONS)
-        told: dict[str, Any] = {
+        reported: dict[str, Any] = {
             "state": str(self.state),
             "no_operation": self.options.no_operation,
             "options": options,
@@ -255,11 +255,11 @@ class Planning:
         }
         loop, now_s = self._loop, self._clock.now_s()
         if loop is None:
-            return {**told, "last_decision": None, "trouble": None}
+            return {**reported, "last_decision": None, "trouble": None}
         status = loop.status
         next_s = None if status is None else status.next_tick_at
         return {
-            **told,
+            **reported,
             "for_s": round(now_s - loop.since_s, 3),
             "adjusting": status is not None and status.adjusting,
             "next_decision_s": None if next_s is None else round(next_s - now_s, 3),
@@ -299,7 +299,7 @@ class Planning:
             self._tell("the planner is started", Over(NOT_STARTED.name))
 
     async def _connected(self, options: PlannerConfig, world: ArbiterWorld) -> Connector:
-        """What carries its decisions out. Raises `EtcdUnavailable`."""
+        """The connector that carries decisions out. Raises `EtcdUnavailable`."""
         match options.environment:
             case "local":
                 return LocalConnector(self._orders, actuators=lambda: actuators(self.options))
@@ -330,7 +330,7 @@ class Planning:
             self._world.pending = lambda: False
 
     def world(self) -> ArbiterWorld:
-        """What a planner sees of the arbiter. Raises `ConfigError` for a graph that no planner can scale."""
+        """The observer of the arbiter for the planner. Raises `ConfigError` for a graph that no planner can scale."""
         prefill, decode = planned_components(self._graph)
         world = ArbiterWorld(self._shell, self._sampling, self._links, prefill, decode, self._clock, self.times)
         world.waiting_in = prefills_wait_in(self._graph, prefill)
@@ -383,7 +383,7 @@ class Planning:
             self._virtual.change(max_wait_s=options.virtual_max_wait, blocking=options.virtual_blocking)
 
     async def _keep(self) -> None:
-        """What the statefile says of it: an arbiter that adopts the run goes on from there."""
+        """The planner's part of the statefile: an arbiter that adopts the run goes on from there."""
         self._note()
         await self._statefile.write_head(lambda: self._shell.fleet)
 

@@ -90,7 +90,7 @@ log = logging.getLogger(__name__)
 EVERY_S = 10.0
 
 
-class Drifting:
+class DriftCheck:
     """`ask` gives the ready engines' passes since the tracker's last ones. `follow` says by which options a planner
     runs, `close` that none does."""
 
@@ -123,7 +123,7 @@ class Drifting:
         self._name = self._document = self._drift = None
 
     def figures(self) -> tuple[Drifted, ...]:
-        """Of the last minutes; nothing before there were enough passes."""
+        """The drift of the last minutes; empty until there were enough passes."""
         return () if self._drift is None else self._drift.figures(self._clock.now_s())
 
     def status(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class Drifting:
             except DynamoError as error:  # NATS is away
                 log.debug("nothing was compared with the profile: %s", error)
             except Exception:  # a bug must not end the comparison in silence
-                log.exception("comparing the engines with their profile failed; it is tried again")
+                log.exception("comparing the engines with their profile failed; another try follows")
 
     async def _look(self, drift: Drift, tracker: PassTracker) -> None:
         turns = Turns()

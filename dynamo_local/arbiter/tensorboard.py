@@ -45,7 +45,7 @@ def available() -> bool:
 
 
 def missing_library(log_dir: Path | None) -> str | None:
-    """What to install if `log_dir` is given and the extra is not installed, else None."""
+    """The install hint if `log_dir` is given and the extra is not installed, else None."""
     if log_dir is None or available():
         return None
     return (

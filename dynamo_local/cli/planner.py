@@ -31,30 +31,30 @@ _COLUMNS = ("plugin", "stage", "priority", "circuit", "calls", "last", "at")
 def plugins(as_json: bool, namespace: str | None) -> None:
     """List the planner's plugins.
 
-    What they do, how they are, and where to register more.
+    Their stages, their state, and the address for registrations.
     """
     answer = ask_arbiter(find_paths(namespace), "dynamo_planner_status", ANSWER_TIMEOUT_S)
-    told = answer["planner"]["plugins"]
-    click.echo(json.dumps(told) if as_json else "\n".join(plugin_lines(told)))
+    reported = answer["planner"]["plugins"]
+    click.echo(json.dumps(reported) if as_json else "\n".join(plugin_lines(reported)))
 
 
-def plugin_lines(told: Mapping[str, Any]) -> Iterator[str]:
+def plugin_lines(reported: Mapping[str, Any]) -> Iterator[str]:
     """A table, then what is wrong, then where plugins register."""
-    rows = [_COLUMNS, *(_row(plugin) for plugin in told["plugins"])]
+    rows = [_COLUMNS, *(_row(plugin) for plugin in reported["plugins"])]
     if len(rows) > 1:
         widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
         for row in rows:
             yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
     else:
         yield "no plugins"
-    for plugin in told["plugins"]:
+    for plugin in reported["plugins"]:
         if plugin["trouble"]:
             yield f"{plugin['plugin_id']}: {plugin['trouble']}"
-    for name, reason in told["not_taken"].items():
+    for name, reason in reported["not_taken"].items():
         yield f"{name}: not taken: {reason}"
-    if told["gateway"]:
-        yield f"register at {told['gateway']}"
-    last = told["last_tick"]
+    if reported["gateway"]:
+        yield f"register at {reported['gateway']}"
+    last = reported["last_tick"]
     if last is not None and last["why"]:
         yield f"last tick: {last['action']}: {last['why']}"
 
@@ -175,7 +175,8 @@ def resume(as_json: bool, namespace: str | None) -> None:
 @json_option
 @namespace_option
 def set_(settings: tuple[str, ...], as_json: bool, namespace: str | None) -> None:
-    """Change options, from the next decision on: all of them, or none. Of a stopped planner: for its next start.
+    """Change options, from the next decision on: all of them, or none. On a stopped planner they apply at its next
+    start.
 
     For example: dynamo planner set decode-kv-scale-up-threshold=0.8 max-gpu-budget=6
     """
@@ -241,7 +242,7 @@ def history(count: int, changes: bool, as_json: bool, namespace: str | None) -> 
 def report(since: str | None, output: Path | None, log: Path | None, as_json: bool, namespace: str | None) -> None:
     """Write a page with what the planner saw, expected and did.
 
-    It stands alone, and reads the decision log: it works when the graph is gone, too. By default it is written to
+    It stands alone, and reads the decision log: it works when the graph is gone, too. The default file is
     planner_report.html in this folder.
     """
     from dynamo_local.arbiter.planner_report.writing import title_of, write_report
@@ -254,23 +255,23 @@ def report(since: str | None, output: Path | None, log: Path | None, as_json: bo
     title = title_of(paths.namespace) if log is None else f"Planner: {log.name}"
     decisions = write_report(log or decision_log_path(paths.logs), to, since_s=since_s, title=title)
     size = to.stat().st_size
-    told = {"report": str(to), "decisions": decisions, "bytes": size}
+    reported = {"report": str(to), "decisions": decisions, "bytes": size}
     said = f"report: {to} ({decisions:,} decisions, {size / 1000:,.0f} kB)"
-    click.echo(json.dumps(told) if as_json else said)
+    click.echo(json.dumps(reported) if as_json else said)
 
 
 def _change(namespace: str | None, as_json: bool, command: str, **properties: Any) -> None:
     answer = ask_arbiter(find_paths(namespace), f"dynamo_planner_{command}", PLANNER_ANSWER_TIMEOUT_S, **properties)
-    told = answer["planner"]
+    reported = answer["planner"]
     if as_json:
-        click.echo(json.dumps(told))
+        click.echo(json.dumps(reported))
     else:
         with_options = command in ("status", "set", "start")
-        click.echo("\n".join(status_lines(told, defaults=_defaults() if with_options else None)))
+        click.echo("\n".join(status_lines(reported, defaults=_defaults() if with_options else None)))
 
 
 def _defaults() -> dict[str, Any]:
-    """Of all options, as an arbiter tells them."""
+    """Names and values of all options, as an arbiter reports them."""
     from dynamo_local.config.planner import PlannerConfig
 
     return PlannerConfig().model_dump(mode="json")

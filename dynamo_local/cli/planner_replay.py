@@ -53,7 +53,7 @@ def replay(
     found = [first] if policy is None else list(chain([first], records))
     again = Replay(None if policy is None else _options(policy, settings, found))
     decisions = list(again.run(chain(found, records)))
-    click.echo(json.dumps(_told(again, decisions)) if as_json else "\n".join(_words(again, decisions)))
+    click.echo(json.dumps(_reported(again, decisions)) if as_json else "\n".join(_words(again, decisions)))
 
 
 def _options(policy: str, settings: tuple[str, ...], records: Iterable[Record]) -> PlannerConfig:
@@ -68,7 +68,7 @@ def _options(policy: str, settings: tuple[str, ...], records: Iterable[Record]) 
     return planner_section("replay", {**budgets, **given, "policy": policy})
 
 
-def _told(again: Replay, decisions: Iterable[Replayed]) -> dict[str, Any]:
+def _reported(again: Replay, decisions: Iterable[Replayed]) -> dict[str, Any]:
     rows = [
         {"seq": one.seq, "at_s": one.at_s, "agrees": one.agrees, "then": _plain(one.then), "now": _plain(one.now)}
         for one in decisions

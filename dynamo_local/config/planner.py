@@ -42,7 +42,7 @@ LATENCY_ALIASES = {"ttft": "ttft_ms", "itl": "itl_ms"}
 
 
 class LatencyFields(BaseModel):
-    """What is aimed at, and what the engines can do."""
+    """Targets, and the profile of the engines."""
 
     model_config = OPTIONS
 
@@ -60,7 +60,7 @@ class LatencyFields(BaseModel):
 
 
 # --- load
-# Options of the policy `load`, under Dynamo's names and defaults (planner-rules: options and defaults).
+# Options of the policy `load`, under Dynamo's names and with its defaults.
 
 
 class LoadFields(BaseModel):
@@ -206,7 +206,7 @@ class GatewayConfig(_Section):
 
 
 class _PluginConfig(_Section):
-    """What every plugin says of itself."""
+    """The description of a plugin."""
 
     plugin_id: str
     """Its name: letters, digits and . _ : / @ -."""
@@ -234,9 +234,9 @@ class ExternalPluginConfig(_PluginConfig):
     auth_token: SecretSource | None = None
     """Where its token is, if it is to answer for itself at the gateway: `file:PATH` or `env:NAME`."""
     protocol_version: str = "1.0"
-    """Of `dynamo.planner.plugin`."""
+    """The version of `dynamo.planner.plugin`."""
     hold_policy: Hold = "HOLD_LAST"
-    """What it contributes while it is not due: nothing, or its last answer again."""
+    """Its contribution while it is not due: nothing, or its last answer again."""
 
 
 class InProcessPluginConfig(_PluginConfig):
@@ -249,7 +249,7 @@ class InProcessPluginConfig(_PluginConfig):
     hold_policy: Hold = "ACCEPT_WHEN_IDLE"
     """As above."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """What the class is made with."""
+    """Arguments of the class."""
 
 
 class SchedulingConfig(_Section):
@@ -266,7 +266,7 @@ class SchedulingConfig(_Section):
 
 
 class AuthConfig(_Section):
-    """Who may register."""
+    """Rights to register."""
 
     trusted_sources: tuple[Literal["static_secret", "allow_unauthenticated"], ...] = ()
     """None: whoever can reach the gateway."""
@@ -284,7 +284,7 @@ class TransportConfig(_Section):
     keepalive_time_ms: Annotated[int, Field(ge=1000)] = 30_000
     """Between two signs of life on a connection."""
     max_message_size_bytes: Annotated[int, Field(ge=4096, le=64 * 1024 * 1024)] = 10 * 1024 * 1024
-    """Of what a plugin is sent; its answers may have 256 KiB."""
+    """Limit of a message to a plugin. Answers may have 256 KiB."""
 
 
 class AdminConfig(_Section):
@@ -298,7 +298,7 @@ class PluginRegistrationConfig(_Section):
     """How plugins come in."""
 
     auth: AuthConfig = AuthConfig()
-    """Who may register."""
+    """Rights to register."""
     transport: TransportConfig = TransportConfig()
     """How plugins are called."""
     protocol_version_min: Version = "1.0"
@@ -316,7 +316,7 @@ class PluginRegistrationConfig(_Section):
 
 
 def check_plugins(scheduling: SchedulingConfig, registration: PluginRegistrationConfig) -> None:
-    """What both must fulfil together. ValueError, fit for a person."""
+    """Check both sections together. Raises `ValueError` with a message for people."""
     auth = registration.auth
     secret = auth.trusted_sources == ("static_secret",) and bool(auth.static_secrets)
     if scheduling.gateway.enabled and scheduling.gateway.tcp is not None and not secret:
@@ -352,15 +352,15 @@ class SharedFields(BaseModel):
     enabled: bool = True
     """Whether the section starts the planner with the graph; `dynamo planner start` starts it at any time."""
     policy: Literal["load", "sla", "slo", "throughput-load"] = "load"
-    """Who decides: `load` by thresholds, `slo`, `sla` and `throughput-load` by targets for latencies. Where `ttft` or
-    `itl` is given, and no policy, it is `slo`."""
+    """The policy: `load` decides by thresholds, `slo`, `sla` and `throughput-load` by targets for latencies. Where
+    `ttft` or `itl` is given, and no policy, it is `slo`."""
     namespace: str | None = None
     """Namespace that the planner looks at; the graph's own, or it is refused."""
     served_model_name: str | None = None
     """Model being served; one that differs from the Frontend's is refused."""
     environment: Literal["local", "virtual", "kubernetes"] = "local"
-    """Who carries decisions out: the arbiter itself, another environment that reads them from etcd (`virtual`), or
-    Dynamo's operator (`kubernetes`: a planner in a pod, [Kubernetes](kubernetes-planner.md))."""
+    """Where decisions are carried out: by the arbiter itself, another environment that reads them from etcd
+    (`virtual`), or Dynamo's operator (`kubernetes`: a planner in a pod, [Kubernetes](kubernetes-planner.md))."""
     backend: Literal["vllm", "sglang"] | None = None
     """Accepted for Dynamo's own files; which engine runs, the graph says."""
     virtual_keys: Literal["v1", "v0"] = "v1"
@@ -420,7 +420,7 @@ SLO_ALIASES = {"budget": "max_gpu_budget", "thrift": "cost_factor"}
 
 
 class SloFields(BaseModel):
-    """What is to be kept, and how dearly."""
+    """The share of requests to keep, and the cost of a GPU."""
 
     model_config = OPTIONS
 
@@ -506,7 +506,7 @@ class ThroughputLoadFields(BaseModel):
     load_scaling_down_sensitivity: Percent = 80
     """Per cent of the target below which a worker may go; 0: never, 100: as soon as the target would still be kept."""
     regression_features: Literal["dynamo", "seed"] = "dynamo"
-    """What the time of a decode pass depends on: requests and KV (Dynamo 1.6.1), or the KV alone (its first design)."""
+    """Features of a decode pass's duration: requests and KV (Dynamo 1.6.1), or the KV alone (its first design)."""
     load_min_observations: Annotated[int, Field(ge=3)] = 5
     """Passes that a model needs before it answers."""
     max_num_fpm_samples: Count = 64
@@ -540,7 +540,7 @@ class ThroughputLoadFields(BaseModel):
 
 
 def wrong(config: PlannerConfig) -> str | None:
-    """What of these options does not go together, in words that name the option; None if all is well."""
+    """The conflict between these options, with the option's name; None if there is none."""
     if config.optimization_target == "sla":
         if not (config.enable_throughput_scaling or config.enable_load_scaling):
             return "enable_throughput_scaling and enable_load_scaling are both off: one of them must be on"
@@ -623,7 +623,7 @@ _ALIASES: Mapping[type[BaseModel], Mapping[str, str]] = {
 
 
 BY_TARGETS = "slo"
-"""Who plans where targets are given, and no policy."""
+"""The policy if targets are given and no policy is named."""
 
 
 def options_of(policy: str) -> tuple[str, ...]:
@@ -700,7 +700,7 @@ class PlannerConfig(
         if self.policy in ("sla", "slo") and self.min_endpoint == 0:
             raise ValueError(
                 f"min_endpoint 0: the policy {self.policy} keeps one worker of each role, because its corrections are "
-                "measured on workers that serve; say 1, or take throughput-load, whose throughput loop goes to 0 "
+                "measured on workers that serve. Say 1, or take throughput-load: its throughput loop goes to 0 "
                 "and back"
             )
         if self.policy == "throughput-load" and (why := wrong(self)) is not None:

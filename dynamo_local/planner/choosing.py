@@ -86,7 +86,7 @@ def _files(named: str) -> list[Path]:
 
 
 def _arrivals(files: Iterable[Path]) -> Iterator[_Arrival]:
-    """Of all files. Raises `BadTrace` where two formats are mixed, or nothing came."""
+    """The arrivals of all files. Raises `BadTrace` where two formats are mixed, or nothing came."""
     first: tuple[str, str] | None = None
     counted = 0
     for file in files:

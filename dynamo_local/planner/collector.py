@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Longest:
-    """Of all steps so far, in seconds. The two may be of different steps."""
+    """The longest step so far, in seconds. The two may be of different steps."""
 
     elapsed_s: float = 0.0
     cpu_s: float = 0.0
@@ -53,12 +53,12 @@ class LoopLatency:
 
     @property
     def longest(self) -> Mapping[str, Longest]:
-        """By the name of the work; what has not run yet is absent."""
+        """The longest step of each kind of work. Work that has not run yet is absent."""
         return dict(self._longest)
 
     @types.coroutine
     def timed(self, what: str, work: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
-        """As `await work`, with each of its steps timed. What it raises, and a cancellation, pass through."""
+        """As `await work`, with each of its steps timed. Its exceptions and a cancellation pass through."""
         go_on: Callable[[], Any] = lambda: work.send(None)  # noqa: E731
         while True:
             elapsed_s, cpu_s = self._elapsed_s(), self._cpu_s()
@@ -116,7 +116,8 @@ class LoadSource(Protocol):
     """The loads that the workers report."""
 
     async def loads(self) -> Mapping[str, Sampled[Load]] | Missing:
-        """By watcher name; a worker that does not answer is absent. May raise `DynamoError`."""
+        """The load of each worker, by watcher name. A worker that does not answer is absent. May raise
+        `DynamoError`."""
         ...
 
 
@@ -258,7 +259,7 @@ class _PendingSample(Generic[T]):
             self.failed = str(error)
         except asyncio.CancelledError:
             self.failed = "it was cancelled"
-        except Exception as error:  # a bug: it must not cost the other sources' samples (lesson 15)
+        except Exception as error:  # a bug: it must not cost the other sources' samples
             if self.failed != (why := f"{type(error).__name__}: {error}"):
                 log.exception("a source of the planner failed")
             self.failed = why

@@ -1,6 +1,6 @@
 """Drives a policy: holds its state, and runs one tick through PREDICT, PROPOSE, merge and settle.
 
-The arbiter's loop, the twin and a replay of recorded pulls drive the same object; only what takes time differs. In the
+The arbiter's loop, the simulator and a replay drive the same object. They differ in the calls that take time. In the
 arbiter forecasts are made in another process, and plugins of others are asked; in the twin both answer at once.
 """
 
@@ -34,10 +34,10 @@ SLACK_S = 1e-3
 
 
 class Pipeline(Protocol):
-    """Who else has a say between the policy's own stages. Each call has a deadline of its own, and never raises."""
+    """Plugins that act between the policy's own stages. Each call has a deadline of its own, and never raises."""
 
     def needs(self, needs: Needs) -> Needs:
-        """What an observation must bring for the policy, and for everybody else."""
+        """The needs of the policy and of the plugins."""
         ...
 
     async def predict(self, observation: Observation, own: Prediction | None) -> Prediction | None:
@@ -90,9 +90,9 @@ class Recorder(Protocol):
 
 
 def baseline_of(observation: Observation) -> dict[str, int]:
-    """What bounds are held against where nobody sets a number: the workers that serve, and those that will.
+    """The numbers that bounds apply to if no stage sets one: workers that serve or will serve.
 
-    A floor that counted only the first would take back workers that are on their way (lesson 16)."""
+    A floor that counted only the serving workers would cancel workers that are starting."""
     return {role: pool.capacity for role, pool in observation.pools.by_role.items()}
 
 
@@ -116,7 +116,7 @@ class PolicyDriver:
         self._pipeline = pipeline or BuiltIns()
         self._changes = 0
         self.prediction: Prediction | None = None
-        """What the last tick went by."""
+        """The prediction of the last tick."""
         if recorder is not None:
             recorder.began(policy.options, now_s)
 
@@ -127,7 +127,7 @@ class PolicyDriver:
 
     @property
     def needs(self) -> Needs:
-        """What that observation must bring: for plugins, too, where it decides something."""
+        """The needs for the next observation. A tick that decides also collects for plugins."""
         own = self._policy.needs(self._state)
         return self._pipeline.needs(own) if _decides(self.status, self.next_at_s) else own
 

@@ -2,7 +2,7 @@
 
 It runs in the arbiter's event loop and never blocks it. One tick at a time, on absolute deadlines, so nothing overlaps
 or drifts. It is supervised: a tick that fails is logged, counted and tried again; an exception never ends the scaling
-in silence (lesson 15). What it does goes through the connector; a refusal is a value.
+in silence. What it does goes through the connector; a refusal is a value.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class PlannerState(enum.StrEnum):
 
 
 class World(Protocol):
-    """What the loop reads from the arbiter, without waiting."""
+    """The state of the arbiter that the loop reads without waiting."""
 
     def worker_pools(self) -> WorkerPools:
         """The workers of both components, counted now."""
@@ -268,15 +268,15 @@ class PlannerLoop:
 
     def _failed(self, error: Exception) -> None:
         self.counts.failed_ticks += 1
-        log.error("a tick of the planner failed; it goes on", exc_info=error)
+        log.error("a tick of the planner failed; the loop goes on", exc_info=error)
         self._say(f"a tick failed ({type(error).__name__}: {error}); it is tried again, the arbiter's log says more")
 
     def _say(self, trouble: str | None) -> None:
         """Report a trouble once, and once more when it is over."""
         if trouble == self.trouble:
             return
-        told = f"planner: {trouble}" if trouble is not None else f"planner: goes on (it was: {self.trouble})"
-        self._tell(told, Elsewhere())
+        reported = f"planner: {trouble}" if trouble is not None else f"planner: goes on (it was: {self.trouble})"
+        self._tell(reported, Elsewhere())
         self.trouble = trouble
 
     async def _tick(self) -> Reading:

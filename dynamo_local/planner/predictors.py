@@ -16,7 +16,7 @@ from dynamo_local.errors import ConfigError, how_to_install
 from dynamo_local.planner.values import WINDOWS_MAX, Forecasts, ForecastTask, Series
 
 # --- protocol
-# What every predictor is.
+# The interface of predictors.
 
 
 class Predictor(Protocol):
@@ -58,7 +58,7 @@ class Constant:
 # The first value is the level to begin with; each later one corrects what was predicted for it.
 
 VARIANCE_AT_FIRST = 1000.0
-"""Of level and trend, before anything is known of them."""
+"""Variance of level and trend before the first value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +150,13 @@ class Prophet:
             times = pandas.date_range(BEGINS, periods=len(known) + steps, freq=apart)
             model = prophet.Prophet(uncertainty_samples=0)  # the mean alone: nothing is drawn by chance
             model.fit(pandas.DataFrame({"ds": times[: len(known)], "y": known}))
-            told = model.predict(pandas.DataFrame({"ds": times[len(known) :]}))
-        return [float(value) for value in told["yhat"]]
+            reported = model.predict(pandas.DataFrame({"ds": times[len(known) :]}))
+        return [float(value) for value in reported["yhat"]]
 
 
 EXTRA = "predictors"
 LIBRARIES: Mapping[str, str] = MappingProxyType({"arima": "statsforecast", "prophet": "prophet"})
-"""What a predictor imports, of the extra `predictors`. The others are our own, and take microseconds."""
+"""The library that a predictor imports, of the extra `predictors`. The others are our own, and take microseconds."""
 NAMES = ("constant", "kalman", "arima", "prophet")
 
 
@@ -192,7 +192,7 @@ def forecast_task(options: PlannerConfig, series: Series, steps: int = 1) -> For
 
 def is_light(name: str) -> bool:
     """Whether it is a predictor of our own: it needs no library and no process, 600 windows take a millisecond at most.
-    What is no predictor at all (the queueing twin) is none of them."""
+    What is no predictor at all (the queueing model) is none of them."""
     return name in NAMES and name not in LIBRARIES
 
 
@@ -228,7 +228,7 @@ def predictor_of(task: ForecastTask) -> tuple[Predictor, bool]:
 
 
 # --- continuing
-# What surrounds a predictor: when it is not asked, what stands in where it fails, and what its values may be.
+# Around a predictor: when it is not called, its substitute if it fails, and the range of its values.
 
 _REASON_MAX = 200
 
@@ -254,7 +254,7 @@ def continued(predictor: Predictor, series: Sequence[float], steps: int, *, log1
     try:
         values = _forecast(predictor, series, steps, log1p)
     except Exception as error:  # any library's: a planner must not stop for want of a forecast
-        return Continued((last,) * steps, _told(error))
+        return Continued((last,) * steps, _reported(error))
     if len(values) != steps or not all(map(math.isfinite, values)):
         return Continued((last,) * steps, f"{steps} finite values were expected, not {_shown(str(values))}")
     return Continued(tuple(max(0.0, value) for value in values))
@@ -266,7 +266,7 @@ def _forecast(predictor: Predictor, series: Sequence[float], steps: int, log1p: 
     return [math.expm1(value) for value in predictor.forecast([math.log1p(value) for value in series], steps)]
 
 
-def _told(error: Exception) -> str:
+def _reported(error: Exception) -> str:
     text = " ".join(str(error).split())
     return _shown(f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
@@ -292,10 +292,10 @@ def answer(task: ForecastTask) -> Forecasts:
         if why is not None:
             values.append(Missing(why))
             continue
-        told = continued(predictor, series, task.steps, log1p=log1p)
-        values.append(told.values)
-        if told.failed is not None:
-            notes.append(f"{task.predictor} failed for series {number}, the last value stands in: {told.failed}")
+        reported = continued(predictor, series, task.steps, log1p=log1p)
+        values.append(reported.values)
+        if reported.failed is not None:
+            notes.append(f"{task.predictor} failed for series {number}, the last value stands in: {reported.failed}")
     return Forecasts(tuple(values), tuple(notes))
 
 

@@ -27,13 +27,13 @@ class ScalingTimes:
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         self.known: Callable[[str], float | None] = lambda component: None
-        self.leads: Callable[[str], Mapping[str, float]] = lambda component: {}
+        self.lead_times: Callable[[str], Mapping[str, float]] = lambda component: {}
         self._now_s = now_s
         self._began: dict[str, float] = {}
         self._starts: dict[str, deque[float]] = {}
         self._drains: dict[str, deque[float]] = {}
 
-    def told(self, pools: WorkerPools) -> WorkerPools:
+    def reported(self, pools: WorkerPools) -> WorkerPools:
         """The pools with the times of their components; None where none is known."""
         prefill = None if pools.prefill is None else self._pool(pools.prefill)
         return replace(pools, prefill=prefill, decode=self._pool(pools.decode))
@@ -44,7 +44,7 @@ class ScalingTimes:
             pool,
             start_up_s=self.known(pool.component) if seen_s is None else seen_s,
             drain_s=_median(self._drains, pool.component),
-            leads=self.leads(pool.component),
+            lead_times=self.lead_times(pool.component),
         )
 
     def on_stimulus(self, stimulus: Stimulus) -> None:

@@ -39,7 +39,7 @@ class Stage(enum.StrEnum):
 
 
 class HoldPolicy(enum.IntEnum):
-    """What a plugin contributes in ticks in which it is not due. The numbers are those of the wire."""
+    """The contribution of a plugin in ticks in which it is not due. The numbers are those of the wire."""
 
     ACCEPT_WHEN_IDLE = 0
     HOLD_LAST = 1
@@ -68,7 +68,7 @@ class PluginSpec:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What a plugin of PREDICT answers; None is no opinion. `final`: nobody with a higher number is asked after it."""
+    """The answer of a plugin of PREDICT; None is no opinion. `final`: nobody with a higher number is asked after it."""
 
     prediction: Prediction | None = None
     final: bool = False
@@ -83,7 +83,7 @@ Answer = Predicted | Accept | Override | Reject | Nothing
 
 
 # --- context
-# What plugins are shown in a tick, under the names of Dynamo's `PipelineContext`.
+# The context of plugins in a tick, under the names of Dynamo's `PipelineContext`.
 
 TRAFFIC, FPM = "observations.traffic", "observations.fpm"
 
@@ -110,7 +110,7 @@ class Fpm:
 
 @dataclass(frozen=True, slots=True)
 class Observations:
-    """What was observed. None: not collected, or not known; never 0 in its place."""
+    """The observed values. None: not collected, or not known; never 0 in its place."""
 
     traffic: Traffic | None = None
     fpm: Fpm | None = None
@@ -196,7 +196,7 @@ def _is_set(context: PipelineContext, path: str) -> bool:
 
 
 def wanted(needs: Needs, plugins: Iterable[PluginSpec], window_s: float) -> Needs:
-    """What is to be collected for the policy and for these plugins. A plugin without `needs` is shown everything.
+    """The needs of the policy and of these plugins. A plugin without `needs` is shown everything.
 
     There is one window of traffic: the policy's, whose numbers it counts in; where it wants none, the longest that a
     plugin wants (`window_s` for one that says none).
@@ -216,10 +216,10 @@ def wanted(needs: Needs, plugins: Iterable[PluginSpec], window_s: float) -> Need
 # --- merging
 # One target for each role out of the proposals of several plugins: PROPOSE, RECONCILE and CONSTRAIN.
 #
-# Of the plugins of one stage, in this order:
+# Merging the answers of one stage, in this order:
 #
 # 1. A `Reject` ends the tick: nothing is changed.
-# 2. Of the overrides that are `final` the one with the smallest priority is heard alone. (Not in CONSTRAIN.)
+# 2. If overrides are `final`, the one with the smallest priority counts alone. (Not in CONSTRAIN.)
 # 3. For each role: `max(all AT_LEAST, min(all AT_MOST, the SET with the smallest priority))`. Where there is no SET
 # (none
 #    counts in CONSTRAIN), the role's number after the stage before takes its place.

@@ -1,4 +1,4 @@
-"""What the load planner decides from, and any planner's decision with its reasons."""
+"""The values of planners: observations, predictions, proposals, and decisions with their reasons."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dynamo_local.core.passes import EngineId, ForwardPass
 from dynamo_local.core.types import Load, Missing
 
 # --- forecasts
-# What is expected of the next window, and the question that asks for it.
+# The forecast of the next window, and its task.
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Forecasts:
 
 
 # --- passes
-# What a planner knows of the engines: their passes (`core.passes`), and their limits.
+# The engines as a planner knows them: their passes (`core.passes`), and their limits.
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +126,11 @@ class Pool:
     drain_s: float | None = None
     flippable: int = 0
     asleep: int = 0
-    leads: Mapping[str, float] = field(default_factory=dict, hash=False)
+    lead_times: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     @property
     def capacity(self) -> int:
-        """Workers that serve or will: what a step is counted from (lesson 16)."""
+        """Workers that serve or will: what a step is counted from."""
         return self.ready + self.coming
 
     @property
@@ -173,12 +173,12 @@ class WorkerPools:
 
     @property
     def gpus_spoken_for(self) -> int:
-        """What counts against `max_gpu_budget`."""
+        """The GPUs that count against `max_gpu_budget`."""
         return sum(pool.gpus_spoken_for for pool in self.all)
 
 
 # --- proposals
-# What a stage of the pipeline proposes, under the names of `dynamo.planner.plugin.v1`.
+# The proposals of the pipeline's stages, under the names of `dynamo.planner.plugin.v1`.
 
 
 class OverrideType(enum.IntEnum):
@@ -221,7 +221,7 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What one plugin said in one stage. The smaller `priority` wins."""
+    """The answer of one plugin in one stage. The smaller `priority` wins."""
 
     plugin_id: str
     priority: int
@@ -399,8 +399,8 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """What clients did from `since_s` to `at_s` (planner's clock, seconds): when requests began (ascending), and those
-    that ended. Beginnings and ends are of different requests."""
+    """The requests of the clients from `since_s` to `at_s` (planner's clock, seconds): when requests began (ascending),
+    and those that ended. Beginnings and ends are of different requests."""
 
     since_s: float
     at_s: float
@@ -428,7 +428,7 @@ class LoadScaling(enum.StrEnum):
     SCALE_DOWN = "scale_down"
     SCALE_DOWN_CAPPED_BY_THROUGHPUT = "scale_down_capped_by_throughput"
     SCALE_DOWN_REFUSED_CONSOLIDATION = "scale_down_refused_consolidation"
-    """The load is low; it would not be, on one engine less."""
+    """The load is low. On one engine less the load would not be low."""
     GPU_BUDGET_GUARD_HOLD = "gpu_budget_guard_hold"
     GPU_BUDGET_RECONCILE = "gpu_budget_reconcile"
     OVERRIDE_BY_USER_PLUGIN = "override_by_user_plugin"
@@ -473,7 +473,7 @@ class PolicyStatus:
 
 
 # --- traffic
-# What the clients did in a window of time: requests, lengths, latencies.
+# The traffic in a window of time: requests, lengths, latencies.
 
 UNKNOWN = Missing("nobody has measured it")
 
@@ -506,8 +506,8 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What the next observation must bring, beside the loads. `traffic_window_s`: the length of the window of
-    `Pull.traffic`, None for none. `requests`: those of that window one by one."""
+    """The data that a policy needs in the next observation, beside the loads. `traffic_window_s`: the length of the
+    window of `Pull.traffic`, None for none. `requests`: those of that window one by one."""
 
     traffic_window_s: float | None = None
     passes: bool = False
@@ -544,7 +544,7 @@ class Observation:
 WINDOWS_MAX = 600
 """How many windows are remembered, unless somebody asks for more: 30 hours of 180 s."""
 SOURCE = "builtin_load_predict"
-"""Who a prediction made of a series is from, under Dynamo's name."""
+"""Source of a prediction that continues a series, under Dynamo's name."""
 
 
 @dataclass(frozen=True, slots=True)

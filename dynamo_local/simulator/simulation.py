@@ -119,7 +119,7 @@ class Simulation:
         self.flow.attach(self.fleet)
         self._times = ScalingTimes(self.fleet.now_s)
         self.fleet.shell.observers.append(self._times)
-        self._times.leads = options.medians
+        self._times.lead_times = options.medians
         if options.leads is not None:  # as a host knows them from earlier runs
             self._times.known = options.start_up_known_s
         self._run = Run([Job(number, request) for number, request in enumerate(trace)])
@@ -189,7 +189,7 @@ class Simulation:
         reading = Reading(now_s, queue, loads)
         self._run.sightings.append(Sighting(now_s, queue, mean_kv((reading,))))
         prefill, actuators = PREFILL if disagg else None, self._options.actuators
-        pools = self._times.told(pools_of(self.fleet.view(), decode=DECODE, prefill=prefill, actuators=actuators))
+        pools = self._times.reported(pools_of(self.fleet.view(), decode=DECODE, prefill=prefill, actuators=actuators))
         observation = observed(self.flow, self._planner.needs, Observation(reading, pools))
         decision = self._planner.tick_now(observation)
         if decision is not None:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from dynamo_local.arbiter.planner_observation import Observing
+from dynamo_local.arbiter.planner_observation import ArbiterObserver
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.fleet.fleet import Fleet, Worker
@@ -45,8 +45,8 @@ class SeenFleet:
 @asynccontextmanager
 async def observing(
     served: Served, roles: dict[str, Role] | None = None, *, runtime: str | None = None, counting: bool = False
-) -> AsyncIterator[tuple[Observing, SeenFleet]]:
-    """`Observing` over the graph's own NATS. `counting`: as for a policy that goes by the traffic."""
+) -> AsyncIterator[tuple[ArbiterObserver, SeenFleet]]:
+    """`ArbiterObserver` over the graph's own NATS. `counting`: as for a policy that goes by the traffic."""
     env = served.environment()
     nats = await connect_nats(env["NATS_SERVER"], NatsAccess.of(env), name="a planner")
     roles = roles or NATIVE
@@ -60,7 +60,7 @@ async def observing(
 
     links: Any = SimpleNamespace(nats=nats)
     shell: Any = fleet
-    made = Observing(lambda: graph, shell, links, AsyncioClock(), background, lambda text, about=None: None)
+    made = ArbiterObserver(lambda: graph, shell, links, AsyncioClock(), background, lambda text, about=None: None)
     made.follow(PlannerConfig(policy="throughput-load" if counting else "load"))
     try:
         yield made, fleet
@@ -69,7 +69,7 @@ async def observing(
         await close_quietly(nats)
 
 
-async def counted(observed: Observing, since_s: float, within_s: float = 60.0) -> Traffic:
+async def counted(observed: ArbiterObserver, since_s: float, within_s: float = 60.0) -> Traffic:
     """The traffic of a window that began then at the latest."""
     async with asyncio.timeout(within_s):
         while True:
@@ -80,7 +80,7 @@ async def counted(observed: Observing, since_s: float, within_s: float = 60.0) -
             await asyncio.sleep(0.2)
 
 
-async def all_seen(observed: Observing, engines: int, within_s: float = 60.0) -> Engines:
+async def all_seen(observed: ArbiterObserver, engines: int, within_s: float = 60.0) -> Engines:
     """The engines, once there are so many, and something is known of each."""
     found: Engines = {}
     try:

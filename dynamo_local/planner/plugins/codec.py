@@ -66,7 +66,7 @@ def message(name: str) -> Any:
 
 
 def methods(service: str) -> dict[str, tuple[str, Any, Any]]:
-    """Of a service: its methods, each with its path, and the classes of its request and response."""
+    """The methods of a service, each with its path, and the classes of its request and response."""
     found = _POOL.FindServiceByName(f"{PACKAGE}.{service}")
     return {
         method.name: (
@@ -79,7 +79,7 @@ def methods(service: str) -> dict[str, tuple[str, Any, Any]]:
 
 
 METHODS = {stage: methods(f"{stage.title()}Plugin")[stage.title()] for stage in Stage}
-"""Of each stage: the path of its method, and the classes of its request and response."""
+"""By stage: the path of its method, and the classes of its request and response."""
 
 WORKER_FIELDS = (
     "ready_prefill",
@@ -97,12 +97,12 @@ WORKER_FIELDS = (
 def request(stage: Stage, context: PipelineContext, proposals: Sequence[Proposal] = ()) -> bytes:
     """The request of that stage. `proposals` are for RECONCILE."""
     _, made, _ = METHODS[stage]
-    asked = made()
-    _fill_context(asked.context, context)
+    requested = made()
+    _fill_context(requested.context, context)
     if stage is Stage.RECONCILE:
         for proposal in proposals:
-            _fill_proposal(asked.proposals.add(), proposal)
-    encoded: bytes = asked.SerializeToString()
+            _fill_proposal(requested.proposals.add(), proposal)
+    encoded: bytes = requested.SerializeToString()
     return encoded
 
 
@@ -184,7 +184,7 @@ def fill_result(made: Any, result: Answer) -> None:
 
 
 def answer(stage: Stage, raw: bytes) -> Answer:
-    """What a plugin answered. Raises `Unusable`."""
+    """The answer of a plugin. Raises `Unusable`."""
     said = parsed(METHODS[stage][2], raw)
     return usable(stage, _predicted(said) if stage is Stage.PREDICT else _RESULTS[said.WhichOneof("result")](said))
 
@@ -299,7 +299,7 @@ def _passes(engines: Mapping[str, bytes]) -> dict[EngineId, ForwardPass]:
 
 
 def proposals_of_message(said: Iterable[Any]) -> tuple[Proposal, ...]:
-    """What PROPOSE brought, for RECONCILE. A result that is not set counts as an accept."""
+    """The proposals of PROPOSE, for RECONCILE. A result that is not set counts as an accept."""
     return tuple(Proposal(each.plugin_id, each.priority, _result(each)) for each in said)
 
 

@@ -49,11 +49,11 @@ from dynamo_local.planner.values import (
 log = logging.getLogger(__name__)
 
 TRAFFIC_WINDOW_S = 60.0
-"""Of a plugin that names none, under a policy that has none."""
+"""The traffic window if neither the plugin nor the policy names one."""
 
 
 class Action(enum.StrEnum):
-    """What became of a tick. Dynamo's names."""
+    """The outcome of a tick, under Dynamo's names."""
 
     APPLY = "apply"
     SKIP_NO_TARGETS = "skip_no_targets"
@@ -90,7 +90,7 @@ class PluginPipeline:
         self._began_s = 0.0
 
     def needs(self, needs: Needs) -> Needs:
-        """What an observation must bring for the policy, and for the plugins."""
+        """The needs of the policy and of the plugins."""
         return wanted(needs, self.registry.specs(), TRAFFIC_WINDOW_S)
 
     async def predict(self, observation: Observation, own: Prediction | None) -> Prediction | None:
@@ -169,7 +169,7 @@ class PluginPipeline:
     async def _proposals(
         self, stage: Stage, context: PipelineContext, before: Sequence[Proposal]
     ) -> tuple[Proposal, ...]:
-        """What the plugins of the stage say, all asked at once."""
+        """The answers of the plugins of a stage, all called at once."""
         rows = self.registry.of(stage)
         if not rows:
             return ()
@@ -181,7 +181,7 @@ class PluginPipeline:
     async def _contribution(
         self, row: Registered, context: PipelineContext, proposals: Sequence[Proposal]
     ) -> Answer | None:
-        """What it says in this tick, or what it said last where that is to stand; None: nothing."""
+        """The plugin's answer in this tick, or its last answer if that one still holds; None: no answer."""
         counters, name, now_s = self.registry.counters, row.spec.plugin_id, context.at_s
         if not circuits.admits(row.circuit, now_s):
             return None
@@ -195,12 +195,14 @@ class PluginPipeline:
                 counters.add("plugin_held_over_total", name, row.spec.stage)
             return row.turn.held
         row.lag_s = scheduling.lag_s(row.turn, row.spec, now_s)
-        return await self._asked(row, context, proposals)
+        return await self._requested(row, context, proposals)
 
-    async def _asked(self, row: Registered, context: PipelineContext, proposals: Sequence[Proposal]) -> Answer | None:
+    async def _requested(
+        self, row: Registered, context: PipelineContext, proposals: Sequence[Proposal]
+    ) -> Answer | None:
         """Its answer; None where it gave none. Whatever it does is counted, and raises nothing."""
         registry, spec, began_s = self.registry, row.spec, self._clock.now_s()
-        row.circuit, row.last_call_s = circuits.asked(row.circuit), began_s
+        row.circuit, row.last_call_s = circuits.was_called(row.circuit), began_s
         row.evaluations += 1
         row.overrides = frozenset()
         result = "error"

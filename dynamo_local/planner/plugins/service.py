@@ -333,5 +333,5 @@ async def _follow(tokens: Tokens) -> None:
             await tokens.follow()
             return
         except Exception:  # a bug: rotated secrets must be seen all the same
-            log.exception("the planner's secrets for plugins could not be followed; it is tried again")
+            log.exception("the planner's secrets for plugins could not be followed; another try follows")
             await asyncio.sleep(AGAIN_S)

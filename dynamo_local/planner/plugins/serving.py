@@ -99,10 +99,10 @@ def _handlers(plugin: object, stage: Stage) -> tuple[Any, ...]:
     _, request, _ = codec.METHODS[stage]
 
     async def ask(raw: bytes, context: Any) -> bytes:
-        asked = request.FromString(raw)
-        given: tuple[Any, ...] = (codec.context_of_message(asked.context),)
+        requested = request.FromString(raw)
+        given: tuple[Any, ...] = (codec.context_of_message(requested.context),)
         if stage is Stage.RECONCILE:
-            given = (*given, codec.proposals_of_message(asked.proposals))
+            given = (*given, codec.proposals_of_message(requested.proposals))
         try:
             return codec.response(stage, usable(stage, await _called(method, *given)))
         except Unusable as error:

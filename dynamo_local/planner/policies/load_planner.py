@@ -60,10 +60,10 @@ _SLACK = 1e-6
 
 
 class IntervalPolicy(Protocol):
-    """What decides at the end of an interval."""
+    """The rules that decide at the end of an interval."""
 
     def on_tick(self, observation: IntervalObservation) -> Decision:
-        """What to do after this interval, and when to ask again."""
+        """The decision after this interval, and the time of the next one."""
         ...
 
 
@@ -276,7 +276,7 @@ PRIORITY = 10
 
 
 class LoadState(NamedTuple):
-    """The intervals, and the decision of the present tick. Whoever goes on from a state does so on a copy."""
+    """The intervals, and the decision of the present tick. A caller that changes a state works on a copy."""
 
     intervals: AdjustmentIntervals
     decision: Decision | None = None

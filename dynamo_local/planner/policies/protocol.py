@@ -1,4 +1,4 @@
-"""What every policy is, so that the arbiter's loop, the simulation and a replay of recorded pulls can drive any."""
+"""The interface of policies. The arbiter's loop, the simulator and a replay drive any of them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Policy(Protocol[S]):
 
     @property
     def options(self) -> PlannerConfig:
-        """What it goes by."""
+        """Its options."""
         ...
 
     def first(self, now_s: float) -> S:
@@ -57,11 +57,11 @@ class Policy(Protocol[S]):
         ...
 
     def needs(self, state: S) -> Needs:
-        """What that observation must bring."""
+        """The needs for the next observation."""
         ...
 
     def forecasting(self, state: S, observation: Observation) -> ForecastTask | None:
-        """What is to be forecast for this tick; None where nothing is due."""
+        """The forecast that this tick needs; None if none is due."""
         ...
 
     def predicted(

@@ -1,10 +1,10 @@
-"""The SLA planner (seed 002): at the end of each interval, from the window's traffic and a forecast of the next one, so
+"""The SLA planner sizes both roles at the end of each interval. It takes the traffic of the window and its forecast. So
 many prefill and decode workers as the profile says that the next window needs.
 
 The rules, in prose:
 
 * A decision is due at `began + n × adjustment_interval`: absolute times, so that ticks and windows do not drift.
-* What is not known changes nothing: without the number of requests, or without a forecast, both roles are held. A
+* Unknown values change nothing: without the number of requests, or without a forecast, both roles are held. A
   window without requests is known: it counts as 0, with the prompt and answer lengths of before. Before the first
   request there are no lengths, and nothing is planned.
 * A window that was longer or shorter than the interval counts by its rate.
@@ -73,7 +73,7 @@ _SLACK_S = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """What this tick's proposal was made of: the expected window and both roles' needs; `wanted` are the engines."""
+    """The inputs of this tick's proposal: the expected window and both roles' needs; `wanted` are the engines."""
 
     num_req: float
     isl: float
@@ -142,7 +142,7 @@ class SlaPolicy:
         state = self._observed(state, observation)
         if state.held is not None or not self._due(state, observation):
             return None
-        return forecast_task(self.options, state.series, self._lead(observation))
+        return forecast_task(self.options, state.series, self._lead_windows(observation))
 
     def predicted(
         self, state: SlaState, observation: Observation, forecasts: Forecasts | Missing | None
@@ -153,8 +153,8 @@ class SlaPolicy:
         state = replace(self._observed(state, observation), waiting=None, again_s=math.inf)
         if state.held is not None:
             return state, None
-        asked = Missing("nobody was asked for a forecast") if forecasts is None else forecasts
-        ahead = state.series.prediction(asked, self._lead(observation))
+        requested = Missing("nobody was asked for a forecast") if forecasts is None else forecasts
+        ahead = state.series.prediction(requested, self._lead_windows(observation))
         if isinstance(ahead, Missing):
             return replace(state, held=(SlaRule.PREDICT_FAILED, ahead.reason)), None
         # A falling trend may end below one token; there is no such prompt, and the last one's length is likelier.
@@ -229,7 +229,7 @@ class SlaPolicy:
         interval_s = self.options.throughput_adjustment_interval_seconds
         return adapted_interval_s(interval_s, pools) if self.options.adaptive_intervals else interval_s
 
-    def _lead(self, observation: Observation) -> int:
+    def _lead_windows(self, observation: Observation) -> int:
         """The window that is planned for: the next one, or (adaptive) the first that a new worker sees whole."""
         return (
             steps_ahead(self.options.throughput_adjustment_interval_seconds, observation.pools)
@@ -272,10 +272,12 @@ class SlaPolicy:
         merged = {target.sub_component_type: target.replicas for target in targets}
 
         def side(pool: Pool, role: str, need: Need | None, wanted: int | None) -> Side:
-            asked = merged.get(role, wanted)
-            if sizing is None and asked == pool.ready:  # the number from which others reckon, and nobody's wish
-                asked = None
-            return Side(pool.component, pool.capacity, pool.gpus_per_worker, need, None if asked == wanted else asked)
+            requested = merged.get(role, wanted)
+            if sizing is None and requested == pool.ready:  # the number from which others reckon, and nobody's wish
+                requested = None
+            return Side(
+                pool.component, pool.capacity, pool.gpus_per_worker, need, None if requested == wanted else requested
+            )
 
         if sizing is None:
             sides = (side(prefill, "prefill", None, None), side(decode, "decode", None, None))
@@ -312,7 +314,7 @@ class SlaPolicy:
         return Reason(side.component, step, verdict.rule, numbers, nearest(facts, index), why=why)
 
     def _sized(self, sizing: Sizing, need: Need, index: int) -> dict[str, float]:
-        """What the number of engines was computed from."""
+        """The numbers from which the engines were computed."""
         interval_s = self.options.throughput_adjustment_interval_seconds
         numbers = {
             "next_num_req": sizing.num_req,
@@ -342,7 +344,7 @@ NOBODY_YET = "no request has come yet whose length is known"
 
 
 def _notes(facts: Facts) -> list[str]:
-    """What a person should know about the numbers."""
+    """Notes on the numbers, for people."""
     notes = []
     for side, what in zip(facts.sides, ("TTFT", "ITL"), strict=True):
         need = side.need

@@ -1,4 +1,4 @@
-"""How many engines a demand needs: the formulas of seed 002, on numbers.
+"""How many engines a demand needs: the formulas of Dynamo's SLA planner, on numbers.
 
     prefill:  requests × ISL / interval × min(1, p_corr)  /  tokens/s of an engine with prompts of that length
     decode:   requests × OSL / interval  /  the most tokens/s of an engine within ITL target / d_corr,
@@ -92,7 +92,7 @@ class Corrections:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one role has to do, and what one engine of it can.
+    """The demand of one role, and the capacity of one engine.
 
     `tokens_per_request` of each request count as load (discounted already); `engine_tokens_per_s` is one engine's
     throughput, `expected_ms` its TTFT or ITL at that, against `target_ms` (for decode the corrected one).
@@ -141,7 +141,7 @@ def _of_prefill(traffic: Traffic, prefill: PrefillModel) -> float | None:
 
 
 def _of_decode(traffic: Traffic, workers: int, decode: DecodeModel) -> float | None:
-    """By Little's law each engine holds rate × duration requests."""
+    """Decode correction. By Little's law each engine holds rate × duration requests."""
     isl, osl, itl_ms = known(traffic.isl), known(traffic.osl), known(traffic.itl_ms)
     num_req, lasted_s = known(traffic.num_req), known(traffic.request_duration_s)
     if not isl or not itl_ms or not num_req or not lasted_s or osl is None or workers < 1 or traffic.duration_s <= 0:
@@ -200,7 +200,7 @@ def complete(prediction: Prediction | None) -> tuple[float, float, float] | None
 
 
 class SlaRule(enum.StrEnum):
-    """What decided about a role. Where Dynamo has a name for it, it is Dynamo's."""
+    """The rule that decided about a role, under Dynamo's name if it has one."""
 
     SCALE = "scale"
     """As many workers as the expected demand needs."""
@@ -215,7 +215,7 @@ class SlaRule(enum.StrEnum):
     OVERRIDDEN = "overridden"
     """A plugin wanted another number, or rejected this one."""
     NO_TRAFFIC_DATA = "no_traffic_data"
-    """What the clients did is not known, or nobody has come yet."""
+    """The traffic is not known, or no request has come yet."""
     PREDICT_FAILED = "predict_failed"
     """There is no forecast."""
     SCALING_IN_PROGRESS = "scaling_in_progress"
@@ -317,39 +317,41 @@ def why(rule: SlaRule, numbers: Mapping[str, float]) -> str:
     if "engine_tokens_per_s" not in numbers:
         if rule is SlaRule.NO_CHANGE:
             return "nobody asked for another number"
-        told = "what the demand needs is not known"
+        reported = "what the demand needs is not known"
     else:
-        told = f"{_load(numbers)}; an engine does {_tokens(numbers['engine_tokens_per_s'])}{_bound(numbers)}: "
-        told += f"{numbers['engines']:g} wanted"
+        reported = f"{_load(numbers)}; an engine does {_tokens(numbers['engine_tokens_per_s'])}{_bound(numbers)}: "
+        reported += f"{numbers['engines']:g} wanted"
     if rule is SlaRule.MIN_ENDPOINT:
-        return f"{told}, but there are never fewer than {numbers['workers_min']:g}"
+        return f"{reported}, but there are never fewer than {numbers['workers_min']:g}"
     if rule is SlaRule.MAX_STEP:
-        return f"{told}, {numbers['workers']:g} there, but one step is at most {numbers['max_step']:g}"
+        return f"{reported}, {numbers['workers']:g} there, but one step is at most {numbers['max_step']:g}"
     if rule is SlaRule.MAX_GPU_BUDGET:
-        return f"{told}, but both roles share {numbers['max_gpu_budget']:g} GPUs"
+        return f"{reported}, but both roles share {numbers['max_gpu_budget']:g} GPUs"
     if rule is SlaRule.OVERRIDDEN:
-        return f"{told}, but a plugin asked for {numbers['workers_wanted']:g}"
-    return f"{told}, {'as many' if rule is SlaRule.NO_CHANGE else format(numbers['workers'], 'g')} there"
+        return f"{reported}, but a plugin asked for {numbers['workers_wanted']:g}"
+    return f"{reported}, {'as many' if rule is SlaRule.NO_CHANGE else format(numbers['workers'], 'g')} there"
 
 
 def _load(numbers: Mapping[str, float]) -> str:
     """`7,200 requests of 3,000 tokens in 180 s × 0.4 (TTFT measured / expected): 48,000 tokens/s`"""
     prefill = "p_correction" in numbers
     length = numbers["next_isl" if prefill else "next_osl"]
-    told = f"{numbers['next_num_req']:,.6g} requests of {length:,.6g} tokens in {numbers['adjustment_interval_s']:g} s"
+    reported = (
+        f"{numbers['next_num_req']:,.6g} requests of {length:,.6g} tokens in {numbers['adjustment_interval_s']:g} s"
+    )
     if prefill and numbers["p_correction"] < 1:
-        told += f" × {numbers['p_correction']:.3g} (TTFT measured / expected)"
-    return f"{told}: {_tokens(numbers['load_tokens_per_s'])}"
+        reported += f" × {numbers['p_correction']:.3g} (TTFT measured / expected)"
+    return f"{reported}: {_tokens(numbers['load_tokens_per_s'])}"
 
 
 def _bound(numbers: Mapping[str, float]) -> str:
     """Under which target a decode engine does that."""
     if "d_correction" not in numbers:
         return ""
-    told = f" within ITL {numbers['itl_ms']:g} ms"
+    reported = f" within ITL {numbers['itl_ms']:g} ms"
     if numbers["d_correction"] != 1:
-        told += f" / {numbers['d_correction']:.3g} (measured / expected)"
-    return f"{told} at {numbers['context_length']:,.6g} tokens"
+        reported += f" / {numbers['d_correction']:.3g} (measured / expected)"
+    return f"{reported} at {numbers['context_length']:,.6g} tokens"
 
 
 def _tokens(value: float) -> str:
@@ -369,7 +371,7 @@ _LOOK_AT = 16
 """So many changes of either role are looked at in each direction: one that is farther off tells nobody anything."""
 
 _NEAR = 1e-13
-"""Of a number of requests: rounding moves a change by less."""
+"""A share of the requests: rounding moves a change by less."""
 
 Step = Callable[[Facts], int]
 

@@ -26,7 +26,7 @@ from dynamo_local.system import json_lines as jsonl
 from dynamo_local.system.json_lines import JsonLog, Record
 
 # --- seen
-# What a record keeps of engines and options: few numbers, so that a day of decisions fits into the log.
+# Sums of engines and options for a record: few numbers, so that a day of decisions fits into the log.
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Aims:
 
 
 def engine_loads(engines: Engines) -> dict[str, EngineLoads]:
-    """By component; one of whose engines nothing is known is absent."""
+    """The loads by component. A component without a known engine is absent."""
     found: dict[str, list[tuple[int, int, int]]] = {}
     for seen in engines.values():
         if not isinstance(seen.last, Missing):
@@ -76,7 +76,7 @@ def _summed(rows: list[tuple[int, int, int]]) -> EngineLoads:
 
 
 def aims_of(options: PlannerConfig, pools: WorkerPools) -> Aims:
-    """Of these options, with these workers."""
+    """The aims of these options, with these workers."""
     unset = options.policy == "throughput-load" and "min_gpu_budget" not in options.model_fields_set
     lowest, highest = None if unset or options.min_gpu_budget < 0 else options.min_gpu_budget, options.max_gpu_budget
     match options.policy:
@@ -136,7 +136,7 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What was observed, summed up. Means over all samples of the interval; None without one (never 0).
+    """The observation in sums. Means over all samples of the interval; None without one (never 0).
 
     `prefill_queue_size` counts requests nobody has pulled, `average_kv_load` is 0..1 (what waits is added by the
     option `decode_kv_per_waiting_request`), `num_queued_request` is the mean number of requests that wait in a
@@ -182,7 +182,7 @@ def inputs_of(
     prediction: Prediction | None = None,
     engines: Engines | None = None,
 ) -> Inputs:
-    """What a record keeps of what a decision was made from."""
+    """The inputs of a decision, as a record keeps them."""
     readings = observation.readings
     samples = sum(reading.kv.count for reading in readings)
     waiting = sum(reading.kv.waiting for reading in readings)
@@ -302,13 +302,13 @@ def _window(logged: Record) -> Iterator[str]:
     Nothing where the decision was not about that.
     """
     found = window_figures(logged) or {}
-    told = {}
+    reported = {}
     for what, prefix in (("seen", "observed"), ("expected", "predicted")):
         known = ((found.get(f"{prefix}_{name}"), form) for name, form in _SEEN)
-        told[what] = [form.format(value) for value, form in known if value is not None]
+        reported[what] = [form.format(value) for value, form in known if value is not None]
     capacity = ((role, found.get(f"engine_{role}_capacity_requests_per_second")) for role in ("prefill", "decode"))
-    told["a worker takes"] = [f"{value:.4g} requests/s ({role})" for role, value in capacity if value is not None]
-    parts = [f"{what}: {', '.join(values)}" for what, values in told.items() if values]
+    reported["a worker takes"] = [f"{value:.4g} requests/s ({role})" for role, value in capacity if value is not None]
+    parts = [f"{what}: {', '.join(values)}" for what, values in reported.items() if values]
     if parts:
         yield "; ".join(parts)
 

@@ -1,4 +1,4 @@
-"""What a replay needs of a planner's ticks: the policy's options, all that it was shown, and what it decided then.
+"""The tick log and its replay: the policy's options, each observation, and each decision.
 
 `decisions.jsonl` sums a decision up for people. This log, beside it, has the pulls whole, also those that decided
 nothing: a policy remembers them. An observation is written packed (zlib, base64), its passes as columns (`columns`):
@@ -64,7 +64,7 @@ _LEVEL = 6
 
 
 def packed(columns: Sequence[Sequence[float]]) -> bytes:
-    """Of columns of one length. Whole numbers must be within 2^53; `unpacked` gives the same numbers, of the same
+    """Packs columns of one length. Whole numbers must be within 2^53; `unpacked` gives the same numbers, of the same
     types."""
     return b"".join([_HEAD.pack(len(columns[0]) if columns else 0), *map(_column_out, columns)])
 
@@ -136,7 +136,7 @@ VERSION = 3
 READABLE = (2, VERSION)
 FILE_NAME = "ticks.jsonl"
 MAX_BYTES = 20 * 1024 * 1024
-"""Of each of its four files; three of them are always full, once the oldest had to go."""
+"""The limit of each of its four files. Three of them are always full after the first rotation."""
 BEGAN, GOES_ON, CHANGED, MANUAL, TICK = "began", "goes_on", "changed", "manual", "tick"
 KINDS: jsonl.Kinds = (("seq", int), ("version", int), ("kind", str), ("at_s", (int, float)))
 
@@ -152,7 +152,7 @@ class TickLog(JsonLog):
 
 
 class Decided(NamedTuple):
-    """What of a decision is compared: by component, the step and the rule; `targets` are workers."""
+    """The compared part of a decision: by component, the step and the rule; `targets` are workers."""
 
     targets: Mapping[str, int]
     steps: Mapping[str, int]
@@ -187,7 +187,7 @@ def decided(decision: Decision | None) -> Decided | None:
 
 
 def options_record(kind: str, options: PlannerConfig, at_s: float) -> dict[str, Any]:
-    """Of `began`, `goes_on` and `changed`."""
+    """The record of `began`, `goes_on` and `changed`."""
     unset = () if "min_gpu_budget" in options.model_fields_set else ("min_gpu_budget",)
     names = set(options_of(options.policy)) - {"plugin_registration", "scheduling", *unset}
     shown = options.model_dump(mode="json", include={*names})
@@ -204,11 +204,11 @@ def tick_record(observation: Observation, decision: Decision | None) -> dict[str
     """A line of the log: a tick, with all of its observation. Some milliseconds for thousands of passes: not on the
     loop."""
     found = decided(decision)
-    told = None if found is None else found._asdict()
-    small = zlib.compress(json.dumps(_pull_out(observation), separators=(",", ":")).encode())
+    reported = None if found is None else found._asdict()
+    small = zlib.compress(json.dumps(_observation_out(observation), separators=(",", ":")).encode())
     return {
         **_head(TICK, observation.at_s),
-        "decided": told,
+        "decided": reported,
         "pull": _text(small),
         "passes": _text(_passes_out(observation.engines)),
     }
@@ -219,7 +219,7 @@ def _text(data: bytes) -> str:
 
 
 def options_in(record: Record) -> PlannerConfig:
-    """Of `began`, `goes_on` and `changed`. Raises `BadInput`; `ConfigError` where they need what is not installed."""
+    """The options of `began`, `goes_on` and `changed`. Raises `BadInput`."""
     try:
         values = record["options"]
         if record["version"] == 2:
@@ -265,10 +265,10 @@ def _of_version_2(found: Mapping[str, Any]) -> dict[str, Any]:
 def tick_in(record: Record) -> tuple[Observation, Decided | None]:
     """The observation and the decision of a line that `tick_record` made. Raises `BadInput`."""
     try:
-        told = record["decided"]
+        reported = record["decided"]
         raw = zlib.decompress(base64.b64decode(record["pull"], validate=True))
         passes = _passes_in(base64.b64decode(record["passes"], validate=True))
-        return _pull_in(json.loads(raw), passes), None if told is None else Decided(**told)
+        return _observation_in(json.loads(raw), passes), None if reported is None else Decided(**reported)
     except (KeyError, TypeError, ValueError, IndexError, StopIteration, zlib.error) as error:
         raise _bad(record, error) from None
 
@@ -294,7 +294,7 @@ def _in(value: Any) -> Any:
     return Missing(value["missing"]) if isinstance(value, dict) else value
 
 
-def _pull_out(observation: Observation) -> dict[str, Any]:
+def _observation_out(observation: Observation) -> dict[str, Any]:
     """All but its engines."""
     reading, traffic = observation.reading, observation.traffic
     return {
@@ -305,19 +305,22 @@ def _pull_out(observation: Observation) -> dict[str, Any]:
         "traffic": [_out(getattr(traffic, one.name)) for one in fields(Traffic)]
         if isinstance(traffic, Traffic)
         else _out(traffic),
-        "capabilities": {name: _can_out(told) for name, told in observation.capabilities.items()},
+        "capabilities": {name: _can_out(reported) for name, reported in observation.capabilities.items()},
         "blind": observation.blind,
         "engines": [_engine_out(engine, seen) for engine, seen in observation.engines.items()],
         **({} if observation.requests is None else {"requests": _clients_out(observation.requests)}),
     }
 
 
-def _pull_in(told: Mapping[str, Any], passes: Iterator[_Row]) -> Observation:
+def _observation_in(reported: Mapping[str, Any], passes: Iterator[_Row]) -> Observation:
     """`passes` are those of all its engines, one after the other."""
-    pools, traffic = told["pools"], told["traffic"]
+    pools, traffic = reported["pools"], reported["traffic"]
+    for pool in (pools["prefill"], pools["decode"]):
+        if pool is not None and "leads" in pool:  # version 2
+            pool["lead_times"] = pool.pop("leads")
     prefill = None if pools["prefill"] is None else Pool(**pools["prefill"])
     engines: dict[EngineId, EngineSeen] = {}
-    for worker, rank, component, count, last in told["engines"]:
+    for worker, rank, component, count, last in reported["engines"]:
         engine = EngineId(worker, rank)
         known = tuple(_pass_in(engine, row) for row in islice(passes, count))
         if isinstance(last, dict):
@@ -328,13 +331,15 @@ def _pull_in(told: Mapping[str, Any], passes: Iterator[_Row]) -> Observation:
             )
     seen: Engines = engines
     return Observation(
-        Reading(told["at_s"], _in(told["queue"]), {name: _load_in(load) for name, load in told["loads"].items()}),
+        Reading(
+            reported["at_s"], _in(reported["queue"]), {name: _load_in(load) for name, load in reported["loads"].items()}
+        ),
         WorkerPools(prefill, Pool(**pools["decode"]), pools["pending"]),
         Traffic(*map(_in, traffic)) if isinstance(traffic, list) else _in(traffic),
         seen,
-        {name: _can_in(limits) for name, limits in told["capabilities"].items()},
-        told["blind"],
-        _clients_in(told["requests"]) if "requests" in told else None,
+        {name: _can_in(limits) for name, limits in reported["capabilities"].items()},
+        reported["blind"],
+        _clients_in(reported["requests"]) if "requests" in reported else None,
     )
 
 
@@ -342,28 +347,28 @@ _LIMITS = tuple(one.name for one in fields(Capabilities) if one.name != "benchma
 
 
 def _can_out(can: Capabilities) -> dict[str, Any]:
-    limits, told = {name: getattr(can, name) for name in _LIMITS}, can.benchmark
-    if told is None:
+    limits, reported = {name: getattr(can, name) for name in _LIMITS}, can.benchmark
+    if reported is None:
         return limits
-    if isinstance(told, Missing):
-        return {**limits, "benchmark": _out(told)}
-    return {**limits, "benchmark": [[*one.engine, *_row(one)] for one in told]}
+    if isinstance(reported, Missing):
+        return {**limits, "benchmark": _out(reported)}
+    return {**limits, "benchmark": [[*one.engine, *_row(one)] for one in reported]}
 
 
-def _can_in(told: Mapping[str, Any]) -> Capabilities:
-    benchmark = told.get("benchmark")
+def _can_in(reported: Mapping[str, Any]) -> Capabilities:
+    benchmark = reported.get("benchmark")
     if isinstance(benchmark, list):
         known = tuple(_pass_in(EngineId(worker, rank), tuple(row)) for worker, rank, *row in benchmark)
-        return Capabilities(**{**told, "benchmark": known})
-    return Capabilities(**{**told, "benchmark": _in(benchmark)})
+        return Capabilities(**{**reported, "benchmark": known})
+    return Capabilities(**{**reported, "benchmark": _in(benchmark)})
 
 
 def _clients_out(seen: ClientRequests) -> list[Any]:
     return [seen.since_s, seen.at_s, seen.began, [astuple(one) for one in seen.ended]]
 
 
-def _clients_in(told: list[Any]) -> ClientRequests:
-    since_s, at_s, began, ended = told
+def _clients_in(reported: list[Any]) -> ClientRequests:
+    since_s, at_s, began, ended = reported
     return ClientRequests(since_s, at_s, tuple(began), tuple(Ended(*one) for one in ended))
 
 
@@ -375,10 +380,10 @@ def _load_out(load: Load | Missing) -> dict[str, Any]:
     }
 
 
-def _load_in(told: Mapping[str, Any]) -> Load | Missing:
-    if "load" not in told:
-        return Missing(told["missing"])
-    return Load(**{name: _in(value) for name, value in told["load"].items()})
+def _load_in(reported: Mapping[str, Any]) -> Load | Missing:
+    if "load" not in reported:
+        return Missing(reported["missing"])
+    return Load(**{name: _in(value) for name, value in reported["load"].items()})
 
 
 # --- passes as columns -------------------------------------------------------------------------------
@@ -391,7 +396,7 @@ _WIDTH = len(fields(Requests))
 
 
 def _engine_out(engine: EngineId, seen: EngineSeen) -> list[Any]:
-    """What is not in the columns: whose passes, how many, and which was the last."""
+    """The part beside the columns: the engine, its number of passes, and its last pass."""
     last = _out(seen.last) if isinstance(seen.last, Missing) else _BEHIND_THEM if _behind(seen) else _IN_THEM
     return [engine.worker_id, engine.dp_rank, seen.component, len(seen.passes), last]
 

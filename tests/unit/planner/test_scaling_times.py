@@ -29,7 +29,7 @@ class Story:
             event = lc.SpawnRequested(stimulus_id="test")
             self.times.on_transition(worker(1, "ready"), Transition("dynamo_W", DECODE, before, after, event))
             before = after
-        return self.times.told(worker_pools(1, 1))
+        return self.times.reported(worker_pools(1, 1))
 
 
 def test_a_start_is_from_the_spawn_until_it_serves_and_a_drain_until_it_is_gone() -> None:

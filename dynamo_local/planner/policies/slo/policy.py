@@ -6,12 +6,12 @@ The rules, in prose (each was kept because the development traces want it: docs/
   takes.
 * The rate at each lead is forecast by the best of several cheap experts, and its own errors there are the scenarios of
   what may come (`outlook`).
-* Requests have the lengths, and come in the bursts, in which they came lately (`lengths`); a queueing twin says, away
+* Requests have the lengths, and come in the bursts, in which they came lately (`lengths`); a queueing model says, away
   from the arbiter's loop, which share of them keeps the targets with how many workers (`queueing`).
 * A GPU is held, or ordered, if it is worth its price (`choosing`), which follows what was kept lately (`keeping`).
-* What waits too long already is to be cleared within one lead.
+* Requests that already wait too long are to be cleared within one lead time.
 * The fleet of the start is not gone below before its forecasts have been tried once or twice.
-* What is not known changes nothing. Floors and budget hold also for what plugins want.
+* Unknown values change nothing. Floors and budget hold also for what plugins want.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ SLACK_S = 1e-3
 
 @dataclass(slots=True)
 class _Absorbed:
-    """What the last interval was taken in as: two stages of a tick ask for the same."""
+    """The last interval and the state after it: two stages of a tick ask for the same."""
 
     before: SloState | None = None
     observation: Observation | None = None
@@ -101,7 +101,7 @@ class SloPolicy:
         return SloState(now_s, now_s + INTERVAL_S, first_until_s=now_s)
 
     def taking_over(self, state: SloState) -> SloState:
-        """What was learned of the traffic stays; what follows from targets is asked anew."""
+        """Knowledge of the traffic stays. Results that depend on the targets are computed anew."""
         return replace(state, moments=())
 
     def next_at_s(self, state: SloState) -> float:
@@ -120,7 +120,7 @@ class SloPolicy:
     # --- PREDICT -------------------------------------------------------------------------------
 
     def forecasting(self, state: SloState, observation: Observation) -> ForecastTask | None:
-        """What the queueing twin is asked: all scenarios of all scaling options at once."""
+        """The task for the queueing model: all scenarios of all scaling options at once."""
         if not self._due(state, observation):
             return None
         state = self._observed(state, observation)
@@ -132,17 +132,18 @@ class SloPolicy:
     def predicted(
         self, state: SloState, observation: Observation, forecasts: Forecasts | Missing | None
     ) -> tuple[SloState, Prediction | None]:
-        """What is expected at the slowest scaling option's lead, and what each number of workers would serve of it."""
+        """The demand at the lead time of the slowest scaling option, and the part that each number of workers would
+        serve."""
         if not self._due(state, observation):
             return state, None
         state = self._observed(state, observation)
         rates = _rates(state)
         if state.held is not None or not rates:
             return state, None
-        told = shares_of(forecasts, len(rates), len(state.demands))
-        if isinstance(told, Missing):
-            return replace(state, held=(SloRule.PREDICT_FAILED, told.reason)), None
-        known = dict(zip(rates, told, strict=True))
+        reported = shares_of(forecasts, len(rates), len(state.demands))
+        if isinstance(reported, Missing):
+            return replace(state, held=(SloRule.PREDICT_FAILED, reported.reason)), None
+        known = dict(zip(rates, reported, strict=True))
         newest = tuple(_moment(state, index, known) for index in range(len(state.scaling_options)))
         before = state.moments or ((),) * len(newest)
         moments = tuple(
@@ -221,10 +222,10 @@ class SloPolicy:
             return after, holding(observation, held, after.due_s)
         wanted = {target.sub_component_type: target.replicas for target in targets}
         now, bounds = _capacity(observation.pools), self.bounds(observation.pools)
-        asked = (wanted.get("prefill", now[0]), wanted.get("decode", now[1]))
-        fleet = within(asked, now, bounds)
+        requested = (wanted.get("prefill", now[0]), wanted.get("decode", now[1]))
+        fleet = within(requested, now, bounds)
         found = reasons(
-            state, observation.pools, asked, fleet, self.price(state, observation.pools), bounds, self.options
+            state, observation.pools, requested, fleet, self.price(state, observation.pools), bounds, self.options
         )
         return after, Decision(
             now_s=observation.at_s,
@@ -254,7 +255,7 @@ class SloPolicy:
         return replace(found, floors=(least, least), min_gpus=min(low.min_gpu_budget, low.max_gpu_budget))
 
     def price(self, state: SloState, pools: WorkerPools) -> float:
-        """Of a GPU, in requests per second."""
+        """The price of a GPU, in requests per second."""
         options, rate, gpus = self.options, state.means.rate, max(state.means.gpus, 1.0)
         if state.expected and pools.prefill is not None:
             served = overrun_yield(_capacity(pools), state.expected[0], self.bounds(pools))
@@ -347,9 +348,9 @@ class SloPolicy:
         )
 
 
-def within(asked: Fleet, now: Fleet, bounds: Bounds) -> Fleet:
-    """What is asked for, not below the floors and not above the budget; where not even the floors fit, as it is."""
-    above = (max(asked[0], bounds.floors[0]), max(asked[1], bounds.floors[1]))
+def within(requested: Fleet, now: Fleet, bounds: Bounds) -> Fleet:
+    """The wanted fleet within floors and budget. If not even the floors fit, the fleet stays as it is."""
+    above = (max(requested[0], bounds.floors[0]), max(requested[1], bounds.floors[1]))
     fits = fitting(above, bounds.floors, bounds.gpus, bounds.max_gpus)
     return now if fits is None else (fits[0], fits[1])
 
@@ -363,8 +364,8 @@ def _rates(state: SloState) -> tuple[float, ...]:
 def _moment(state: SloState, scaling_option: int, known: dict[float, tuple[Shares, ...]]) -> Moment:
     scenarios = []
     for each in state.scenarios[scaling_option]:
-        told = known[on_grid(each.rate)]
-        scenarios += [(each.weight * each.rate / len(told), shares) for shares in told]
+        reported = known[on_grid(each.rate)]
+        scenarios += [(each.weight * each.rate / len(reported), shares) for shares in reported]
     return Moment(tuple(scenarios))
 
 

@@ -84,7 +84,7 @@ def scaling_options_of(
 
 
 def _seen(pools: WorkerPools, ways: Sequence[str]) -> float:
-    return max((pool.leads.get(way, 0.0) for pool in pools.all for way in ways), default=0.0)
+    return max((pool.lead_times.get(way, 0.0) for pool in pools.all for way in ways), default=0.0)
 
 
 def _steady(lead_s: float, before: float | None) -> float:
@@ -108,7 +108,7 @@ class Expected(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What is expected of one moment: `(rate × probability, shares)` of each scenario. What a fleet would serve is
+    """The demand of one moment: `(rate × probability, shares)` of each scenario. What a fleet would serve is
     remembered: decisions of a whole lead ask for the same ones."""
 
     scenarios: tuple[tuple[float, Shares], ...]
@@ -205,8 +205,8 @@ def shrunk(now: Fleet, moments: Sequence[Expected], gpu_price: float, bounds: Bo
 
 def worth(fleet: Fleet, other: Fleet, moments: Sequence[Expected], gpu_price: float, bounds: Bounds) -> float:
     """The most that `fleet` gains over the smaller `other` in any stretch from now on, beyond its price."""
-    spared = gpu_price * (bounds.held(fleet) - bounds.held(other))
-    return max(accumulate(each.served(fleet) - each.served(other) - spared for each in moments), default=0.0)
+    saved = gpu_price * (bounds.held(fleet) - bounds.held(other))
+    return max(accumulate(each.served(fleet) - each.served(other) - saved for each in moments), default=0.0)
 
 
 def grown(
@@ -300,7 +300,7 @@ class Ahead:
 
 @dataclass(frozen=True, slots=True)
 class Quick:
-    """What quick scaling options have: workers that serve, sleepers, and workers that could take over the other
+    """The capacity of quick scaling options: workers that serve, sleepers, and workers that could take over the other
     role."""
 
     ready: Fleet = (0, 0)
@@ -323,7 +323,7 @@ class AnySplit:
         return self.moment.scenarios
 
     def served(self, fleet: Fleet) -> float:
-        """Of the best split of so many workers that a few flips can have."""
+        """Requests served by the best split of so many workers that a few flips can have."""
         total = sum(fleet)
         if total not in self._known:
             low = max(min(fleet[0], self.around[0] - REACH), min(self.floors[0], fleet[0]))
@@ -334,7 +334,7 @@ class AnySplit:
 
 
 def quick(pools: WorkerPools, reading: Reading) -> Quick:
-    """What these pools have. Needs a graph with prefill workers."""
+    """The capacity of these pools. Needs a graph with prefill workers."""
     assert pools.prefill is not None
     prefill, decode = pools.prefill, pools.decode
     bears = decode.flippable

@@ -1,4 +1,4 @@
-"""What the policy remembers, as an immutable value, and how an observation is taken into it. Pure."""
+"""The policy's state, as an immutable value, and how it absorbs an observation. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dynamo_local.planner.queueing import Demand
 from dynamo_local.planner.values import Ended, Observation, Reading, Requests, Traffic
 
 # --- keeping
-# What was kept lately, and what waits: how far a price that looks at what is to come has gone wrong. Pure.
+# The share of kept targets and the waiting requests: they correct a price that looks ahead. Pure.
 
 MEMORY_S = 900.0
 """Answers of so long ago count e⁻¹."""
@@ -28,7 +28,7 @@ EXPONENT, FACTOR_MAX = 0.5, 1.2
 """While less is missed than is aimed at, a price goes by the root of what may be missed over what was, up to this
 factor. Up to 1.5 as it was, what a calm stretch had saved was spent on the first rise."""
 EXPONENT_BELOW, FACTOR_MIN = 1.0, 0.25
-"""While more is missed it goes by the ratio itself, down to this factor: forecasts, or the queueing twin, promise more
+"""While more is missed it goes by the ratio itself, down to this factor: forecasts, or the queueing model, promise more
 than comes true."""
 
 REACH = 0.5
@@ -57,7 +57,7 @@ class Kept:
         )
 
     def factor(self, target: float) -> float:
-        """What a price is multiplied with: above 1 while less is missed, that more GPUs would have kept, than is aimed
+        """The factor of the price: above 1 while less is missed, that more GPUs would have kept, than is aimed
         at, below 1 while more is. The more of what may be missed any fleet would miss, the less it goes below 1: where
         the target is out of reach no number of GPUs ends that, and a GPU is worth what it serves."""
         allowed = max(1e-4, 1.0 - target)

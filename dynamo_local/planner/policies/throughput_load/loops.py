@@ -76,8 +76,8 @@ def needed_replicas(rps: float, engine_rps: float, floor: int) -> int:
 
 
 def capacity(role: Role, prediction: Prediction, state: ScalingState, options: PlannerConfig) -> Capacity | None:
-    """Of one worker of that role, all its ranks together; None while its model, or what requests look like, is not
-    known."""
+    """Capacity of one worker of that role, all its ranks together; None while its model, or what requests look like, is
+    not known."""
     isl, osl = prediction.isl or 0.0, prediction.osl or 0.0
     engine = engine_of(role, state, options, prediction)
     if not engine.model.ready or isl <= 0 or (role.kind is not Kind.PREFILL and osl <= 0):
@@ -89,8 +89,8 @@ def capacity(role: Role, prediction: Prediction, state: ScalingState, options: P
         one = decode_capacity(engine, isl=isl, osl=osl, itl_target_s=itl)
     else:
         one = agg_capacity(engine, isl=isl, osl=osl, ttft_target_s=ttft, itl_target_s=itl)
-    told = state.told.get(role.pool.component)
-    return one._replace(rps=one.rps * (told.dp_size if told is not None else 1))
+    reported = state.reported.get(role.pool.component)
+    return one._replace(rps=one.rps * (reported.dp_size if reported is not None else 1))
 
 
 def engine_of(role: Role, state: ScalingState, options: PlannerConfig, prediction: Prediction | None = None) -> Engine:
@@ -101,7 +101,7 @@ def engine_of(role: Role, state: ScalingState, options: PlannerConfig, predictio
         accept = prediction.accept_length
     return Engine(
         state.models[role.kind],
-        limits_of(state.told.get(role.pool.component)),
+        limits_of(state.reported.get(role.pool.component)),
         hit or 0.0,
         min(options.speculative_nextn + 1.0, max(1.0, accept or 1.0)),
     )
@@ -197,8 +197,8 @@ def _judged_all(
 
 def _not_covered(role: Role, engines: Sequence[EngineWatch], state: ScalingState) -> LoadVerdict | None:
     """Why not every rank of every worker is known; None where it is."""
-    told = state.told.get(role.pool.component)
-    expected = role.pool.ready * (told.dp_size if told is not None else 1)
+    reported = state.reported.get(role.pool.component)
+    expected = role.pool.ready * (reported.dp_size if reported is not None else 1)
     known = sum(one.now is not None for one in engines)
     if known and known == expected == len(engines):
         return None
@@ -224,7 +224,7 @@ def _one(
         shared=pool.ready / max(1, min(pool.ready, after)),
         busy=min(1.0, max((one.busy_s for one in engines), default=0.0) / elapsed_s) if elapsed_s > 0 else 0.0,
         engine=engine_of(role, state, options),
-        told=state.told.get(pool.component),
+        reported=state.reported.get(pool.component),
     )
     signals = signals_of(load, options)
     if signals is None:

@@ -1,4 +1,4 @@
-"""The throughput-load policy: seed 001 and Dynamo 1.6.1, as one pure object.
+"""The throughput-load policy: Dynamo's first design and Dynamo 1.6.1, as one pure object.
 
 In prose:
 
@@ -8,7 +8,7 @@ In prose:
   lower bounds, which hold until its next decision and are proposed at each tick, so that they need nothing from the
   load loop to be reached.
 * The load loop moves each role by one, above the lower bound, by what its engines are loaded with now.
-* What cannot be known changes nothing: no metrics, no traffic, no model. The bound of before stands.
+* Unknown values change nothing: no metrics, no traffic, no model. The bound of before stands.
 * While something starts or leaves, nothing else is decided (but see `loading`); a throughput decision that comes at
   such a time is carried out afterwards, not lost.
 * Floors and GPU budget are kept at the very end, whoever proposed (see `budget`).
@@ -27,7 +27,7 @@ from typing import TypeGuard
 from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.pass_model import Kind, PassModel
-from dynamo_local.planner.policies.budget import Fit, Granted, Wish, granted
+from dynamo_local.planner.policies.budget import Claim, Fit, Granted, granted
 from dynamo_local.planner.policies.protocol import steps_ahead
 from dynamo_local.planner.policies.throughput_load.loops import loaded, planned
 from dynamo_local.planner.policies.throughput_load.reasons import Outcome, reason_of
@@ -87,7 +87,7 @@ class ThroughputLoadPolicy:
         return ScalingState(now_s, now_s, series, models=self._models({}), watched_since_s=now_s)
 
     def taking_over(self, state: ScalingState) -> ScalingState:
-        """What was learned and seen stays; bounds were made for other options, and are forgotten. Both intervals begin
+        """Models and history stay. Bounds were made for other options, and are forgotten. Both intervals begin
         at the last tick."""
         window_s = self.options.throughput_adjustment_interval_seconds
         longer = window_s / state.series.window_s
@@ -114,7 +114,7 @@ class ThroughputLoadPolicy:
         return Needs(traffic_window_s=window_s, passes=True)
 
     def status(self, state: ScalingState) -> PolicyStatus:
-        """It looks on while something starts; it is adjusting only where a decision waits for that."""
+        """The policy observes while something starts. It is adjusting only while a decision waits for that."""
         began_s, readings = state.decided_from
         models = model_sources(state) if self.options.optimization_target == "sla" else {}
         return PolicyStatus(
@@ -129,7 +129,7 @@ class ThroughputLoadPolicy:
         series = state.series.after(observation.traffic)
         if not _counted(observation) or not series.known:
             return None
-        return forecast_task(options, series, self._lead(observation))
+        return forecast_task(options, series, self._lead_windows(observation))
 
     def predicted(
         self, state: ScalingState, observation: Observation, forecasts: Forecasts | Missing | None
@@ -142,8 +142,8 @@ class ThroughputLoadPolicy:
             return replace(state, why_not_predicted=ThroughputScaling.NO_TRAFFIC_DATA), None
         if not state.series.known:
             return replace(state, why_not_predicted=ThroughputScaling.MODEL_NOT_READY), None
-        asked = forecasts or Missing("nobody was asked")
-        windows = [state.series.prediction(asked, step) for step in range(1, self._lead(observation) + 1)]
+        requested = forecasts or Missing("nobody was asked")
+        windows = [state.series.prediction(requested, step) for step in range(1, self._lead_windows(observation) + 1)]
         known = [ahead for ahead in windows if _sensible(ahead)]
         if len(known) < len(windows):
             return replace(state, why_not_predicted=ThroughputScaling.PREDICT_FAILED), None
@@ -215,7 +215,7 @@ class ThroughputLoadPolicy:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _lead(self, observation: Observation) -> int:
+    def _lead_windows(self, observation: Observation) -> int:
         """How many windows to look ahead: until a worker that is started now serves, or one."""
         if not self.options.adaptive_intervals:
             return 1
@@ -225,18 +225,18 @@ class ThroughputLoadPolicy:
         self, roles: tuple[Role, ...], wanted: Mapping[str, int], *, busy: bool, holds: bool
     ) -> tuple[Granted, ...]:
         """Within floors and budget. While something starts or leaves, only less is granted; if all `holds`, nothing."""
-        wishes = [
-            Wish(pool.capacity, wanted[name], min(floor, pool.capacity) if busy else floor, pool.gpus_per_worker)
+        claims = [
+            Claim(pool.capacity, wanted[name], min(floor, pool.capacity) if busy else floor, pool.gpus_per_worker)
             for name, _, pool, floor in roles
         ]
         if holds:
-            return tuple(Granted(wish.current, Fit.AS_WANTED) for wish in wishes)
-        grants = granted(wishes, gpus_max=self.options.max_gpu_budget, gpus_min=self.options.gpus_floor)
+            return tuple(Granted(claim.current, Fit.AS_WANTED) for claim in claims)
+        grants = granted(claims, gpus_max=self.options.max_gpu_budget, gpus_min=self.options.gpus_floor)
         if not busy:
             return grants
         return tuple(
-            grant if grant.replicas < wish.current else Granted(wish.current, Fit.AS_WANTED)
-            for wish, grant in zip(wishes, grants, strict=True)
+            grant if grant.replicas < claim.current else Granted(claim.current, Fit.AS_WANTED)
+            for claim, grant in zip(claims, grants, strict=True)
         )
 
     def _watching_anew(self, state: ScalingState, now_s: float) -> ScalingState:
@@ -258,16 +258,16 @@ class ThroughputLoadPolicy:
             if one.wanted is not None and (not to_zero or one.rule is LoadScaling.SCALE_UP)
         }
         if not self.options.loads or to_zero:
-            asked, kind = {**bounds, **steps}, OverrideType.SET
+            requested, kind = {**bounds, **steps}, OverrideType.SET
         else:
             raised = {role.name: bounds[role.name] for role in roles if bounds.get(role.name, 0) > role.pool.ready}
-            asked, kind = {**raised, **steps}, OverrideType.AT_LEAST
+            requested, kind = {**raised, **steps}, OverrideType.AT_LEAST
         proposals = []
         for plugin, targets, how in ((LOAD_PROPOSE, steps, OverrideType.SET), (THROUGHPUT_PROPOSE, bounds, kind)):
             if targets:
                 said = tuple(ComponentTarget(name, count, how) for name, count in targets.items())
                 proposals.append(Proposal(plugin, PRIORITIES[plugin], Override(said)))
-        return replace(state, asked=asked), tuple(proposals)
+        return replace(state, requested=requested), tuple(proposals)
 
 
 def _counted(observation: Observation) -> bool:
@@ -286,7 +286,7 @@ def _sensible(ahead: Prediction | Missing) -> TypeGuard[Prediction]:
 
 def _wanted(role: Role, merged: int | None, state: ScalingState) -> int:
     """In workers that serve or will. A merged target of as many as are ready is no wish, unless it is our own."""
-    own = state.asked.get(role.name)
+    own = state.requested.get(role.name)
     if merged is None:
         return role.pool.capacity
     if own is not None and merged == own:
@@ -296,11 +296,11 @@ def _wanted(role: Role, merged: int | None, state: ScalingState) -> int:
 
 def _taken_back(role: Role, merged: int | None, state: ScalingState) -> int:
     """While workers start: as many as there are, but for those of our own that are not needed after all."""
-    own, capacity = state.asked.get(role.name), role.pool.capacity
+    own, capacity = state.requested.get(role.name), role.pool.capacity
     return own if state.cancelling and own is not None and own == merged and own < capacity else capacity
 
 
 def _overridden(role: Role, merged: int | None, state: ScalingState) -> bool:
     """Whether plugins of others changed what our own stages proposed."""
-    own = state.asked.get(role.name)
+    own = state.requested.get(role.name)
     return merged != own if own is not None else merged not in (None, role.pool.ready)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from dynamo_local.config.planner import PlannerConfig
-from dynamo_local.planner.policies.budget import Fit, Granted, Wish, granted
+from dynamo_local.planner.policies.budget import Claim, Fit, Granted, granted
 from dynamo_local.planner.policies.throughput_load.loops import needed_replicas
 from dynamo_local.planner.policies.throughput_load.signals import Compared, Signals, judged
 from dynamo_local.planner.policies.throughput_load.state import LoadVerdict, Role, ScalingState, ThroughputVerdict
@@ -51,7 +51,7 @@ def why(rule: str, numbers: Numbers) -> str:
 
 
 def _loads(numbers: Numbers) -> str:
-    """What was compared: those that ask for more, then, where one could go, what would be without it."""
+    """The comparisons: those that ask for more, then, where one could go, what would be without it."""
     ups = [name for name in _UP if name in numbers]
     downs = _downs(numbers) if numbers["workers"] > max(1, numbers["workers_min"]) else []
     if ups or downs:
@@ -65,7 +65,7 @@ def _up(numbers: Numbers) -> str:
 
 
 def _downs(numbers: Numbers) -> list[str]:
-    """What would be, with one engine less, where that was looked at; and what keeps all from going."""
+    """The estimates with one engine less, and the reason that keeps all from going."""
     compared = [name for name in numbers if f"{name}_limit" in numbers and name not in _UP]
     after = [name for name in compared if name.endswith("_consolidated") or name == "engines_hung"]
     return after or compared
@@ -174,11 +174,11 @@ _JUDGED = (
 """Rules that compare the engines' load, and nothing else."""
 
 
-def nearest(settled: Settled, wishes: Sequence[tuple[Role, int]], options: PlannerConfig) -> Counterfactual | None:
+def nearest(settled: Settled, claims: Sequence[tuple[Role, int]], options: PlannerConfig) -> Counterfactual | None:
     """None where no single number would have given another step."""
     changes = [*_by_load(settled), *_by_prediction(settled, options), *_by_bound(settled)]
     if settled.rule.value == LoadScaling.GPU_BUDGET_GUARD_HOLD.value:
-        changes += _by_budget(settled, wishes, options)
+        changes += _by_budget(settled, claims, options)
     other = [change for change in changes if change.step != settled.step]
     return min(other, key=_size, default=None)
 
@@ -248,14 +248,14 @@ _PREDICTED = (ThroughputScaling.SET_LOWER_BOUND, ThroughputScaling.SCALE, Throug
 
 
 def _by_budget(
-    settled: Settled, wishes: Sequence[tuple[Role, int]], options: PlannerConfig
+    settled: Settled, claims: Sequence[tuple[Role, int]], options: PlannerConfig
 ) -> Iterator[Counterfactual]:
-    asked = [Wish(role.pool.capacity, wanted, role.floor, role.pool.gpus_per_worker) for role, wanted in wishes]
-    total = sum(max(one.wanted, one.floor) * one.gpus for one in asked)
-    index = [role.name for role, _ in wishes].index(settled.role.name)
+    requested = [Claim(role.pool.capacity, wanted, role.floor, role.pool.gpus_per_worker) for role, wanted in claims]
+    total = sum(max(one.wanted, one.floor) * one.gpus for one in requested)
+    index = [role.name for role, _ in claims].index(settled.role.name)
 
     def step(gpus_max: float, gpus_min: int) -> int:
-        return granted(asked, gpus_max=gpus_max, gpus_min=gpus_min)[index].replicas - asked[index].current
+        return granted(requested, gpus_max=gpus_max, gpus_min=gpus_min)[index].replicas - requested[index].current
 
     if total > options.max_gpu_budget:
         yield Counterfactual("max_gpu_budget", options.max_gpu_budget, total, step(total, options.gpus_floor))
@@ -286,7 +286,7 @@ class Outcome(NamedTuple):
 
     @property
     def step(self) -> int:
-        """What is to be changed."""
+        """The steps."""
         return self.grant.replicas - self.role.pool.capacity
 
 
@@ -318,7 +318,7 @@ def _rule(
     throughput: ThroughputVerdict | None,
     options: PlannerConfig,
 ) -> LoadScaling | ThroughputScaling:
-    """What decided, the last word first."""
+    """The rules that decided, the last one first."""
     enum = LoadScaling if options.loads else ThroughputScaling
     if outcome.blind is not None:
         return LoadScaling.NO_FPM_DATA if options.loads else ThroughputScaling.NO_TRAFFIC_DATA
@@ -341,7 +341,7 @@ def _rule(
 
 
 _SETTLED = {"gpu_budget_guard_hold", "gpu_budget_reconcile", "override_by_user_plugin", "scaling_in_progress"}
-"""What was said after both loops."""
+"""The reasons after both loops."""
 
 
 def _load_decision(rule: LoadScaling | ThroughputScaling, load: LoadVerdict | None, options: PlannerConfig) -> str:

@@ -1,4 +1,5 @@
-"""What the load loop compares for one role: few numbers, each with its limit. `judged` decides from these alone.
+"""The numbers that the load loop compares for one role: few numbers, each with its limit. `judged` decides from these
+alone.
 
 The tables of Dynamo 1.6.1 (and 001's flat rule, by option). Where ours departs from them:
 
@@ -6,7 +7,7 @@ The tables of Dynamo 1.6.1 (and 001's flat rule, by option). Where ours departs 
   while requests wait, and an idle role may shrink. In Dynamo such a role grows to the budget, and never shrinks.
 * A prefill role that is busy most of the time does not shrink just because no queue was seen (consolidation).
 * A role without any decode request shrinks, whatever a first request would see.
-* Whoever takes over the answers of an aggregated engine takes over its prompts, too: the mean of these in a pass
+* An engine that takes over the answers of an aggregated engine takes over its prompts, too: the mean of these in a pass
   rises as the answers do.
 """
 
@@ -24,7 +25,7 @@ from dynamo_local.planner.pass_model import Engine, Kind, itl_s, ttft_s
 from dynamo_local.planner.values import Capabilities, Engines, EngineSeen, LoadScaling
 
 # --- engines
-# What is known of each engine between two decisions of the load loop, from its forward-pass metrics.
+# The state of each engine between two decisions of the load loop, from its forward-pass metrics.
 #
 # A snapshot every five seconds says little: an engine whose queue was long a moment ago is not idle. So a decision to
 # go
@@ -38,8 +39,8 @@ from dynamo_local.planner.values import Capabilities, Engines, EngineSeen, LoadS
 # its role from going down, and is no reason to go up.
 
 PASSES_LOOKED_AT = 8
-"""Of an engine and observation, evenly spread: enough to see a queue, few enough for 64 workers with thousands of
-passes."""
+"""Passes of an engine in an observation, evenly spread: enough to see a queue, few enough for 64 workers with thousands
+of passes."""
 
 MAX_AGE_INTERVALS = 3
 """A last pass older than this many load intervals says nothing of now."""
@@ -49,7 +50,7 @@ _WALL_TIME_S = attrgetter("wall_time_s")
 
 
 class EngineLoad(NamedTuple):
-    """What waits and runs in an engine."""
+    """The waiting and running work of an engine."""
 
     queued_prefill_tokens: float = 0
     decode_requests: float = 0
@@ -140,7 +141,7 @@ def _load(one: ForwardPass) -> EngineLoad:
 
 
 def _most(load: EngineLoad, passes: tuple[ForwardPass, ...]) -> EngineLoad:
-    """Of each number the largest. (Written out: it is done for a thousand passes in a tick.)"""
+    """The largest of each number. (Written out: it is done for a thousand passes in a tick.)"""
     tokens, requests, kv = load
     for one in passes:
         scheduled, queued = one.scheduled, one.queued
@@ -198,7 +199,7 @@ class RoleLoad(NamedTuple):
     shared: float
     busy: float
     engine: Engine
-    told: Capabilities | None
+    reported: Capabilities | None
 
 
 def judged(signals: Signals, *, capacity: int, floor: int) -> LoadScaling:
@@ -350,13 +351,13 @@ def _by_table(load: RoleLoad, options: PlannerConfig) -> Signals | None:
     """Prefill: queued tokens, as a share of the context length. Decode: KV scheduled and queued, as a share of the
     cache; an aggregated engine's queued prompts count as KV that it will need."""
     target = options.optimization_target
-    told = load.told or Capabilities()
+    reported = load.reported or Capabilities()
     if load.kind is Kind.PREFILL:
         own = options.prefill_scale_up_queue_tokens, options.prefill_scale_down_queue_tokens
-        whole: float | None = 1.0 if target == "load" else told.context_length
+        whole: float | None = 1.0 if target == "load" else reported.context_length
         return _rows("prefill_queue", load, _row(_PREFILL_ROWS, target, *own), whole, _queue)
     own = options.decode_scale_up_kv_rate, options.decode_scale_down_kv_rate
-    whole = told.max_kv_tokens
+    whole = reported.max_kv_tokens
     if target == "load" and whole is not None:
         whole /= 100
     return _rows(

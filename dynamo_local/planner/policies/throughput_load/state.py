@@ -1,4 +1,4 @@
-"""What the throughput-load policy remembers between ticks: an immutable value."""
+"""The state of the throughput-load policy between ticks: an immutable value."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def roles_of(pools: WorkerPools, options: PlannerConfig) -> tuple[Role, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LoadVerdict:
-    """What the load loop found for one role. `wanted` None: it has no opinion. `numbers`: what else it looked at."""
+    """The verdict of the load loop for one role. `wanted` None: it has no opinion. `numbers`: what else it looked
+    at."""
 
     rule: LoadScaling
     wanted: int | None = None
@@ -79,7 +80,7 @@ class LoadVerdict:
 
 @dataclass(frozen=True, slots=True)
 class ThroughputVerdict:
-    """What the throughput loop found for one role. `engine_rps`: requests per second of a worker within the targets
+    """The verdict of the throughput loop for one role. `engine_rps`: requests per second of a worker within the targets
     (`within`: they can be kept at all); `replicas` those that the prediction needs, before jump and budget; `bound`
     after them (None: the one before stands)."""
 
@@ -100,7 +101,7 @@ class Cancel(NamedTuple):
 
 
 class SharedQueue(NamedTuple):
-    """Prompts that wait in a queue of the graph, which prefill workers observation from when they are free: those in it
+    """Prompts that wait in a queue of the graph, which prefill workers pull from when they are free: those in it
     now (None: there is no such queue, or it is not `known`), and the most since the load loop's last decision."""
 
     now: float | None = None
@@ -134,7 +135,7 @@ class ScalingState:
     watches: Mapping[EngineId, EngineWatch] = field(default_factory=dict)
     watched_since_s: float = 0.0
     queue: SharedQueue = NO_QUEUE
-    told: Mapping[str, Capabilities] = field(default_factory=dict)
+    reported: Mapping[str, Capabilities] = field(default_factory=dict)
     kv_hit_rate: float | None = None
     accept_length: float | None = None
     prediction: Prediction | None = None
@@ -142,7 +143,7 @@ class ScalingState:
     bounds: Mapping[str, int] = field(default_factory=dict)
     starved: bool = False
     cancel: Cancel | None = None
-    asked: Mapping[str, int] = field(default_factory=dict)
+    requested: Mapping[str, int] = field(default_factory=dict)
     cancelling: bool = False
     load: Mapping[str, LoadVerdict] = field(default_factory=dict)
     throughput: Mapping[str, ThroughputVerdict] = field(default_factory=dict)
@@ -174,14 +175,17 @@ def absorbed(state: ScalingState, observation: Observation, options: PlannerConf
     """The state after this observation, before anything is decided."""
     now_s = observation.at_s
     roles = roles_of(observation.pools, options)
-    told = {**state.told, **{name: _told(state.told.get(name), new) for name, new in observation.capabilities.items()}}
+    reported = {
+        **state.reported,
+        **{name: _reported(state.reported.get(name), new) for name, new in observation.capabilities.items()},
+    }
     watches = watched(
         state.watches,
         observation.engines,
         now_s=now_s,
         max_age_s=MAX_AGE_INTERVALS * options.load_adjustment_interval_seconds,
     )
-    benchmarks = {**state.benchmarks, **_benchmarks(roles, told)}
+    benchmarks = {**state.benchmarks, **_benchmarks(roles, reported)}
     begun = {
         kind: begun_anew(model, benchmarks[kind]) if benchmarks.get(kind) != state.benchmarks.get(kind) else model
         for kind, model in state.models.items()
@@ -195,7 +199,7 @@ def absorbed(state: ScalingState, observation: Observation, options: PlannerConf
         seen_s=now_s,
         load_due=options.loads and due(state, now_s, options.load_adjustment_interval_seconds),
         throughput_due=counts,
-        told=told,
+        reported=reported,
         watches=watches,
         models={**begun, **learned},
         benchmarks=benchmarks,
@@ -206,7 +210,7 @@ def absorbed(state: ScalingState, observation: Observation, options: PlannerConf
         accept_length=_last(traffic.accept_length if traffic else None, state.accept_length, 1.0, math.inf),
         prediction=None,
         why_not_predicted=None,
-        asked={},
+        requested={},
         cancelling=False,
         load={},
         throughput={},
@@ -220,31 +224,31 @@ def absorbed_queue(before: SharedQueue, depth: float | Missing | None) -> Shared
     return SharedQueue(depth, before.most if depth is None else max(before.most, depth))
 
 
-def _told(before: Capabilities | None, now: Capabilities) -> Capabilities:
-    """What was told last of each limit: engines of a new configuration tell others."""
+def _reported(before: Capabilities | None, now: Capabilities) -> Capabilities:
+    """The last report of each limit: engines of a new configuration report others."""
     if before is None:
         return now
     known = {f.name: value for f in fields(now) if (value := getattr(now, f.name)) is not None}
     return replace(before, **known)
 
 
-def _benchmarks(roles: Iterable[Role], told: Mapping[str, Capabilities]) -> dict[Kind, tuple[ForwardPass, ...]]:
-    """Of the roles whose workers have measured themselves."""
-    known = ((role.kind, told.get(role.pool.component)) for role in roles)
+def _benchmarks(roles: Iterable[Role], reported: Mapping[str, Capabilities]) -> dict[Kind, tuple[ForwardPass, ...]]:
+    """The benchmarks of the roles whose workers have measured themselves."""
+    known = ((role.kind, reported.get(role.pool.component)) for role in roles)
     return {kind: can.benchmark for kind, can in known if can is not None and isinstance(can.benchmark, tuple)}
 
 
 def model_sources(state: ScalingState) -> dict[str, str]:
-    """By component, in words: where its model's first samples came from, and why not from the worker."""
-    told = {}
+    """The source of the first samples of each model, by component, and why it is not the worker."""
+    reported = {}
     for kind, component in state.planned.items():
-        model, can = state.models[kind], state.told.get(component)
+        model, can = state.models[kind], state.reported.get(component)
         source = model.source if model.ready else f"{model.source}, not ready yet" if model.source else "none yet"
         why = can.benchmark if can is not None else None
         if isinstance(why, tuple) and model.source != WORKER:
             why = Missing("its own benchmark makes no model")
-        told[component] = f"{source} ({why.reason})" if isinstance(why, Missing) else source
-    return told
+        reported[component] = f"{source} ({why.reason})" if isinstance(why, Missing) else source
+    return reported
 
 
 def _last(value: float | Missing | None, before: float | None, low: float, high: float) -> float | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.arbiter.planner_observation import Observing
+from dynamo_local.arbiter.planner_observation import ArbiterObserver
 from dynamo_local.clock import AsyncioClock, run_virtual
 from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.fleet.fleet import Fleet, Worker
@@ -40,7 +40,7 @@ class Graph:
         self.clients: dict[str, Any] = {}
         links: Any = SimpleNamespace(nats=self.nats.client())
         shell: Any = self
-        self.observing = Observing(lambda: graph, shell, links, AsyncioClock(), self._background, Told())
+        self.observing = ArbiterObserver(lambda: graph, shell, links, AsyncioClock(), self._background, Told())
 
     async def add(self, name: str, state: WorkerState = WorkerState.READY, **tells: Any) -> Any:
         """One more worker; the connection by which it answers."""

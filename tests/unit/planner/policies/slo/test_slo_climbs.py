@@ -85,9 +85,10 @@ def test_a_split_that_gains_next_to_nothing_stays() -> None:
     assert climbed((4, 4), ladder(mix, flip=mix), Quick((4, 4), flippable=(3, 3)), PRICE, BOUNDS)[1] == 0
 
 
-def pools(flippable: int = 3, leads: dict[str, float] | None = None) -> WorkerPools:
+def pools(flippable: int = 3, lead_times: dict[str, float] | None = None) -> WorkerPools:
     return WorkerPools(
-        Pool("P", 1, 4, flippable=3, leads=leads or {}), Pool("D", 1, 4, asleep=1, flippable=flippable, start_up_s=40.0)
+        Pool("P", 1, 4, flippable=3, lead_times=lead_times or {}),
+        Pool("D", 1, 4, asleep=1, flippable=flippable, start_up_s=40.0),
     )
 
 
@@ -118,7 +119,7 @@ def test_no_decode_worker_flips_whose_kv_the_others_cannot_bear() -> None:
 def test_scaling_options_are_those_that_there_are_with_leads_as_they_were_seen() -> None:
     bare = WorkerPools(Pool("P", 1, 1), Pool("D", 1, 1))
     assert scaling_options_of(bare, 30.0) == (ScalingOption(COLD_START, 30.0),)
-    seen = scaling_options_of(pools(leads={"wake_1": 2.5, "flip_to_prefill": 0.25}), 30.0)
+    seen = scaling_options_of(pools(lead_times={"wake_1": 2.5, "flip_to_prefill": 0.25}), 30.0)
     assert seen == (ScalingOption(COLD_START, 40.0), ScalingOption(WAKE, 2.5), ScalingOption(FLIP, 0.25))
-    # Nobody sleeps at this moment, and nobody may flip: what was learned of these leads stays.
+    # Nobody sleeps at this moment, and nobody may flip: what was learned of these lead_times stays.
     assert [option.name for option in scaling_options_of(bare, 30.0, seen)] == [COLD_START, WAKE, FLIP]

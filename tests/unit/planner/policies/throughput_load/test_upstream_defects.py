@@ -9,7 +9,7 @@ import pytest
 
 from dynamo_local.core.passes import EngineId
 from dynamo_local.planner.pass_model import Kind, PassModel
-from dynamo_local.planner.policies.budget import Wish, granted
+from dynamo_local.planner.policies.budget import Claim, granted
 from dynamo_local.planner.policies.throughput_load.policy import METADATA_WINDOW_S
 from dynamo_local.planner.values import Decision, EngineSeen
 from tests.fakes.planner.engines_seen import (
@@ -64,7 +64,7 @@ def test_a_bound_stands_while_traffic_is_not_known() -> None:
 
 def test_a_cut_to_the_budget_never_grows_the_other_role() -> None:
     """Dynamo makes 1P4D of 5 prefill workers of 4 GPUs and 1 decode worker of 1 at a budget of 8."""
-    wishes = [Wish(current=1, wanted=5, floor=1, gpus=4), Wish(current=1, wanted=1, floor=1, gpus=1)]
+    wishes = [Claim(current=1, wanted=5, floor=1, gpus=4), Claim(current=1, wanted=1, floor=1, gpus=1)]
     assert [one.replicas for one in granted(wishes, gpus_max=8, gpus_min=0)] == [1, 1]
 
 
