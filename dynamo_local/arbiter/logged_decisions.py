@@ -73,7 +73,7 @@ class LoggedDecisions:
         self._lines = InOrder(self.log, background, tell, UNWRITABLE)
 
     def on_observation(self, observation: Observation) -> None:
-        """Of no interest here."""
+        """Nothing: the tick log has the observations."""
 
     def on_decision(self, record: DecisionRecord) -> None:
         """Write it soon."""

@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 # --- min_endpoints
 # Floors and GPU budgets of a planner, as Dynamo's control API has them: `/v1/min-endpoints`.
 #
-# Which floors there are depends on the policy: `throughput-load` has one for each role that it moves (`min_endpoint`
-# in
-# an aggregated graph), `sla` has one for both (`min_endpoint`), `load` has none beside `min_gpu_budget`.
+# The floors depend on the policy. `throughput-load` has one for each role that it moves (`min_endpoint` in an
+# aggregated graph). `sla` has one for both (`min_endpoint`). `load` has `min_gpu_budget` alone.
 
 FLOORS = ("min_endpoint", "prefill_min_endpoint", "decode_min_endpoint")
 BUDGETS = ("min_gpu_budget", "max_gpu_budget")

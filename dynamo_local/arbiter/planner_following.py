@@ -1,7 +1,7 @@
 """`dynamo serve --follow virtual`: carries out what another planner decides, through its keys in etcd.
 
-`planner.following` says what is to be done; this sees the keys and the fleet, scales as `dynamo scale` does,
-and acknowledges. What it is at stands in `dynamo status` and among the events, under the name `NAMESPACE_follow`.
+`planner.following` decides the next step. This module reads the keys and the fleet, scales as `dynamo scale` does, and
+acknowledges. `dynamo status` and the events show its state, under the name `NAMESPACE_follow`.
 """
 
 from __future__ import annotations

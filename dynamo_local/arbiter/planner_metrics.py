@@ -76,8 +76,8 @@ ENUMS = {
 
 @dataclass(frozen=True, slots=True)
 class PlannerNow:
-    """How the planner is at a scrape: since when (its clock, seconds) it is in that state, GPU-hours of the components
-    that it plans (None: it has seen none yet), and how far engines are off their profile."""
+    """The planner at a scrape. It has been in `state` since `since_s` (its clock). GPU-hours are those of the planned
+    components (None: none observed yet). The rest says how far engines are off their profile."""
 
     state: PlannerState = PlannerState.STOPPED
     counts: Counts = field(default_factory=Counts)

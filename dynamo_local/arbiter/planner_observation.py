@@ -1,8 +1,7 @@
 """Observation of the arbiter's workers for the planner: requests, and forward passes.
 
-All of it is asked for (`transport.observation`), nothing is sent by itself: requests are counted every five seconds
-while
-a policy runs that goes by them, passes are asked for when they are wanted. Otherwise nobody is asked.
+The planner asks for all of it (`transport.observation`); workers send nothing by themselves. Requests are counted every
+five seconds while a policy needs them. Passes are asked for when a policy needs them.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ def profile_of(config: PlannerConfig) -> str | None:
 
 
 def with_nearest(config: PlannerConfig, graph: GraphSpec, devices: Iterable[GpuDevice]) -> PlannerConfig:
-    """The options with the profile that `slo` begins with where none is given: the one that simulated engines play,
-    else the shipped one that is nearest to the GPUs of this host."""
+    """The options with the profile that `slo` begins with if none is given. Simulated engines have a profile of their
+    own. Otherwise it is the shipped one that is nearest to the GPUs of this host."""
     if config.policy != "slo" or config.profile_results_dir is not None:
         return config
     device = next(iter(devices), None)

@@ -1,6 +1,6 @@
 """TensorBoard's event files, written in a thread: a slow or full disk costs points, never the arbiter's loop.
 
-Its `EventsWriter` is used, not its `SummaryWriter`: that one hands points to a thread of its own by a queue that
+It uses `EventsWriter`, not `SummaryWriter`. A `SummaryWriter` hands points to a thread of its own by a queue that
 blocks when full, and dies silently of the first `OSError`.
 """
 
@@ -57,7 +57,7 @@ def missing_library(log_dir: Path | None) -> str | None:
 def folder_for(log_dir: Path | None, *, base: Path, logs: Path, now: datetime) -> Path | None:
     """The folder of the scalars of a planner that starts `now`: `log_dir`, below `base` if it is relative.
 
-    By default it is `tensorboard/<MMDD_HHMMSS>` in the log folder of the run. Dynamo's `logs/<MMDD_HHMMSS>` would be in
+    The default is `tensorboard/<MMDD_HHMMSS>` in the log folder of the run. Dynamo's `logs/<MMDD_HHMMSS>` would be in
     the folder from which the arbiter was started. None if the extra is not installed.
     """
     if not available():

@@ -53,7 +53,7 @@ def replay(
     found = [first] if policy is None else list(chain([first], records))
     again = Replay(None if policy is None else _options(policy, settings, found))
     decisions = list(again.run(chain(found, records)))
-    click.echo(json.dumps(_reported(again, decisions)) if as_json else "\n".join(_words(again, decisions)))
+    click.echo(json.dumps(_reported(again, decisions)) if as_json else "\n".join(_describe(again, decisions)))
 
 
 def _options(policy: str, settings: tuple[str, ...], records: Iterable[Record]) -> PlannerConfig:
@@ -88,7 +88,7 @@ def _plain(decided: Decided | None) -> dict[str, Any] | None:
     return None if decided is None else decided._asdict()
 
 
-def _words(again: Replay, decisions: list[Replayed]) -> Iterable[str]:
+def _describe(again: Replay, decisions: list[Replayed]) -> Iterable[str]:
     others = [one for one in decisions if not one.agrees]
     for one in others:
         yield f"tick {one.seq}, at {one.at_s:.3f} s: then {_short(one.then)}; now {_short(one.now)}"

@@ -383,8 +383,8 @@ class SharedFields(BaseModel):
         tuple[Literal["start", "wake", "flip"], ...] | None,
         BeforeValidator(_several, json_schema_input_type=str | list[str] | None),
     ] = None
-    """How it may get workers: `start`, `wake` (standby) and `flip` (another role), those that are left out not. By
-    default starts and wakes; flips must be asked for ([faster than a start](actuators.md))."""
+    """How it may get workers: `start`, `wake` (standby) and `flip` (another role), others are not used. The default
+    is starts and wakes; flips must be named ([faster than a start](actuators.md))."""
     min_gpu_budget: Annotated[int, Field(ge=-1)] = 1
     """GPUs below which neither prefill nor decode goes (`throughput-load`: both together; by default -1, none)."""
     decode_engine_num_gpu: Gpus | None = None
@@ -458,7 +458,7 @@ class TargetFields(BaseModel):
     max_throughput_scaling_replicas: Count = 8
     """Workers of one role that one adjustment adds, or takes away, at most."""
     load_predictor: Literal["constant", "arima", "prophet", "kalman"] = "constant"
-    """Who forecasts requests and their lengths. `arima` and `prophet` need the extra `predictors`."""
+    """The forecast of requests and their lengths. `arima` and `prophet` need the extra `predictors`."""
     load_predictor_log1p: bool = False
     """Forecast the logarithms: relative changes count, and no forecast is negative."""
     load_predictor_warmup_trace: Path | None = None

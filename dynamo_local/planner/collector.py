@@ -27,9 +27,8 @@ from dynamo_local.planner.values import Capabilities, Engines, Reading, Requests
 # --- holding
 # How long the planner holds the arbiter's event loop: nothing else runs there between two of its awaits.
 #
-# Each step, from one await to the next, is timed on two clocks: the wall's, which on a busy host counts what others
-# had
-# of the core meanwhile, and the thread's CPU, which does not. Only measured: nothing is decided by it.
+# Two clocks time each step, from one await to the next. The wall clock also counts the work of other processes on a
+# busy host. The thread's CPU clock does not. Nothing is decided by these times.
 
 T = TypeVar("T")
 

@@ -1,7 +1,7 @@
 """Drives a policy: holds its state, and runs one tick through PREDICT, PROPOSE, merge and settle.
 
 The arbiter's loop, the simulator and a replay drive the same object. They differ in the calls that take time. In the
-arbiter forecasts are made in another process, and plugins of others are asked; in the twin both answer at once.
+arbiter forecasts are made in another process, and plugins of others are asked; in the simulator both answer at once.
 """
 
 from __future__ import annotations
@@ -157,9 +157,8 @@ class PolicyDriver:
     async def tick(self, observation: Observation) -> Decision | None:
         """A decision, where the observation led to one.
 
-        None, too, where the observation is older than a person's change, or where something was changed while forecasts
-        and plugins were waited for: that decision was made for another world. What the policy raises passes through,
-        and its state is then that of before.
+        None, too, if the observation is older than a person's change, or if something was changed during the tick: that
+        decision was made for another world. Exceptions of the policy pass through, and its state is then the former.
         """
         if observation.at_s < self._began_s:
             return None

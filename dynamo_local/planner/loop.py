@@ -2,7 +2,7 @@
 
 It runs in the arbiter's event loop and never blocks it. One tick at a time, on absolute deadlines, so nothing overlaps
 or drifts. It is supervised: a tick that fails is logged, counted and tried again; an exception never ends the scaling
-in silence. What it does goes through the connector; a refusal is a value.
+in silence. The connector carries decisions out; a refusal is a value.
 """
 
 from __future__ import annotations

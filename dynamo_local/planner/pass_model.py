@@ -17,10 +17,8 @@ from dynamo_local.planner.values import Capabilities
 # Least squares over a bounded set of samples that stays spread over what was seen. Pure, and without numpy: a fit of
 # 64 samples takes a tenth of a millisecond, so that it may run in the arbiter's loop.
 #
-# The fit standardises its features and leaves out a direction in which they do not vary: where two features always
-# rise
-# together (requests and their KV, under constant load) the effect is shared between them, instead of being any two
-# large numbers of opposite sign.
+# The fit standardises its features and leaves out a direction in which they do not vary. Under constant load requests
+# and their KV always rise together. Then both share the effect, instead of two large numbers of opposite sign.
 
 MIN_PREDICTION_S = 1e-6
 """No pass takes less."""

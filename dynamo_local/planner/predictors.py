@@ -63,8 +63,8 @@ VARIANCE_AT_FIRST = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class Kalman:
-    """`q_level` and `q_trend` are the variances by which level and trend change in a window, `r` that of a measurement:
-    in the square of the series' unit (with `log1p`, of its logarithm)."""
+    """`q_level` and `q_trend` are the variances by which level and trend change in a window. `r` is the variance of a
+    measurement. The unit is the square of the series' unit (with `log1p`, of its logarithm)."""
 
     q_level: float = 1.0
     q_trend: float = 0.1
@@ -94,8 +94,8 @@ class Kalman:
 
 @dataclass(frozen=True, slots=True)
 class Arima:
-    """`logs`: where the order found has neither an AR nor an MA term, which is a random walk at best, the logarithms
-    of 1 + x are tried as well (Dynamo's rule; needless where the series is one of logarithms already)."""
+    """`logs`: try the logarithms of 1 + x as well, if the order found has neither an AR nor a MA term. Such a series is
+    a random walk at best. This is Dynamo's rule; a series of logarithms does not need it."""
 
     logs: bool = True
     min_points: int = 5
@@ -192,7 +192,7 @@ def forecast_task(options: PlannerConfig, series: Series, steps: int = 1) -> For
 
 def is_light(name: str) -> bool:
     """Whether it is a predictor of our own: it needs no library and no process, 600 windows take a millisecond at most.
-    What is no predictor at all (the queueing model) is none of them."""
+    The queueing model is no predictor."""
     return name in NAMES and name not in LIBRARIES
 
 

@@ -1,11 +1,11 @@
 """Streams that share decode workers: whose mean gap between tokens is within the target. Pure.
 
-All streams of a worker get their tokens in the same passes, so a worker is one count of passes: a stream that comes at
-pass V with n tokens ends at V + n, and its mean gap is the time from one to the other over n. Between two events a pass
-takes what the engine says of the KV that is in use in the middle between them.
+All streams of a worker get their tokens in the same passes, so a worker is one count of passes. A stream that comes at
+pass V with n tokens ends at V + n. Its mean gap is the time from one to the other over n. The pass time between two
+events is that of the KV in use in the middle between them.
 
-This is where a planner's processor time goes, so nothing is computed twice: what a worker takes until its next end is
-kept until it changes, and only workers of which a stream has ended are looked at before a choice.
+Most of a planner's processor time goes here, so nothing is computed twice. The time until a worker's next end is kept
+until it changes. Only workers with an ended stream are looked at before a choice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A question to the queueing model as a `ForecastTask`, which the process that forecasts can answer, and its answer.
 
-The series are gaps, ISL and OSL of each demand, and last the rates; the answer has, for each rate and demand, the
-shares of prefill and those of decode, each for 0, 1, 2, … workers.
+The series are gaps, ISL and OSL of each demand, and last the rates. The answer has the shares of prefill and of decode
+for each rate and demand, each for 0, 1, 2, … workers.
 """
 
 from __future__ import annotations

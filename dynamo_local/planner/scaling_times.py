@@ -21,8 +21,8 @@ KEPT = 5
 class ScalingTimes:
     """Watches a shell (`arbiter.effects.Observer`). A drain that was taken back, or a start that failed, is none.
 
-    `known` says what a start of that component has taken in earlier runs (None: nobody knows); it counts until this run
-    has seen one. `leads` says what each way to one more of it takes, by its rung.
+    `known` is the start-up time of earlier runs (None: unknown). It counts until this run has observed a start.
+    `lead_times` are the seconds of each way to one more worker (`core.lead_times.Rung`).
     """
 
     def __init__(self, now_s: Callable[[], float]) -> None:

@@ -262,8 +262,8 @@ def merge(
 ) -> Merged:
     """One stage. `baseline` has the workers of each role of the graph, `so_far` the targets of the stage before.
 
-    A role of which nobody spoke, or only a bound that the number keeps anyway, is in the targets only if it was in
-    `so_far`: who says "at most 8" of two workers wants nothing done. `bounds_only`: CONSTRAIN.
+    The targets have a role only if a proposal changes it, or if it is in `so_far`. A bound that the number keeps anyway
+    changes nothing: a plugin that says "at most 8" of two workers wants nothing done. `bounds_only`: CONSTRAIN.
     """
     ordered = sorted(proposals, key=lambda proposal: (proposal.priority, proposal.plugin_id))
     for proposal in ordered:

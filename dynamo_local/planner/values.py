@@ -70,8 +70,8 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class EngineSeen:
-    """One engine as the planner knows it: the passes that came since the last observation (oldest first, heartbeats
-    left out), and the last of all (heartbeats included), or why nothing is known of it now."""
+    """One engine as the planner knows it. `passes` came since the last observation, oldest first, without heartbeats.
+    `last` is the last pass of all, heartbeats included, or the reason why nothing is known of the engine now."""
 
     component: str
     passes: tuple[ForwardPass, ...] = ()
@@ -87,46 +87,50 @@ Engines = Mapping[EngineId, EngineSeen]
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The workers of one component, counted.
-
-    `ready` serve. `coming` will serve without anybody asking again: some start or are called back, and of these
-    others are `waiting`: for GPUs, or for the end of a back-off. `deferred` of the waiting ones (0 or 1) were
-    only decided by the planner: the step is carried out when another worker's GPU is really free.
-    `leaving` still drain, of these `cancellable` can be taken back and `routed` are not yet out of routing.
-
-    `gpus_held` are all that its processes hold, those of leaving ones (`gpus_leaving`) included; `gpus_lacking` are
-    those that waiting workers (not the deferred one) have not got yet and will take. `added_at_s` is when the last of
-    those that serve became ready or had its drain taken back (None: none serves). `coming_since_s` and
-    `leaving_since_s` are when the first of those that are on their way, or leave, entered its present state (None: no
-    such worker). `start_up_s` and `drain_s` are what the last starts and drains really took, in the median; before the
-    first of this run, what starts took in earlier ones on this host (None: nobody knows).
-
-    What is quicker than a start: `flippable` of its ready workers could take over the role of the other component now,
-    `asleep` could be woken (none of those that are only started to sleep); 0 also where the planner may not have that
-    done. `leads` are what each way to one more worker has taken, in the median, by its rung
-    (`core.lead_times.Rung`); what was never measured is not in it.
-    """
+    """The workers of one component, in counts, GPUs and times."""
 
     component: str
     gpus_per_worker: int
+    # --- workers
     ready: int
+    """They serve."""
     coming: int = 0
+    """They will serve without another decision: they start, or a drain is being cancelled."""
     waiting: int = 0
+    """Those of `coming` that wait for GPUs, or for the end of a back-off."""
     deferred: int = 0
+    """Those of `waiting` (0 or 1) that the planner has decided and carries out when another worker's GPU is free."""
     leaving: int = 0
+    """They drain."""
     cancellable: int = 0
+    """Those of `leaving` whose drain can be cancelled."""
     routed: int = 0
+    """Those of `leaving` that the Router still chooses."""
+    # --- GPUs
     gpus_held: int = 0
+    """GPUs of all processes, those of leaving workers included."""
     gpus_leaving: int = 0
+    """GPUs of leaving workers."""
     gpus_lacking: int = 0
+    """GPUs that waiting workers (not the deferred one) will take."""
+    # --- times
     added_at_s: float | None = None
+    """When the last serving worker became ready, or its drain was cancelled (None: none serves)."""
     coming_since_s: float | None = None
+    """When the first coming worker entered its present state (None: none comes)."""
     leaving_since_s: float | None = None
+    """When the first leaving worker began to leave (None: none leaves)."""
     start_up_s: float | None = None
+    """Median of the last starts; before the first one, of earlier runs on this host (None: unknown)."""
     drain_s: float | None = None
+    """Median of the last drains (None: unknown)."""
+    # --- ways that are quicker than a start; 0 also if the planner may not use them
     flippable: int = 0
+    """Ready workers that could take over the role of the other component now."""
     asleep: int = 0
+    """Workers that could be woken, without those that are started to sleep."""
     lead_times: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Median seconds of each way to one more worker (`core.lead_times.Rung`), as far as it was measured."""
 
     @property
     def capacity(self) -> int:
@@ -325,11 +329,11 @@ class Counterfactual:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a component's step is what it is: the rule that decided, the numbers it compared, and what it would have
-    taken to do otherwise (None where no single number would have).
+    """The reason of a component's step: the rule and the numbers that it compared. `otherwise` is the nearest change of
+    one number that would have changed the step (None: no single number would).
 
-    `rule` is a `Rule`, or the name that another policy has for its own; `why` is that policy's sentence with the
-    numbers in it (empty: `explain` finds the words).
+    `rule` is a `Rule`, or another policy's own name. `why` is that policy's sentence with its numbers (empty: `explain`
+    writes the sentence).
 
     `deferred`: the step is planned and not carried out now. An up waits until the GPU of this decision's down is
     really free; a down takes such an up back before anything was started.
@@ -459,9 +463,9 @@ class ThroughputScaling(enum.StrEnum):
 class PolicyStatus:
     """For `dynamo planner status`, and for the record of the last decision.
 
-    `next_tick_at` is when the next decision is due (None: not before the adjustment under way has ended), `deferred`
-    are the components with an up that the policy holds back until a GPU is free. `interval_began_s` and `readings` are
-    what the last decision was made from. `models` says by component where its model comes from.
+    `next_tick_at` is the time of the next decision (None: not before the present adjustment has ended). `deferred` are
+    the components with an up that waits for a GPU. `interval_began_s` and `readings` are the inputs of the last
+    decision. `models` names the source of each component's model.
     """
 
     next_tick_at: float | None
@@ -483,9 +487,9 @@ class Traffic:
     """One window that ended at `at_s` (planner's clock, seconds) and lasted `duration_s`.
 
     `num_req` counts requests that began in it; 0 is silence, `Missing` is not knowing. The rest are means over the
-    requests of the window: `isl` and `osl` in tokens, `ttft_ms`, `itl_ms`, `request_duration_s`; `kv_hit_rate` is the
-    share (0..1) of prompt tokens whose KV was there, `accept_length` the tokens per decode pass (1 without
-    speculation). A mean without a request is `Missing`, never 0 (docs of Dynamo call that NaN).
+    requests of the window: `isl` and `osl` in tokens, `ttft_ms`, `itl_ms`, `request_duration_s`. `kv_hit_rate` is the
+    share (0..1) of prompt tokens with cached KV. `accept_length` is the number of tokens per decode pass (1 without
+    speculation). A mean without a request is `Missing`, never 0; Dynamo's pages call that NaN.
     """
 
     at_s: float

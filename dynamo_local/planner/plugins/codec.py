@@ -41,10 +41,8 @@ from dynamo_local.transport.fpm import decode_pass, encode_pass
 # --- wire
 # The messages of `plugin.proto`, made from its compiled descriptors.
 #
-# They are made when this module is imported, and not generated beforehand: generated code demands the protobuf that
-# it
-# was generated for, and one of two copies in a process (Dynamo's own, in a plugin's) clashes with the other. Here the
-# descriptors have a pool of their own.
+# They are made when this module is imported. Generated code would demand the protobuf release of its generator, and it
+# would clash with Dynamo's own copy in a plugin's process. Here the descriptors have a pool of their own.
 
 PACKAGE = "dynamo.planner.plugin.v1"
 
@@ -79,7 +77,7 @@ def methods(service: str) -> dict[str, tuple[str, Any, Any]]:
 
 
 METHODS = {stage: methods(f"{stage.title()}Plugin")[stage.title()] for stage in Stage}
-"""By stage: the path of its method, and the classes of its request and response."""
+"""For each stage: the path of its method, and the classes of its request and response."""
 
 WORKER_FIELDS = (
     "ready_prefill",

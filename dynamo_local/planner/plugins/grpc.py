@@ -204,7 +204,7 @@ class GrpcPlugin:
             raise PluginFailed(f"no answer within {timeout_s:g} s") from None
         except grpc.aio.AioRpcError as error:
             self._bootstrapped = False  # what answers next time may be another process
-            raise PluginFailed(_words(error)) from None
+            raise PluginFailed(_describe(error)) from None
         except Unusable as error:
             raise PluginFailed(f"its answer cannot be used: {error}") from None
 
@@ -239,5 +239,5 @@ class GrpcPlugin:
         return answer
 
 
-def _words(error: grpc.aio.AioRpcError) -> str:
+def _describe(error: grpc.aio.AioRpcError) -> str:
     return f"{error.code().name}: {shown(error.details() or 'no details')}"

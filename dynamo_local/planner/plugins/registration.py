@@ -234,7 +234,7 @@ class Turn:
 def registered(now_s: float, grid_s: float, scale_interval_s: float) -> Turn:
     """The turn of a plugin that registers now.
 
-    The anchor is the last moment of the grid of ticks, which began at `grid_s`: plugins of one interval that registered
+    The anchor is the last moment of the grid of ticks, which began at `grid_s`. Plugins of one interval that register
     shortly after each other are then due in the same tick. A grid of 0 s is none.
     """
     if scale_interval_s <= 0.0 or now_s < grid_s:

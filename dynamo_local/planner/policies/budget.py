@@ -3,10 +3,11 @@
 In prose:
 
 * No role goes below its endpoint floor. Floors that need more than the budget win: a fleet is never scaled to 0
-  because it costs too much (the configuration refuses such floors; a budget may be lowered at run time).
-* Above `gpus_max` there is nothing: what is wanted is cut in proportion, prefill first, decode gets the rest, and what
-  then is left over goes to prefill. A cut never makes a role larger than it was wanted, nor smaller than it is, unless
-  by its own wish: at the maximum there are only whole swaps (guard hold).
+  because it costs too much. The configuration refuses such floors, but a budget may be lowered at run time.
+* The fleet never exceeds `gpus_max`. A larger demand is cut in proportion: prefill first, decode gets the rest, and
+  prefill gets what decode leaves.
+* A cut never makes a role larger than its claim. It makes a role smaller only if the role's own claim is smaller: at
+  the maximum there are only whole swaps (guard hold).
 * No reduction goes below `gpus_min` (guard hold).
 * A fleet outside of these bounds, or below an endpoint floor, is repaired at once, and if need be from the other role
   (reconcile).

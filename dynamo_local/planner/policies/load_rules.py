@@ -11,8 +11,8 @@ In prose, for each component:
 * Up: above the upper threshold. Not while another one waits to start (it counts as capacity), not where the prefill
   queue is about to empty by itself, not above the budget. A worker that still drains is taken back first: its GPUs
   are counted already.
-* An up that only fits once the GPU of this same decision's down is free is planned now and carried out then; at once
-  where the one that goes down can take over its role (a flip).
+* An up may fit only when the GPU of this decision's own down is free. The up is then planned now and carried out
+  later. It is carried out at once if the worker that goes down can take over its role (a flip).
 """
 
 from __future__ import annotations
@@ -159,9 +159,8 @@ def _up(side: Side, claim: Rule, counted: int, freed: int, flips: bool, budget: 
 # * `max_gpu_budget`, `min_gpu_budget`.
 #
 # *Nearest* is the smallest change relative to the larger of both values, `|needed - value| / max(|needed|, |value|)`;
-# of equal ones the first of this list. Each is checked before it is reported: judged again with `needed` the
-# component's
-# step differs, and one step short of it (the next float, or one less of what is counted) it is still the same.
+# of equal ones the first of this list. Each candidate is checked twice before it is reported. With `needed` the step
+# of the component differs. One step short of `needed` (the next float, or one less of a count) the step is the same.
 
 
 class _Change(NamedTuple):
@@ -262,8 +261,8 @@ def _last(side: Side, mean: float, ends: tuple[float, float], with_side: WithSid
 
 
 def _space(facts: Facts, index: int, verdict: Verdict, with_side: WithSide) -> Iterator[_Change]:
-    """To where one more fits into the budget or no longer does: beside what is counted, without the GPU that the other
-    component frees, or with the one that it takes first.
+    """Changes at which one more just fits into the budget, or just does not. They count the present use, the use
+    without the GPU that the other component frees, and the use with the GPU that the other component takes first.
     """
     side, budget = facts.sides[index], facts.max_gpu_budget
     others = [other.gpus_per_worker for i, other in enumerate(facts.sides) if i != index]

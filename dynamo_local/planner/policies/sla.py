@@ -10,9 +10,9 @@ The rules, in prose:
 * A window that was longer or shorter than the interval counts by its rate.
 * Correction factors compare what was measured with what the profile expects (`sizing`). A window that says nothing
   about one leaves it as it was.
-* Nothing blocks: workers that start or drain are counted, and the next decision is made when it is due. But a decision
-  that another environment carries out is waited for (`WorkerPools.pending`), until it is acknowledged or given up; what
-  was forecast meanwhile is then decided at once, and not lost for an interval.
+* Nothing blocks: workers that start or drain are counted, and the next decision is made when it is due. A decision of
+  another environment is waited for (`WorkerPools.pending`), until it is acknowledged or given up. The forecast of
+  meanwhile is then decided at once, and not lost for an interval.
 * Floors and budget are applied to what the pipeline has merged (`bounds`), also where a plugin asked for it.
 * An ITL target that not even a single request keeps gets one request for each engine: a stricter target never gives
   fewer workers.

@@ -4,8 +4,8 @@
     decode:   requests × OSL / interval  /  the most tokens/s of an engine within ITL target / d_corr,
               at a context of ISL + OSL / 2
 
-A correction factor is what was measured over what the profile expects. One for prefill above 1 means that prompts
-waited for each other; it would not make an engine slower, and adds nothing.
+A correction factor is what was measured over what the profile expects. A factor for prefill above 1 means that prompts
+waited for each other. Such a factor does not make an engine slower, and adds nothing.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _of_prefill(traffic: Traffic, prefill: PrefillModel) -> float | None:
 
 
 def _of_decode(traffic: Traffic, workers: int, decode: DecodeModel) -> float | None:
-    """Decode correction. By Little's law each engine holds rate × duration requests."""
+    """Decode correction. Each engine holds rate × duration requests (Little's law)."""
     isl, osl, itl_ms = known(traffic.isl), known(traffic.osl), known(traffic.itl_ms)
     num_req, lasted_s = known(traffic.num_req), known(traffic.request_duration_s)
     if not isl or not itl_ms or not num_req or not lasted_s or osl is None or workers < 1 or traffic.duration_s <= 0:
@@ -424,8 +424,8 @@ def _edges(facts: Facts, direction: int) -> list[float]:
 def _exactly(facts: Facts, same: float, different: float, now: int, step: Step) -> Counterfactual:
     """The float at which the step changes, between one where it is the same and one where it is not.
 
-    Halving the whole distance takes some fifty judgements; mostly the change is where one of the roles needs another
-    engine, so the few floats around those points are looked at first."""
+    Halving the whole distance takes some fifty judgements. Mostly the change is where one role needs another engine,
+    so the few floats around those points come first."""
     for side in facts.sides:
         if side.need is None or side.wanted is not None:
             continue

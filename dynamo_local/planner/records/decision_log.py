@@ -48,8 +48,9 @@ class EngineLoads:
 
 @dataclass(frozen=True, slots=True)
 class Aims:
-    """What the options ask for: targets (ms; None: the policy has none), GPUs (None: no bound), and the forecast's
-    window, in seconds (None: nothing is forecast), the `ahead`th after the one that was seen."""
+    """The aims of the options. Targets are in ms (None: the policy has none), bounds in GPUs (None: no bound).
+    `window_s` is the forecast's window in seconds (None: no forecast), and it is the `ahead`th after the observed
+    one."""
 
     ttft_ms: float | None = None
     itl_ms: float | None = None
@@ -122,8 +123,8 @@ class Outcome(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """`workers` are those of a committed step (the intent stands in the statefile); `reason`, `code` and `retryable`
-    are a refusal's; `decision_id` and `acknowledged` (None: nobody waited for that) are those of a written one."""
+    """`workers` belong to a committed step: the intent stands in the statefile. `reason`, `code` and `retryable` belong
+    to a refusal. `decision_id` and `acknowledged` (None: nobody waited for it) belong to a written decision."""
 
     outcome: Outcome
     workers: tuple[str, ...] = ()

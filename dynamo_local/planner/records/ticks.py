@@ -1,10 +1,15 @@
 """The tick log and its replay: the policy's options, each observation, and each decision.
 
-`decisions.jsonl` sums a decision up for people. This log, beside it, has the pulls whole, also those that decided
-nothing: a policy remembers them. An observation is written packed (zlib, base64), its passes as columns (`columns`):
-values by chance, which pack worst, 73 kB for 64 new passes of each of 64 engines. The file is rotated as the decision
-log is, and bounded so that an hour of that, at a tick every five seconds, is always in it; the options are written
-again now and then, so that a log whose beginning has gone can still be read.
+`decisions.jsonl` sums a decision up for people. This log, beside it, has each observation whole, also those
+that decided nothing: a policy remembers them. An observation is packed (zlib, base64), its passes as columns
+(`packed`). Random values pack worst: 73 kB for 64 new passes of each of 64 engines. The file is rotated as the decision
+log is. An hour of such ticks, one every five seconds, always fits. The options are written again now and then, so that
+a log without its beginning can be read.
+
+Replay shows the same observations to the same policy, and compares its decisions with those of the log. It makes the
+forecasts anew: the same task has the same answer. The log does not have the answers of plugins, so decisions that they
+changed differ. With another policy or other options the replay says what it would have decided on the same
+observations. Data that the recorded policy did not need is missing then.
 """
 
 from __future__ import annotations
@@ -48,10 +53,9 @@ from dynamo_local.system.json_lines import JsonLog, Record
 # --- columns
 # Columns of numbers, packed small and without loss: for the log of ticks, most of which are engines' passes.
 #
-# Neighbours in a column are alike (a pass has a token more than the one before), and most numbers are small or have
-# few
-# decimals. So each column becomes whole numbers if it can, their differences if these are smaller, and its bytes are
-# sorted by their weight: the upper ones are then long runs of zeros, which zlib makes nothing of.
+# Neighbours in a column are alike: a pass has a token more than the one before. Most numbers are small or have few
+# decimals. So each column becomes whole numbers if possible, or their differences if these are smaller. Its bytes are
+# sorted by their weight: the upper ones are long runs of zeros, which zlib packs to almost nothing.
 
 _HEAD = struct.Struct("<I")
 _COLUMN = struct.Struct("<BBBI")
@@ -452,8 +456,8 @@ class Replayed:
 class Replay:
     """Shows a policy what is in a log. `options` None: the recorded ones. The counts grow while `run` is iterated.
 
-    `whole` is False where the log does not have its planner's beginning: then what the policy had learned before is not
-    known, and it may decide otherwise until it has learned it again.
+    `whole` is False if the log does not have its planner's beginning. The earlier knowledge of the policy is then
+    missing, and it may decide otherwise until it has learned the same again.
     """
 
     options: PlannerConfig | None = None

@@ -57,7 +57,7 @@ def test_the_frontier_begins_small_and_ends_at_the_cap() -> None:
 @pytest.mark.usefixtures("without_recorded")
 def test_who_knows_the_demand_orders_a_start_up_ahead_and_stays_within_the_cap() -> None:
     requests = SIN.requests(None).rows
-    knows = clairvoyant(requests, slo_of(SIN))
+    knows = clairvoyant(requests, slo_of(SIN), SIN.start_up_s, SIN.speed)
     ahead = int(SIN.start_up_s / STEP_S)
     for step in range(len(knows.needed) - ahead):
         fleet = knows.needed_from(step * STEP_S)

@@ -6,10 +6,10 @@
 * **Decode.** An answer's gap between tokens is compared with what the profile says of as many streams as there were
   in its middle. That is known of answers so old that those beside them have ended, too.
 
-While even fast answers wait for longer than the target, nothing is learned of decode: what waits there for a prefill,
-or is prefilled there, would be taken for slow engines, and with slow engines no fleet seems to help (so it was: the
-factor ran to 8, and the fleet stayed at one worker of each role). A factor near 1 counts as 1: bursts alone make the
-comparison wrong by so much.
+While even fast answers wait for longer than the target, nothing is learned of decode. Requests that wait there for a
+prefill, or are prefilled there, would look like slow engines. With slow engines no fleet seems to help: the factor once
+ran to 8, and the fleet stayed at one worker of each role. A factor near 1 counts as 1: bursts alone make the comparison
+wrong by so much.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SERVED_S = 300.0
 """So long it is remembered how many workers served."""
 ENDED_MIN = 30
 ANSWERS = 250
-"""Of more answers every second one is looked at, or every third, …: it is done in the arbiter's loop."""
+"""With more answers than this the policy looks at every second one, or every third: it runs in the arbiter's loop."""
 SAMPLE = 150
 """So many of them are compared; all of them say with how many others each one was."""
 LOW_QUANTILE = 0.1
@@ -41,8 +41,8 @@ STEP = 0.05
 SLOWLY = 0.2
 LEAST, MOST = 0.2, 8.0
 REACHABLE = 0.7
-"""No factor is believed with which one request alone takes more than this share of its target: no fleet would help
-then, and what cannot be helped is not planned for. Decode workers that prefill themselves are seen as that slow."""
+"""A factor is not believed if one request alone then takes more than this share of its target. No fleet would help,
+so nothing is planned for that. Decode workers that prefill themselves look that slow."""
 
 
 @dataclass(frozen=True, slots=True)

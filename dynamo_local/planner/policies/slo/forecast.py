@@ -101,8 +101,9 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Of one lead, in bins. `asked` are forecasts (roots, one of each expert) whose time has not come yet, the oldest
-    first; `past` are forecasts with their errors; `losses` are the experts' discounted squared errors."""
+    """The forecasts at one lead time, in bins. `requested` are forecasts (roots, one of each expert) that are not due
+    yet, the oldest first; `past` are forecasts with their errors; `losses` are the experts' discounted squared
+    errors."""
 
     lead_bins: int
     requested: tuple[tuple[float, ...], ...] = ()

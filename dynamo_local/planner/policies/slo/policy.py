@@ -6,11 +6,12 @@ The rules, in prose (each was kept because the development traces want it: docs/
   takes.
 * The rate at each lead is forecast by the best of several cheap experts, and its own errors there are the scenarios of
   what may come (`outlook`).
-* Requests have the lengths, and come in the bursts, in which they came lately (`lengths`); a queueing model says, away
-  from the arbiter's loop, which share of them keeps the targets with how many workers (`queueing`).
-* A GPU is held, or ordered, if it is worth its price (`choosing`), which follows what was kept lately (`keeping`).
+* Lengths and bursts of requests are those of the last minutes (`forecast`). The queueing model says which share of
+  them keeps the targets with how many workers (`queueing`). It runs outside the arbiter's loop.
+* The policy holds or starts a GPU if it is worth its price (`scaling_options`). The price follows the share that was
+  kept lately (`state`).
 * Requests that already wait too long are to be cleared within one lead time.
-* The fleet of the start is not gone below before its forecasts have been tried once or twice.
+* The planner keeps at least the initial fleet until it could check two forecasts.
 * Unknown values change nothing. Floors and budget hold also for what plugins want.
 """
 

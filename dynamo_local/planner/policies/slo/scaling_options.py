@@ -1,16 +1,15 @@
 """How many workers: what each would serve of what is expected, against its price. Pure.
 
-Of a moment to come there are scenarios, each with a rate, its probability, and the shares of requests that keep TTFT
-and ITL by the number of prefill and of decode workers. A fleet's *yield* then is the mean rate of requests that keep
-both.
+A future moment has scenarios. Each has a rate, a probability, and the shares of requests that keep TTFT and ITL, by the
+number of prefill and of decode workers. The *yield* of a fleet is the mean rate of requests that keep both.
 
 * **Price.** A GPU is worth its place if it serves `cost_factor × COST_SHARE × (1 − target) / 1 %` of what a GPU of this
   deployment serves in the mean. So a target of 99 % asks for ten times as much as one of 99.9 %. Where the workers of
   now are overrun, the requests that come are not what their GPUs serve: then one of the best fleet is looked at.
 * **Shrinking.** The workers of now serve all moments from now to the lead: one that goes cannot be back before. One
   stays if there is any stretch from now on in which it is worth more than its price, summed over that stretch.
-* **Growing.** A worker that is ordered now serves from the lead on; it must be worth its scaling option's
-  `order_price`.
+* **Growing.** A worker that is ordered now serves from the lead time on. It must be worth the `order_price` of its
+  scaling option.
 
 With more scaling options than cold starts: `climbing`.
 """
@@ -44,8 +43,8 @@ COLD_START, WAKE, FLIP = "cold_start", "wake", "flip"
 LEAD_CHANGED = 1.25
 """A lead is another one where it differs by this factor: what was learned of the old one holds until then."""
 ORDER_PRICE: Mapping[str, float] = {COLD_START: 2.0, WAKE: 1.5, FLIP: 1.0}
-"""What a GPU that is taken this way must be worth, in prices of one that is held: it is paid while it starts, and may
-be wanted for a short while."""
+"""The least worth of a GPU that is taken this way, in prices of a GPU that is held. The GPU is paid while it starts,
+and may be needed for a short while only."""
 LEAD_S: Mapping[str, float] = {WAKE: 5.0, FLIP: 1.0}
 """Until one was seen."""
 WAKES = (lead_times.Rung.WAKE_1, lead_times.Rung.WAKE_2)
@@ -108,8 +107,8 @@ class Expected(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The demand of one moment: `(rate × probability, shares)` of each scenario. What a fleet would serve is
-    remembered: decisions of a whole lead ask for the same ones."""
+    """The demand of one moment: `(rate × probability, shares)` of each scenario. The yield of a
+    fleet is cached: the decisions of a whole lead time ask for the same fleets."""
 
     scenarios: tuple[tuple[float, Shares], ...]
     _known: dict[Fleet, float] = field(default_factory=dict, compare=False, repr=False)
@@ -176,8 +175,8 @@ def price(target: float, cost_factor: float, mean_rate: float, mean_gpus: float)
 
 
 def overrun_yield(now: Fleet, moment: Moment, bounds: Bounds) -> float | None:
-    """Requests per second that a GPU of the best fleet would serve, where the workers of now serve less than `OVERRUN`
-    of what is expected; None where they are not overrun."""
+    """Requests per second that a GPU of the best fleet would serve, if the present workers are overrun: they serve less
+    than `OVERRUN` of the demand. None if they are not overrun."""
     if moment.served(now) >= OVERRUN * moment.rate:
         return None
     prefills, decodes = (range(low, _enough(moment, role, low) + 1) for role, low in enumerate(bounds.floors))
@@ -267,18 +266,13 @@ def swapped(fleet: Fleet, moments: Sequence[Expected], gpu_price: float, order_p
 
 
 # --- climbing
-# The ladder climbed: how many workers by slow scaling options, who of them sleeps, and which role they have. Pure.
+# Choosing among the scaling options: how many workers start, which of them sleep, and which role they have. Pure.
 #
-# * **Cold starts** decide from what is expected at their lead, as if nobody slept. A sleeper that is woken is
-# replaced by
-#   a start, so one that stands in for a worker that was given up, or not ordered, saves nothing, and is missing when
-# a
-#   burst comes.
-# * **Wakes** bring sleepers for what is expected at their own, short lead, and was not foreseen.
-# * **Flips.** Where workers can take over each other's role, the other scaling options decide how many there are, as if
-#   each
-# split
-#   of them could be had, and the split follows what is expected next. A flip must gain more than it disturbs, and no
+# * **Cold starts** decide from the demand at their lead time, as if nobody slept. A start replaces a sleeper that is
+#   woken. So a sleeper in place of a worker saves nothing, and is missing when a burst comes.
+# * **Wakes** bring sleepers for the demand at their own, short lead time that the cold starts did not foresee.
+# * **Flips.** If workers can take over each other's role, the other scaling options decide how many there are, as if
+#   each split of them were possible. The split follows the next demand. A flip must gain more than it disturbs, and no
 #   decode worker goes whose streams the others could not bear.
 
 REACH = 4

@@ -22,7 +22,7 @@ MEMORY_S = 900.0
 PRIOR_ANSWERS = 1000.0
 """As if so many had been answered before, just as many of them late as the target allows."""
 AIM = 0.35
-"""It is aimed at so much of what the target lets be missed: what is to come is not known, and a share that only its
+"""The policy aims at this share of the misses that the target allows. The future is not known: a share that only its
 mean keeps is missed half of the time."""
 EXPONENT, FACTOR_MAX = 0.5, 1.2
 """While less is missed than is aimed at, a price goes by the root of what may be missed over what was, up to this
@@ -57,9 +57,9 @@ class Kept:
         )
 
     def factor(self, target: float) -> float:
-        """The factor of the price: above 1 while less is missed, that more GPUs would have kept, than is aimed
-        at, below 1 while more is. The more of what may be missed any fleet would miss, the less it goes below 1: where
-        the target is out of reach no number of GPUs ends that, and a GPU is worth what it serves."""
+        """The factor of the price. It is above 1 while fewer avoidable requests miss the targets than is aimed at, and
+        below 1 while more do. The more misses no fleet could avoid, the less it goes below 1. If the target is out
+        of reach, no number of GPUs helps, and a GPU is worth what it serves."""
         allowed = max(1e-4, 1.0 - target)
         prior = PRIOR_ANSWERS * allowed * AIM
         avoidable = max(0.0, self.missed - self.hopeless) + prior
@@ -106,14 +106,16 @@ class Means:
 class SloState:
     """`began_s` and `due_s` are of the interval that is under way.
 
-    `rates` are those of the intervals, the newest first; `began` the last arrivals and `ended` the last answers,
-    ascending. `outlooks` are by scaling option. `demands` were taken at `demands_at_s`. `moments` are, by scaling
-    option, what was expected, by the decisions of the last lead, of the moments from now to the lead, the next one
-    first. `served` are the workers of the last minutes, `kept` what was kept of the last answers, and `clearing` what
-    is to be served beyond the rate at the lead (requests/s), to get rid of what waits; `scenarios` are those of each
-    scaling option, with that. `first` is the fleet of the start, which is not gone below until `first_until_s`. `held`:
-    why this tick plans nothing (rule, words); `expected` is what this tick expects at the lead of each scaling option,
-    `chosen` the fleet that it proposes, of which `flips` decode workers were prefill workers (negative: the other way).
+    `rates` are those of the intervals, the newest first. `began` are the last arrivals and `ended` the last answers,
+    ascending. `demands` were taken at `demands_at_s`.
+
+    Each scaling option has an entry in `outlooks`, `scenarios` (with `clearing`), `expected` (at its lead time) and
+    `moments`. These are the moments from now to the lead time, the next one first, as former decisions expected them.
+
+    `served` are the workers of the last minutes, and `kept` counts the kept targets of the last answers. `clearing` is
+    the rate (requests/s) beyond the expected one that removes waiting requests. `first` is the initial fleet, a floor
+    until `first_until_s`. `held` says why this tick plans nothing (rule, sentence). `chosen` is the proposed fleet.
+    `flips` of its decode workers were prefill workers (negative: the other way).
     """
 
     began_s: float

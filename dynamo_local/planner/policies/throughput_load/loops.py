@@ -3,8 +3,8 @@
 It asks in this order: is anything known of the engines, is nothing under way, is every rank of every worker among
 them, can their load be judged. Where one role of a disaggregated graph cannot be judged, the other holds, too.
 
-While workers start, only one thing may be done: a starting one may be taken back, when the same reduction was wanted
-twice from the same workers, a load interval apart, and nobody leaves.
+While workers start, the policy does one thing only: it may take a starting worker back. The same reduction must be
+wanted twice from the same workers, a load interval apart, and no worker may be leaving.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ In prose:
 
 * Two loops on one grid of ticks, whose length divides both intervals. The first of each fires one whole interval after
   the start. Points of the grid are absolute times: a late tick moves no other.
-* The throughput loop sizes each role for the predicted window. Alone it sets targets; beside the load loop it sets
-  lower bounds, which hold until its next decision and are proposed at each tick, so that they need nothing from the
-  load loop to be reached.
+* The throughput loop sizes each role for the predicted window. Alone it sets targets. Beside the load loop it sets
+  lower bounds. They hold until its next decision and are proposed at each tick, so they need no load loop to be
+  reached.
 * The load loop moves each role by one, above the lower bound, by what its engines are loaded with now.
 * Unknown values change nothing: no metrics, no traffic, no model. The bound of before stands.
 * While something starts or leaves, nothing else is decided (but see `loading`); a throughput decision that comes at

@@ -145,13 +145,9 @@ _WORDS: dict[str, Callable[[Numbers], str]] = {
 # --- otherwise
 # The nearest change of one number that would have decided otherwise, for one role.
 #
-# Candidates: each number that the load loop compared (to its limit); the predicted requests (to where it would have
-# held;
-# where it held, to where it would not); the bound, where it kept a role up; the budgets, where they cut a wish. Each
-# is
-# tried before it is reported: with `needed` the step is another one. *Nearest* is as for the load planner: the
-# smallest
-# change relative to the larger of both values.
+# Candidates are the numbers that the load loop compared (to their limits), the predicted requests, the bound that kept
+# a role up, and the budgets that cut a claim. Each is tried before it is reported: with `needed` the step is another
+# one. *Nearest* is as for the load planner: the smallest change relative to the larger of both values.
 
 
 class Settled(NamedTuple):
@@ -268,9 +264,9 @@ LOAD_DECISION, THROUGHPUT_DECISION = "load_scaling_decision", "throughput_scalin
 
 
 class Outcome(NamedTuple):
-    """One role at the end of a tick. `wanted`: what was proposed; `grant`: what floors and budget left of it; `busy`:
-    something starts or leaves; `blind`: why the workers cannot be observed; `overridden`: plugins of others said
-    otherwise than our own stages."""
+    """One role at the end of a tick. `wanted` was proposed, and `grant` is what floors and budget left of it.
+    `busy`: something starts or leaves. `blind` says why the workers cannot be observed. `overridden`: plugins decided
+    otherwise than the policy's own stages."""
 
     role: Role
     wanted: int

@@ -81,8 +81,8 @@ class LoadVerdict:
 @dataclass(frozen=True, slots=True)
 class ThroughputVerdict:
     """The verdict of the throughput loop for one role. `engine_rps`: requests per second of a worker within the targets
-    (`within`: they can be kept at all); `replicas` those that the prediction needs, before jump and budget; `bound`
-    after them (None: the one before stands)."""
+    (`within`: they can be kept at all). `replicas` are those that the prediction needs, before jump and budget. `bound`
+    is the number after them (None: the former bound holds)."""
 
     rule: ThroughputScaling
     bound: int | None = None
@@ -101,8 +101,8 @@ class Cancel(NamedTuple):
 
 
 class SharedQueue(NamedTuple):
-    """Prompts that wait in a queue of the graph, which prefill workers pull from when they are free: those in it
-    now (None: there is no such queue, or it is not `known`), and the most since the load loop's last decision."""
+    """Prompts in the prefill queue of the graph: those in it now, and the most since the load loop's last decision.
+    None: there is no such queue, or it is not `known`."""
 
     now: float | None = None
     most: float = 0.0
