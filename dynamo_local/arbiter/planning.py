@@ -217,7 +217,7 @@ class Planning:
 
     async def explain(self, count: int) -> list[str]:
         """The last `count` decisions in words."""
-        return [decisions.words(record) for record in await self.history(count)]
+        return [decisions.describe(record) for record in await self.history(count)]
 
     # --- answering -------------------------------------------------------------------------------
 

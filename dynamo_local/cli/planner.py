@@ -202,13 +202,13 @@ def explain(count: int, as_json: bool, namespace: str | None) -> None:
 
     In words, with what it would have taken to decide otherwise.
     """
-    from dynamo_local.planner.records.decision_log import words
+    from dynamo_local.planner.records.decision_log import describe
 
     logged = _logged(find_paths(namespace), count)
     if as_json:
-        click.echo(json.dumps([{**record, "words": words(record)} for record in logged]))
+        click.echo(json.dumps([{**record, "words": describe(record)} for record in logged]))
         return
-    click.echo("\n\n".join(f"{_head(record)}\n{words(record)}" for record in logged))
+    click.echo("\n\n".join(f"{_head(record)}\n{describe(record)}" for record in logged))
 
 
 @planner.command()

@@ -98,7 +98,7 @@ def profile(graph: str | None, as_json: bool, report: Path | None, **words: Any)
     from dynamo_local.profile.outside import Given
     from dynamo_local.system.pages import check_plots
 
-    overrides = tuple(words["overrides"])
+    overrides = words["overrides"]
     if graph is not None and graph.startswith("-"):  # no graph was given: this is the first override
         graph, overrides = None, (graph, *overrides)
     if report is not None:
@@ -114,8 +114,7 @@ def profile(graph: str | None, as_json: bool, report: Path | None, **words: Any)
         Given(words["kv_tokens"], words["context_length"], words["max_num_seqs"]),
     )
     asked = Asked(
-        words["output"],
-        words["budget"],
+        *(words["output"], words["budget"]),
         context_max=words["max_context"],
         small=words["small"],
         resume=words["resume"],

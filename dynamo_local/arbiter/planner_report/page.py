@@ -28,7 +28,7 @@ from dynamo_local.arbiter.planner_report.charts import (
 )
 from dynamo_local.arbiter.planner_report.data import ForecastErrors, Gathered, Point
 from dynamo_local.errors import BadInput
-from dynamo_local.planner.records.decision_log import words
+from dynamo_local.planner.records.decision_log import describe
 from dynamo_local.planner.records.figures import Line
 from dynamo_local.system.pages import STYLE, page_template
 
@@ -242,7 +242,7 @@ def _change(line: Line) -> dict[str, Any]:
     """A decision with a step: when, which, its lines, and for each component whether it went up, and what became of
     it."""
     try:
-        told = words(line).splitlines()
+        told = describe(line).splitlines()
     except BadInput as error:
         told = [f"written by another version: {error}"]
     steps = {

@@ -278,7 +278,7 @@ def parse(logged: Record) -> DecisionRecord:
     return from_line(json.dumps(logged))
 
 
-def words(logged: Record) -> str:
+def describe(logged: Record) -> str:
     """The decision in words: what was seen and expected, a line for each component, and the outcome of each step.
 
     Raises `BadInput` as `parse` does.

@@ -13,7 +13,10 @@ from benchmarks.predictors.page import section
 from dynamo_local.config.planner import PlannerConfig
 
 RISING = Case("a ramp", 60.0, "made by hand", {"num_req": tuple(100.0 + 10 * number for number in range(40))})
-OURS = {"constant": PlannerConfig(policy="sla", load_predictor="constant"), "kalman": PlannerConfig(policy="sla", load_predictor="kalman")}
+OURS = {
+    "constant": PlannerConfig(policy="sla", load_predictor="constant"),
+    "kalman": PlannerConfig(policy="sla", load_predictor="kalman"),
+}
 
 
 def facts(**given: object) -> Facts:

@@ -10,7 +10,7 @@ import pytest
 from dynamo_local.core.passes import EngineId, ForwardPass, Requests
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.records import figures
-from dynamo_local.planner.records.decision_log import Aims, EngineLoads, aims_of, engine_loads, parse, words
+from dynamo_local.planner.records.decision_log import Aims, EngineLoads, aims_of, describe, engine_loads, parse
 from dynamo_local.planner.values import EngineSeen, Reason, Traffic
 from tests.fakes.planner.logged_lines import DECODE, POOLS, PREFILL, line
 from tests.fakes.planner.options import load_options, sla_options, throughput_load_options
@@ -71,7 +71,7 @@ def test_a_line_of_the_first_version_is_read() -> None:
     found = figures.all_figures(old)
     assert (found["num_prefill_replicas"], found["average_kv_load"]) == (2, 0.5)
     assert parse(old).inputs.aims == Aims()
-    assert "holds (within)" in words(old)
+    assert "holds (within)" in describe(old)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_number_that_is_none_is_absent() -> None:
 
 
 def test_a_decision_is_told_with_what_was_seen_and_expected() -> None:
-    assert words(line(step=1)).splitlines() == [
+    assert describe(line(step=1)).splitlines() == [
         "seen: 4 requests/s, prompts of 3,000, answers of 300 tokens, TTFT 240 ms, ITL 9 ms; "
         "expected: 5 requests/s, prompts of 3,100, answers of 310 tokens; "
         "a worker takes: 2.5 requests/s (prefill), 1.5 requests/s (decode)",
@@ -118,7 +118,7 @@ def test_a_decision_is_told_with_what_was_seen_and_expected() -> None:
         "VllmWorker +1 (scale_up): so it is",
         "VllmWorker: carried out on dynamo_VllmWorker_3",
     ]
-    assert words(line(traffic=None, prediction=None, told=())) == ""
+    assert describe(line(traffic=None, prediction=None, told=())) == ""
 
 
 def test_engines_are_summed_by_component_and_silent_ones_left_out() -> None:
