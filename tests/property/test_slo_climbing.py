@@ -7,8 +7,17 @@ from itertools import accumulate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_local.planner.policies.slo.ladder import COLD_START, FLIP, WAKE, Rung
-from dynamo_local.planner.policies.slo.scaling_options import Ahead, Bounds, Moment, Quick, climbed
+from dynamo_local.planner.policies.slo.scaling_options import (
+    COLD_START,
+    FLIP,
+    WAKE,
+    Ahead,
+    Bounds,
+    Moment,
+    Quick,
+    ScalingOption,
+    climbed,
+)
 from dynamo_local.planner.queueing import Shares
 
 BUDGET = 8
@@ -32,7 +41,8 @@ def ladders(draw: st.DrawFn) -> tuple[Ahead, ...]:
     """Cold starts, and what else there may be."""
     names = [COLD_START, *draw(st.sampled_from([(), (WAKE,), (FLIP,), (WAKE, FLIP)]))]
     return tuple(
-        Ahead(Rung(name, 1.0), draw(moments), tuple(draw(st.lists(moments, min_size=1, max_size=3)))) for name in names
+        Ahead(ScalingOption(name, 1.0), draw(moments), tuple(draw(st.lists(moments, min_size=1, max_size=3))))
+        for name in names
     )
 
 

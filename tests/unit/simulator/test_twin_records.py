@@ -17,7 +17,9 @@ SIM = SimOptions()
 CASE = Case(
     "sla",
     TwinOptions(shape=FleetShape(1, 1), sim=SIM, gpus=8),
-    planner=sla_options(SIM.profile, ttft_ms=400.0, itl_ms=12.0, throughput_adjustment_interval_seconds=20.0),
+    planner=sla_options(
+        profile_results_dir=SIM.profile, ttft_ms=400.0, itl_ms=12.0, throughput_adjustment_interval_seconds=20.0
+    ),
 )
 BURST = [TraceRequest(n / 20, 3000, 100) for n in range(1000)]
 
