@@ -1,4 +1,4 @@
-"""Whatever is expected: the ladder of `slo` keeps budget and floors, and takes no more of a rung than there is."""
+"""Whatever is expected: the ladder of `slo` keeps budget and floors, and takes no more of a scaling option than there is."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ small = st.integers(0, 3)
     st.tuples(small, small),
     st.floats(0, 5),
 )
-def test_budget_floors_and_rungs_hold(
+def test_budget_floors_and_scaling_options_hold(
     now: tuple[int, int], ladder: tuple[Ahead, ...], asleep: tuple[int, int], able: tuple[int, int], price: float
 ) -> None:
     bounds = Bounds((1, 1), (1, 1), BUDGET)
@@ -65,5 +65,5 @@ def test_budget_floors_and_rungs_hold(
     assert sum(fleet) <= BUDGET
     assert min(fleet) >= 1
     assert -able[1] <= flips <= able[0]
-    if all(each.rung.name != FLIP for each in ladder):
+    if all(each.scaling_option.name != FLIP for each in ladder):
         assert flips == 0
