@@ -1,4 +1,4 @@
-"""Whatever is expected: the ladder of `slo` keeps budget and floors, and takes no more of a scaling option than there is."""
+"""Whatever is expected: `slo` keeps budget and floors, and takes no more of a scaling option than there is."""
 
 from __future__ import annotations
 
