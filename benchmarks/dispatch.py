@@ -1,6 +1,6 @@
 """What dispatch under targets is worth, and what a decision costs.
 
-Fixed fleets in the twin: the seed's rule (threshold), every prefill remote, and `slo` for router and prefills. The
+Fixed fleets in the simulator: thresholds, every prefill remote, and `slo` for router and prefills. The
 traces are recorded ones where they are to be had. Target: on no fleet is `slo` below the better of the other two.
 
 `python -m benchmarks.dispatch --page` writes the table into docs/routing.md. It takes half an hour; with `--facts FILE`
@@ -31,7 +31,7 @@ from dynamo_local.core.types import Load
 from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.profile.interpolation import ProfileModel
 from dynamo_local.simulator.metrics import measure
-from dynamo_local.simulator.options import FleetShape, Slo, TwinOptions
+from dynamo_local.simulator.options import FleetShape, SimulationOptions, Slo
 from dynamo_local.simulator.simulation import Case, run_case
 from dynamo_local.simulator.trace import TraceRequest
 
@@ -101,9 +101,9 @@ class Row:
 def compare(trial: Trial, shape: tuple[int, int], requests: Sequence[TraceRequest]) -> Row:
     """One fleet under the three rules."""
     fleet, targets = FleetShape(*shape), Targets.of_ms(trial.ttft_ms, trial.itl_ms)
-    plain = TwinOptions(shape=fleet, sim=SimOptions(speed=trial.speed), gpus=16, targets=targets)
+    plain = SimulationOptions(shape=fleet, sim=SimOptions(speed=trial.speed), gpus=16, targets=targets)
 
-    def attained(options: TwinOptions, router: str = "least-loaded") -> float:
+    def attained(options: SimulationOptions, router: str = "least-loaded") -> float:
         picker = partial(sim_picker, router, 0, options.sim, targets)  # type: ignore[arg-type]
         run = run_case(requests, Case("", options, make_picker=picker))
         return measure(run, Slo(trial.ttft_ms, trial.itl_ms)).attainment
@@ -196,15 +196,15 @@ def section(found: Sequence[Row], costs: tuple[Sequence[float], Sequence[float]]
     for row in found:
         remote = "–" if row.remote is None else f"{row.remote:.2%}"
         lines.append(f"| {row.trial} | {row.fleet} | {row.threshold:.2%} | {remote} | **{row.slo:.2%}** |")
-    told = "; ".join(
-        f"{trial.name}: {trial.requests(1).told}, TTFT {trial.ttft_ms:g} ms, ITL {trial.itl_ms:g} ms"
+    told = (
+        f"- {trial.name}: {trial.requests(1).told}, TTFT {trial.ttft_ms:g} ms, ITL {trial.itl_ms:g} ms"
         + ("" if trial.speed == 1 else f", engines at {trial.speed:g} of their speed")
         for trial in TRIALS
     )
     picks, decisions = (sorted(cost) for cost in costs)
     lines += [
         "",
-        f"{told}.",
+        *told,
         "",
         f"A choice among {WORKERS} workers takes {picks[len(picks) // 2]:.0f} µs, a decision of a worker with "
         f"{STREAMS} streams {decisions[len(decisions) // 2]:.0f} µs (median of {DECISIONS:,}, one core).",

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import argparse
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, Self, TypeVar
 
+WIDTH = 120
 F = TypeVar("F", bound="KeptFacts")
 END = "<!-- end of what was measured -->"
 
@@ -53,6 +55,19 @@ def write_measured(page: Path, command: str, text: str) -> None:
     if begin not in before or END not in before:
         raise ValueError(f"{page} lacks {begin} or {END}")
     after = re.sub(
-        f"{re.escape(begin)}.*?{re.escape(END)}", lambda _: f"{begin}\n{text}\n{END}", before, flags=re.DOTALL
+        f"{re.escape(begin)}.*?{re.escape(END)}",
+        lambda _: f"{begin}\n{wrapped(text)}\n{END}",
+        before,
+        flags=re.DOTALL,
     )
     page.write_text(after, encoding="utf-8")
+
+
+def wrapped(text: str) -> str:
+    """Its lines of prose at the width of the pages; tables and pictures stay."""
+    return "\n".join(line if line[:1] in "|!#" else _wrapped(line) for line in text.split("\n"))
+
+
+def _wrapped(line: str) -> str:
+    after = "  " if line.startswith(("* ", "- ")) else ""
+    return textwrap.fill(line, WIDTH, subsequent_indent=after, break_long_words=False, break_on_hyphens=False)

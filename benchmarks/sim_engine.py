@@ -87,7 +87,7 @@ async def _load(options: SimOptions, seconds: float) -> dict[str, float]:
 
 
 def replay(trace: Path, engines: int, block_size: int) -> dict[str, float]:
-    """A trace through `engines` aggregated schedulers, in turn, by quiet runs: the shape of the twin's inner loop."""
+    """A trace through `engines` aggregated schedulers in turn, as in the inner loop of the simulator."""
     started_s = time.perf_counter()
     perf = ProfileModel.load(SimOptions().profile)
     config = SchedulerConfig(perf.max_kv_tokens // block_size, block_size)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from benchmarks.harness import Report, at_most
 from benchmarks.traces import SINUSOID, Requests, conversation, generated
-from dynamo_local.simulator.options import FleetShape, TwinOptions
+from dynamo_local.simulator.options import FleetShape, SimulationOptions
 from dynamo_local.simulator.simulation import Case, run_case
 from tests.fakes.planner.options import load_options
 
@@ -31,9 +31,9 @@ def run(short: bool) -> Report:
         return generated(SINUSOID, limit)
 
     cases = (
-        ("hour of conversations, 4P4D", hour, Case("", TwinOptions(shape=FleetShape(4, 4)))),
-        ("hour of conversations, planner from 1P1D", hour, Case("", TwinOptions(), load_options())),
-        ("sinusoid, planner from 1P1D", sinusoid, Case("", TwinOptions(), load_options())),
+        ("hour of conversations, 4P4D", hour, Case("", SimulationOptions(shape=FleetShape(4, 4)))),
+        ("hour of conversations, planner from 1P1D", hour, Case("", SimulationOptions(), load_options())),
+        ("sinusoid, planner from 1P1D", sinusoid, Case("", SimulationOptions(), load_options())),
     )
     for name, make, case in cases:
         walls, cpus = zip(*(_timed(make, case) for _ in range(rounds)), strict=True)

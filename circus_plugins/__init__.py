@@ -1,8 +1,8 @@
-"""What circus loads: the arbiter, the commands on its endpoint, plugins, and what drives a stock circusd.
+"""Modules that circus loads: the arbiter, the commands on its endpoint, plugins, and the host for a stock circusd.
 
-Installed as `dynamo_local.circus_plugins`; the top-level folder is only where the source lies. A bare `circus_plugins`
-package would shadow, or be shadowed by, a user's own module of that name (and `dynamo serve` imports users' code), so
-importing it by the bare name is refused.
+Installed as `dynamo_local.circus_plugins`. The top-level folder only holds the source. A bare `circus_plugins` package
+would shadow, or be shadowed by, a user's own module of that name, because `dynamo serve` imports users' code. So an
+import by the bare name is refused.
 """
 
 if not __name__.startswith("dynamo_local."):

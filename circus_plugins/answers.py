@@ -6,12 +6,14 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import MISSING, fields
+from typing import Any, get_type_hints
 
 from circus.commands import errors
 from circus.exc import MessageError
 
+from dynamo_local.core.fleet.events import Change, Command, VictimPolicy, parse_policy, parse_target
 from dynamo_local.errors import BadInput, DynamoError, NotRunning
 
 log = logging.getLogger(__name__)
@@ -23,7 +25,7 @@ _answering: set[asyncio.Task[dict[str, Any]]] = set()
 
 
 def answer(props: Any, work: Work) -> asyncio.Task[dict[str, Any]]:
-    """A future of the reply of `work`; it never raises. circus replies when it is done (it sets `waiting` for that)."""
+    """A future of the reply of `work`, which never raises. circus replies when it is done (`waiting` asks for that)."""
     props["waiting"] = True
     task = asyncio.ensure_future(_reply(work()))
     _answering.add(task)
@@ -72,6 +74,25 @@ def new_stimulus_id(verb: str) -> str:
     return f"{verb}:{secrets.token_hex(4)}"
 
 
+def parsed(record: type[Command], props: Any, names: Iterable[str], stimulus_id: str) -> Any:
+    """The properties of these names as that command. Each is read once, by the type of its field.
+
+    A property that is absent leaves the field at its default. `no_wake` sets the field `wake` to its opposite.
+    Raises `BadInput` that says what came instead.
+    """
+    types = get_type_hints(record)
+    optional = {each.name for each in fields(record) if each.default is not MISSING}
+    values: dict[str, Any] = {}
+    for name in names:
+        opposite = name not in types and name.startswith("no_")
+        field = name.removeprefix("no_") if opposite else name
+        if props.get(name) is None and field in optional:
+            continue
+        value = READERS[types[field]](props, name)
+        values[field] = not value if opposite else value
+    return record(stimulus_id=stimulus_id, **values)
+
+
 def text(props: Any, name: str) -> str:
     """A property that must be a string or a number (`{"target": 3}`). Raises `BadInput` that says what came instead."""
     value = props.get(name)
@@ -80,11 +101,9 @@ def text(props: Any, name: str) -> str:
     return str(value)
 
 
-def number(props: Any, name: str, default: int) -> int:
-    """A property that must be a whole number, or (as circusctl sends it) its digits; absent is the default."""
+def number(props: Any, name: str) -> int:
+    """A property that must be a whole number, or (as circusctl sends it) its digits."""
     value = props.get(name)
-    if value is None:
-        return default
     if isinstance(value, bool) or not isinstance(value, (str, int)) or not str(value).isdecimal():
         raise BadInput(f"{name!r} must be a whole number, not {json.dumps(value)}")
     return int(value)
@@ -98,3 +117,14 @@ def flag(props: Any, name: str) -> bool:
     if not isinstance(value, bool):
         raise BadInput(f"{name!r} must be true or false, not {json.dumps(value)}")
     return value
+
+
+READERS: dict[Any, Callable[[Any, str], Any]] = {
+    str: text,
+    bool: flag,
+    int: number,
+    Any: lambda props, name: props.get(name),
+    Change: lambda props, name: parse_target(text(props, name)),
+    VictimPolicy: lambda props, name: parse_policy(text(props, name)),
+}
+"""How a property becomes the value of a field of that type."""

@@ -1,8 +1,8 @@
-"""circus's Arbiter, made fit to supervise GPU workers. Every override answers a measured fault of circus 0.19.
+"""circus's Arbiter, adapted to supervise GPU workers. Every override answers a measured fault of circus 0.19.
 
-What stays circus's: watchers, the control endpoint, the event stream, `circusctl`. What becomes ours: signals,
-spawning (own log file, death signal), noticing an exit (pidfd, not a one-second poll), ending, and restarting.
-See `docs/architecture.md` and `tests/contract/test_circus_arbiter.py`, which keeps each behaviour that we lean on.
+circus keeps watchers, the control endpoint, the event stream and `circusctl`. Ours are signals, spawning (own log file,
+death signal), exits (by pidfd, not by a one-second poll), ending and restarting.
+`tests/contract/test_circus_arbiter.py` checks each behaviour of circus that this relies on.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ from dynamo_local.core.secrets import mask_env
 from dynamo_local.system.prctl import asking_to_die, set_parent_death_signal
 from dynamo_local.system.process_host import ExitCallback, ProcessSpec
 
-# --- renaming
-# A watcher of our arbiter under another name: circus itself has no word for that.
+# circus has no command that renames a watcher.
 
 
 def rename(arbiter: Any, was: str, name: str, pid: int) -> bool:
-    """The watcher `was` is called `name` from now on, in the place of one of that name that has no process. False, and
-    nothing is changed, where its process is not `pid` (any more).
+    """Rename the watcher `was` to `name`. A watcher of that name without a process is replaced.
 
-    Who listens to circus's events hears the old name's `remove` and the new one's `add`.
+    Returns False, with nothing changed, if its process is not `pid` any more. Listeners to circus's events get the old
+    name's `remove` and the new one's `add`.
     """
     watchers = arbiter._watchers_names
     watcher = watchers.get(was.lower())
@@ -63,10 +62,10 @@ log = logging.getLogger(__name__)
 
 
 class WorkerProcess(Process):  # type: ignore[misc]
-    """A process in its own session, writing to its own log file, that the kernel ends when the arbiter dies."""
+    """A process in its own session, with its own log file. The kernel ends it when the arbiter dies."""
 
     def spawn(self) -> None:
-        """Start it. circus would hand it our stdout, or a pipe whose end kills the worker by SIGPIPE (seen)."""
+        """Start it. circus would give it our stdout, or a pipe whose end kills the worker by SIGPIPE."""
         watcher: WorkerWatcher = self.watcher
         death_signal, parent, env = watcher.death_signal, os.getpid(), self.env
         in_child: Callable[[], None] | None = None
@@ -80,7 +79,7 @@ class WorkerProcess(Process):  # type: ignore[misc]
         try:
             self._start(watcher, env, in_child)
         except OSError as error:
-            watcher.refused = error  # circus logs it, and tells nobody
+            watcher.refused = error  # circus only logs it
             raise
 
     def _start(self, watcher: WorkerWatcher, env: dict[str, str], in_child: Callable[[], None] | None) -> None:
@@ -109,13 +108,13 @@ class WorkerProcess(Process):  # type: ignore[misc]
         return list(watcher.argv)
 
     def exit_code(self) -> int | None:
-        """The exit code. The process is dead, so this returns at once, and reaps it."""
+        """The process is dead, so this returns at once, and reaps it."""
         code: int | None = self._worker.wait()
         return code
 
 
 class AdoptedProcess(Process):  # type: ignore[misc]
-    """A process that a killed arbiter started: no child of ours, so nobody can collect its exit code."""
+    """A process that a killed arbiter started. It is no child of ours, so nobody can collect its exit code."""
 
     def __init__(self, watcher: WorkerWatcher, pid: int) -> None:
         super().__init__(watcher.name, 1, watcher.cmd, watcher=watcher, working_dir=watcher.working_dir, spawn=False)
@@ -133,9 +132,9 @@ class AdoptedProcess(Process):  # type: ignore[misc]
 
 
 class WorkerWatcher(Watcher):  # type: ignore[misc]
-    """One watcher per worker: a singleton that circus neither restarts nor escalates on.
+    """One watcher per worker: a singleton that circus neither restarts nor kills.
 
-    Restarts are ours (back-off, GPU checks); circus has none (53 spawns in 10 s) and would hold its lock.
+    We restart with back-off and GPU checks. circus has neither (53 spawns in 10 s) and would hold its lock.
     """
 
     def __init__(self, spec: ProcessSpec) -> None:
@@ -150,7 +149,7 @@ class WorkerWatcher(Watcher):  # type: ignore[misc]
             singleton=True,
             respawn=False,
             copy_env=False,
-            stop_children=False,  # it would SIGTERM an engine's own processes at once and break a drain
+            stop_children=False,  # circus would SIGTERM an engine's own processes at once and break a drain
             graceful_timeout=spec.graceful_timeout_s,
             max_retry=1,
         )
@@ -163,7 +162,7 @@ class WorkerWatcher(Watcher):  # type: ignore[misc]
         self.inherited_fds = spec.inherited_fds
 
     def becomes(self, spec: ProcessSpec) -> None:
-        """Its process runs, and is that of `spec` now. Its name is changed by `renaming.rename`."""
+        """Its running process becomes that of `spec`. `rename` changes its name."""
         self._keep(spec)
         self.cmd, self.env = shlex.join(spec.argv), dict(spec.env)
         self.working_dir, self.graceful_timeout = spec.cwd, spec.graceful_timeout_s
@@ -176,20 +175,28 @@ class WorkerWatcher(Watcher):  # type: ignore[misc]
 
     @property
     def pid(self) -> int | None:
-        """The one process's pid; None when it does not run."""
+        """The pid of its one process. None if it does not run."""
         return next(iter(self.processes), None)
 
     def options(self, *args: Any) -> list[tuple[str, Any]]:
-        """As circus's, with secrets masked: `circusctl options` prints the environment (lesson 11)."""
+        """circus's options with masked secrets: `circusctl options` prints the environment."""
         return [(name, mask_env(value or {}) if name == "env" else value) for name, value in super().options(*args)]
 
 
 class DynamoArbiter(Arbiter):  # type: ignore[misc]
-    """The arbiter of one namespace. `supervisor` answers our commands (`arbiter.supervisor`)."""
+    """The arbiter of one namespace. `supervisor` answers our commands."""
 
-    def __init__(self, *, endpoint: str, pubsub_endpoint: str, check_delay_s: float = 1.0) -> None:
-        self.supervisor: Any = None
-        self.on_exit: ExitCallback | None = None
+    def __init__(
+        self,
+        *,
+        endpoint: str,
+        pubsub_endpoint: str,
+        supervisor: Any = None,
+        on_exit: ExitCallback | None = None,
+        check_delay_s: float = 1.0,
+    ) -> None:
+        self.supervisor = supervisor
+        self.on_exit = on_exit
         self._exit_fds: dict[int, int] = {}
         self._control_gate, self._events_gate = gate_of(endpoint), gate_of(pubsub_endpoint)
         super().__init__(
@@ -204,8 +211,8 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
             proc_name="dynamo-arbiter",
         )
 
-    # circus's one exclusive slot refuses every other command while one slow stop runs (lesson 13).
-    # Order per worker is kept by the supervisor.
+    # circus's one exclusive slot would refuse every other command while one slow stop runs. The supervisor keeps the
+    # order of each worker's commands.
     @property
     def _exclusive_running_command(self) -> None:
         return None
@@ -228,7 +235,7 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         )
 
     def initialize(self) -> None:
-        """circus's, with gates before both of its sockets (`gate`). OSError where a gate cannot be."""
+        """As circus's, with gates before both of its sockets (`gate`). OSError if a gate cannot listen."""
         self.pubsub_endpoint = f"ipc://{self._events_gate.inner}"
         try:
             super().initialize()
@@ -238,7 +245,7 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
             gate.open()
 
     async def start_process(self, spec: ProcessSpec) -> int:
-        """See `ProcessHost`. KeyError if a watcher of that name has a live process."""
+        """Start it. KeyError if a watcher of that name has a live process."""
         if not os.access(spec.argv[0], os.X_OK):
             raise OSError(f"{spec.argv[0]} is not an executable file")
         old = self._watchers_names.get(spec.name.lower())
@@ -262,9 +269,9 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         return watcher
 
     def adopt_process(self, spec: ProcessSpec, pid: int) -> None:
-        """A watcher for a process that runs already. `ProcessLookupError` if it does not (any more).
+        """Make a watcher for a running process. `ProcessLookupError` if it has ended.
 
-        The caller knows that it is the right one. Its exit is reported like any other, with the code None.
+        The caller knows that it is the right process. Its exit is reported with the code None.
         """
         self._watch_exit(spec.name, pid)
         watcher = self._new_watcher(spec)
@@ -277,7 +284,6 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         watcher._status = "active"
 
     def rename_process(self, name: str, spec: ProcessSpec) -> int:
-        """See `SpareHost`."""
         watcher = self._watchers_names.get(name.lower())
         if watcher is None or watcher.pid is None:
             raise ProcessLookupError(f"{name} has ended")
@@ -295,13 +301,15 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         self._watch_exit_of(name, pid)
 
     def _watch_exit_of(self, name: str, pid: int) -> None:
-        """In the place of what watched that process under another name; also of one that ended just now, whose pidfd
-        is readable."""
+        """Watch the exit under this name instead of another one.
+
+        The pidfd of a process that has just ended is readable, too.
+        """
         if (fd := self._exit_fds.get(pid)) is not None:
             asyncio.get_running_loop().add_reader(fd, self._exited, name, pid)
 
     def _exited(self, name: str, pid: int) -> None:
-        """A pidfd became readable: reap now instead of at the next `check_delay`."""
+        """A pidfd became readable: reap now, not at the next `check_delay`."""
         self._forget_fd(pid)
         try:
             watcher = self.get_watcher(name)
@@ -321,19 +329,19 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
             os.close(fd)
 
     def reap_processes(self) -> None:
-        """Reap adopted orphans only: our own children are reaped by their pidfd, exit codes in hand.
+        """Reap adopted orphans only. Our own children are reaped by their pidfd, with their exit codes.
 
         circus's `waitpid(-1)` would take those codes away.
         """
         ours = {pid for watcher in self.watchers for pid in watcher.processes}
         for pid in _children() - ours:
             try:
-                os.waitpid(pid, os.WNOHANG)  # does nothing to a live one
+                os.waitpid(pid, os.WNOHANG)  # has no effect on a live one
             except ChildProcessError:
                 continue
 
     async def manage(self) -> None:
-        """Nothing to do on circus's timer but to collect orphans."""
+        """circus's timer only collects orphans."""
         self.reap_processes()
 
     def manage_watchers(self) -> Any:
@@ -341,12 +349,10 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         return asyncio.ensure_future(self.manage())
 
     def rename(self, was: str, name: str, pid: int) -> None:
-        """See `ProcessHost`."""
         if rename(self, was, name, pid):
             self._watch_exit_of(name, pid)
 
     async def forget(self, name: str) -> None:
-        """See `ProcessHost`."""
         self._drop(name)
 
     def _drop(self, name: str) -> None:
@@ -357,26 +363,23 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
 
     @property
     def socket_files(self) -> tuple[Path, ...]:
-        """See `SupervisedHost`: those of the control endpoint and of circus's events."""
         return tuple(file for gate in (self._control_gate, self._events_gate) for file in (gate.outer, gate.inner))
 
     async def renew_sockets(self) -> None:
-        """See `SupervisedHost`."""
         for gate, socket in ((self._control_gate, self.ctrl.ctrl_socket), (self._events_gate, self.evpub_socket)):
             listen_again(socket, f"ipc://{gate.inner}")
             if not gate.outer.exists():
                 gate.open()
 
     def refuses_to_apply(self, file: str | None, overrides: Sequence[str]) -> Sequence[str]:
-        """See `SupervisedHost`: whoever starts us says with what."""
         return ()
 
     def stop(self) -> Any:
-        """circusctl's `quit`: the same as `dynamo down`, never a kill of everything at once."""
+        """circusctl's `quit` is a `dynamo down`, never a kill of everything at once."""
         return asyncio.ensure_future(self._down())
 
     def stop_watchers(self, watcher_iter_func: Any = None) -> Any:
-        """circusctl's `stop` without a name would end NATS and etcd under live workers: it is a `down` too."""
+        """circusctl's `stop` without a name is a down, too: it would end NATS and etcd under live workers."""
         return asyncio.ensure_future(self._down())
 
     async def _down(self) -> None:
@@ -402,7 +405,7 @@ def _wait_status(code: int) -> int:
 def _children() -> set[int]:
     """Pids of all our children, dead or alive.
 
-    The dead are not sorted out by /proc/PID/stat: with 64 workers that took 0.13 % of a core all the time (benchmarks).
+    The dead are not sorted out by /proc/PID/stat. With 64 workers that took 0.13 % of a core all the time (benchmarks).
     """
     me = os.getpid()
     try:

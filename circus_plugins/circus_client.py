@@ -1,7 +1,7 @@
-"""A client of somebody else's circusd that many callers may use at once.
+"""A client of a stock circusd that concurrent callers may share.
 
-circus's own `AsyncCircusClient` hangs with two concurrent calls and ignores its timeout (circus-facts). Here each call
-has an id and a deadline, and a command that circusd refuses because it is busy with another one is tried again.
+circus's own `AsyncCircusClient` hangs with two concurrent calls and ignores its timeout. Here each call has an id and a
+deadline, and a command that a busy circusd refuses is tried again.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from dynamo_local.errors import DynamoError
 log = logging.getLogger(__name__)
 
 REPLY_TIMEOUT_S = 30.0
-"""circusd answers in milliseconds; `stats` of a large one stops its loop for seconds."""
+"""circusd answers in milliseconds. `stats` of a large one stops its loop for seconds."""
 RETRY_FIRST_S = 0.005
 RETRY_MAX_S = 0.25
 _BUSY = ("arbiter is already running", "arbiter is restarting")
 
 
 class CircusdError(DynamoError):
-    """circusd refused a command; the message has its words."""
+    """circusd refused a command. The message has its words."""
 
     code = "circusd"
 
 
 class CircusdBusy(CircusdError):
-    """circusd has one slot for commands, without a queue, and somebody else's slow stop holds it (lesson 13)."""
+    """circusd runs one command at a time and refuses others meanwhile, for as long as a slow stop takes."""
 
     code = "circusd_busy"
 
@@ -82,9 +82,10 @@ class CircusClient:
         raise (CircusdBusy if busy else CircusdError)(f"circusd refused {command!r}: {reason}")
 
     async def exclusive(self, command: str, *, patience_s: float, **properties: Any) -> dict[str, Any]:
-        """A command that needs circusd's only slot: refusals are tried again, with jitter, for `patience_s` seconds.
+        """Send a command that needs circusd's only slot. Refusals are tried again, with jitter, for `patience_s`
+        seconds.
 
-        Our own commands wait for each other here, so that circusd does not refuse them. Raises what `call` raises.
+        Our own commands wait for each other here, so circusd does not refuse them. Raises what `call` raises.
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + patience_s
@@ -108,7 +109,7 @@ class CircusClient:
             except (ValueError, TypeError, KeyError):
                 log.warning("circusd sent what is no reply: %r", raw[:200])
                 continue
-            if future is not None and not future.done():  # otherwise its caller has given up
+            if future is not None and not future.done():  # its caller has given up
                 future.set_result(reply)
 
     async def close(self) -> None:

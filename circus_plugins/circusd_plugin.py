@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from dynamo_local.arbiter.deployment import Deployment
     from dynamo_local.arbiter.progress import Row
     from dynamo_local.arbiter.request import ServeOptions
+    from dynamo_local.circus_plugins.commands import Any
     from dynamo_local.circus_plugins.under_circusd import UnderCircusd
+    from dynamo_local.system.process_host import ExitCallback
 
 log = logging.getLogger(__name__)
 run_log = logging.getLogger("dynamo_local.run")
@@ -43,7 +45,7 @@ LOG_NAME = "circusd_plugin.log"
 """In the log folder, of all namespaces: circusd sends a plugin's own output to /dev/null."""
 PREDECESSOR_TIMEOUT_S = 3600.0
 PREDECESSOR_POLL_S = 0.2
-"""`circusctl reload` starts a new plugin before it ends the old one, which then finishes what streams."""
+"""`circusctl reload` starts a new plugin before it ends the old one, which then finishes its streams."""
 LEAVE_SLACK_S = 60.0
 
 
@@ -60,14 +62,14 @@ class DynamoPlugin(CircusPlugin):  # type: ignore[misc]
         self._deployment_file = Path()
 
     def start(self) -> None:
-        """Run the graph until `dynamo down`, or until circusd stops us. A failure is logged, and not tried again."""
+        """Run the graph until `dynamo down`, or until circusd stops us. A failure is logged and not tried again."""
         from dynamo_local.circus_plugins.under_circusd import stop_own_watcher
         from dynamo_local.system.paths import log_root, private_folder
         from dynamo_local.system.prctl import set_parent_death_signal
 
         _log_to(private_folder(log_root(os.environ)) / LOG_NAME)
-        set_parent_death_signal(signal.SIGTERM)  # circusd was killed: leave as if it had asked us to
-        os.environ.pop("NOTIFY_SOCKET", None)  # if circusd runs under systemd, it alone answers it
+        set_parent_death_signal(signal.SIGTERM)  # circusd was killed: leave as on its request
+        os.environ.pop("NOTIFY_SOCKET", None)  # circusd itself notifies systemd
         log.info("[%s] starts", self._own_watcher)
         try:
             code = self._serve()
@@ -89,7 +91,7 @@ class DynamoPlugin(CircusPlugin):  # type: ignore[misc]
         os.chdir(folder)
         who = f"the circusd plugin {self._own_watcher}"
         deadline_s = time.monotonic() + PREDECESSOR_TIMEOUT_S
-        told = False
+        logged = False
         while True:
             try:
                 return serve_with(options, who, lambda paths: LogView(), self._make_host)
@@ -100,12 +102,12 @@ class DynamoPlugin(CircusPlugin):  # type: ignore[misc]
             except NamespaceBusy as error:
                 if time.monotonic() > deadline_s:
                     raise
-                if not told:
+                if not logged:
                     log.warning("[%s] waits: %s", self._own_watcher, error)
-                told = True
+                logged = True
                 time.sleep(PREDECESSOR_POLL_S)
 
-    def _make_host(self, deployment: Deployment) -> UnderCircusd:
+    def _make_host(self, deployment: Deployment, supervisor: Any, on_exit: ExitCallback) -> UnderCircusd:
         from dynamo_local.circus_plugins.under_circusd import UnderCircusd
 
         drain_s = max((plan.drain_deadline_s for plan in deployment.workers), default=0.0)
@@ -117,11 +119,13 @@ class DynamoPlugin(CircusPlugin):  # type: ignore[misc]
             namespace=deployment.graph.namespace,
             leave_bound_s=len(STAGES) * drain_s + LEAVE_SLACK_S,
             deployment_file=self._deployment_file,
+            supervisor=supervisor,
+            on_exit=on_exit,
         )
         return self._host
 
     def stop(self) -> None:
-        """Nothing to do: when `start` has returned, everything has ended."""
+        """When `start` has returned, everything has ended."""
 
     def handle_recv(self, data: Any) -> None:
         """Not called: `start` runs a loop of its own."""
@@ -147,7 +151,7 @@ def deployment_options(path: Path, environ: Mapping[str, str]) -> tuple[ServeOpt
         target=wanted.graph,
         file=path.resolve(),
         namespace=wanted.namespace,
-        # circusd starts a killed plugin again, which then adopts its workers: no stream is cut.
+        # circusd restarts a killed plugin, which then adopts its workers: no stream is cut.
         on_arbiter_death="keep",
         adopt=True,
         **deadlines,
@@ -156,7 +160,7 @@ def deployment_options(path: Path, environ: Mapping[str, str]) -> tuple[ServeOpt
 
 
 class LogView:
-    """Writes the progress of start and run to the arbiter's log: nobody watches a plugin's output."""
+    """Writes the progress of start and run to the arbiter's log: nobody reads a plugin's output."""
 
     wants_logs = False
 
@@ -164,25 +168,21 @@ class LogView:
         self._shown: dict[str, str] = {}
 
     def rows(self, title: str, rows: Sequence[Row]) -> None:
-        """Each worker's state, once."""
         for row in rows:
             if self._shown.get(row.name) != row.state:
                 self._shown[row.name] = row.state
                 run_log.info("%s: %s%s", row.name, row.state, f" on GPU {row.gpus}" if row.gpus else "")
 
     def event(self, text: str) -> None:
-        """One thing that happened."""
         run_log.info("%s", text)
 
     def log_line(self, name: str, line: str, names: Sequence[str]) -> None:
         """Not wanted: every worker has its own file."""
 
     def ready(self, facts: dict[str, Any]) -> None:
-        """Everything is ready."""
         run_log.info("ready: %s (in %.1f s)", facts.get("frontend_url") or facts["namespace"], facts["seconds"])
 
     def failed(self, message: str, exit_code: int) -> None:
-        """The start failed."""
         run_log.error("%s", message)
 
     def close(self) -> None:

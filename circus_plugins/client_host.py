@@ -1,12 +1,14 @@
-"""Runs our processes as watchers of somebody else's circusd, through its commands alone (`ProcessHost`).
+"""Runs our processes as watchers of a stock circusd, through its commands alone (`ProcessHost`).
 
-What differs from our own arbiter, and how it is met:
+It differs from our own arbiter in three points:
 
-* circusd refuses commands while another one runs: they are tried again (`circus_client`).
-* It polls once per `check_delay`: an exit is seen by a pidfd instead, and its code is read from the zombie that
-  circusd has not collected yet.
-* It stops a watcher by SIGTERM, all at once on `quit`: our watchers' stop signal is SIGCONT, which does nothing, so
-  that the supervisor ends them in its order. See `docs/circusd.md`.
+* circusd refuses commands while another one runs. They are tried again (`circus_client`).
+
+* circusd polls once per `check_delay`. We see an exit by a pidfd and read its code from the zombie that circusd has not
+collected yet.
+
+* circusd stops watchers by SIGTERM, on `quit` all at once. Our watchers' stop signal is SIGCONT, which does nothing, so
+the supervisor ends them in its order (`docs/circusd.md`).
 """
 
 from __future__ import annotations
@@ -32,28 +34,27 @@ from dynamo_local.system.processes import aend_session, wait_exit
 log = logging.getLogger(__name__)
 
 START_PATIENCE_S = 120.0
-"""How long a start waits for circusd's slot. After that the restart policy decides when to try again."""
+"""How long a start waits for circusd's slot. Then the restart policy decides when to try again."""
 FORGET_PATIENCE_S = 2.0
-"""A removal that waits longer goes on in the background: only the list of watchers depends on it."""
+"""A longer removal goes on in the background: only the list of watchers depends on it."""
 REMOVE_PATIENCE_S = 3600.0
 CLOSE_PATIENCE_S = 10.0
 STOP_SIGNAL = signal.SIGCONT
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
-    """A process that this host started. `pidfd` is readable once it has ended."""
+class RunningProcess:
+    """A process of this host. `pidfd` is readable once it has ended."""
 
     pid: int
     pidfd: int
 
 
 class CircusClientHost:
-    """A `ProcessHost`. `socket` is where new processes fetch their tickets; `leave_bound_s` is how long circusd
-    must wait for a watcher to stop, at least.
+    """A `ProcessHost` on circusd. New processes fetch their tickets at `socket`.
 
-    `circusd_pid` must be the parent of what circusd starts: a process that asks for a death signal gets it when that
-    one dies. `start` before use, `close` after.
+    circusd waits at least `leave_bound_s` for a watcher to stop. `circusd_pid` must be the parent of circusd's
+    processes: its death sends their death signal. Call `start` before use, `close` after.
     """
 
     def __init__(
@@ -62,10 +63,11 @@ class CircusClientHost:
         *,
         socket: Path,
         circusd_pid: int,
+        on_exit: ExitCallback | None = None,
         leave_bound_s: float = 0.0,
         reply_timeout_s: float = 30.0,
     ) -> None:
-        self.on_exit: ExitCallback | None = None
+        self.on_exit = on_exit
         self.circusd_endpoint = endpoint
         self.circusd_pid = circusd_pid
         self.hurried = False
@@ -74,9 +76,9 @@ class CircusClientHost:
         self._leave_bound_s = leave_bound_s
         self._reply_timeout_s = reply_timeout_s
         self._connection: CircusClient | None = None
-        self._running: dict[str, Running] = {}
+        self._running: dict[str, RunningProcess] = {}
         self._listed: dict[str, str] = {}
-        """Of those that were renamed: what circusd, which cannot rename a watcher, still calls each."""
+        """circusd's names of renamed processes, because circusd cannot rename a watcher."""
         self._removals: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -92,7 +94,7 @@ class CircusClientHost:
         self._tickets.open()
 
     async def close(self) -> None:
-        """Finish removals, within a bound; then let go. Processes that still run go on."""
+        """Finish removals within a bound. Running processes go on."""
         if self._removals and not self.hurried:
             await asyncio.wait(self._removals.values(), timeout=CLOSE_PATIENCE_S)
         for task in list(self._removals.values()):
@@ -109,7 +111,7 @@ class CircusClientHost:
     # --- starting --------------------------------------------------------------------------------
 
     async def start_process(self, spec: ProcessSpec) -> int:
-        """See `ProcessHost`. KeyError if a process of that name runs."""
+        """Start it. KeyError if a process of that name runs."""
         if not os.access(spec.argv[0], os.X_OK):
             raise OSError(f"{spec.argv[0]} is not an executable file")
         if spec.name in self._running:
@@ -125,17 +127,17 @@ class CircusClientHost:
             raise
         finally:
             self._tickets.withdraw(offer)
-        # Nothing is awaited from here on, so the caller knows the pid before it can hear of the exit.
-        self._running[spec.name] = Running(claim.pid, claim.pidfd)
+        # Nothing is awaited from here on, so the caller knows the pid before its exit can be reported.
+        self._running[spec.name] = RunningProcess(claim.pid, claim.pidfd)
         self._watch(spec.name)
         return claim.pid
 
     def _watch(self, name: str) -> None:
-        """In the place of what watched that process before."""
+        """Watch the exit under this name instead of another one."""
         asyncio.get_running_loop().add_reader(self._running[name].pidfd, self._exited, name)
 
     def rename(self, was: str, name: str, pid: int) -> None:
-        """See `ProcessHost`. In circusd's list it keeps the name under which it was made."""
+        """Rename it. circusd's list keeps the spawn name."""
         running = self._running.get(was)
         if running is None or running.pid != pid:
             return
@@ -146,9 +148,9 @@ class CircusClientHost:
         self._watch(name)
 
     def adopt_process(self, spec: ProcessSpec, pid: int) -> None:
-        """See `AdoptingHost`. Its watcher is in circusd's list, or was of a circusd that was killed."""
+        """Take over a process. Its watcher is in circusd's list, or was in that of a killed circusd."""
         pidfd = os.pidfd_open(pid)
-        self._running[spec.name] = Running(pid, pidfd)
+        self._running[spec.name] = RunningProcess(pid, pidfd)
         self._watch(spec.name)
 
     async def _started(self, offer: Offer) -> Claim:
@@ -196,7 +198,7 @@ class CircusClientHost:
         return ["-I", "-S", str(Path(exec_worker.__file__).resolve()), str(self._tickets.path), name]
 
     async def sweep(self, prefix: str) -> None:
-        """Remove what a predecessor left under names with that prefix (lower case) and has no process; others' stay."""
+        """Remove dead watchers of a predecessor with that prefix (lower case). Others stay."""
         for name in (await self.circusd.call("list"))["watchers"]:
             if name.startswith(prefix) and await self._is_ours(name) and not await self._pids(name):
                 await self._remove(name, START_PATIENCE_S)
@@ -206,7 +208,7 @@ class CircusClientHost:
         return pids
 
     async def _make_room(self, name: str) -> None:
-        """End and remove a watcher of that name if it is ours (a killed plugin's); else OSError."""
+        """End and remove a watcher of that name if it is ours (a killed plugin's), else raise OSError."""
         if not await self._is_ours(name):
             raise OSError(f"circusd has another watcher named {name}; rename it, or give the graph another namespace")
         for pid in await self._pids(name):
@@ -234,7 +236,7 @@ class CircusClientHost:
     # --- removing --------------------------------------------------------------------------------
 
     async def forget(self, name: str) -> None:
-        """See `ProcessHost`. Where circusd is busy the removal goes on in the background."""
+        """Remove its watcher. If circusd is busy, the removal goes on in the background."""
         name = self._listed.pop(name, name)
         await self._stop_removing(name)
         if self.hurried:
@@ -268,7 +270,7 @@ class CircusClientHost:
         return task
 
     async def _stop_removing(self, name: str) -> None:
-        """End a pending removal: it must not hit the new watcher of that name. What was sent already comes first."""
+        """End a pending removal, because it must not hit the new watcher of that name. A sent one is awaited."""
         task = self._removals.pop(name, None)
         if task is not None:
             task.cancel()
@@ -276,7 +278,7 @@ class CircusClientHost:
 
 
 async def _end_unwanted(offer: Offer) -> None:
-    """End the process of a start that was given up, if there is one: it must not run without an owner."""
+    """End the process of a cancelled start, if there is one: it must not run without an owner."""
     if offer.claimed.done() and not offer.claimed.cancelled() and offer.claimed.exception() is None:
         claim = offer.claimed.result()
         try:
@@ -288,9 +290,9 @@ async def _end_unwanted(offer: Offer) -> None:
 
 
 def exit_code_of_zombie(pid: int) -> int | None:
-    """The exit code of a process that its parent has not reaped yet (negative: a signal); None if it has.
+    """The exit code of a process that its parent has not reaped yet (negative: a signal), else None.
 
-    The last field of proc_pid_stat(5), readable to its own user. We are not the parent: `waitpid` is circusd's.
+    It is the last field of proc_pid_stat(5), readable to its own user. Only circusd, the parent, can call `waitpid`.
     """
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,90 +1,27 @@
-"""What our arbiter answers beside circus's own commands (those it replaces or refuses are in `stock`).
+"""Our commands on the arbiter's endpoint, beside circus's own (`stock` replaces or refuses some of those).
 
 Imported on both sides: by the arbiter before its controller is made, and by `dynamo ctl`, because `circusctl`
-only knows the commands that its own process has imported (circus-facts).
+only knows the commands that its own process has imported.
 
-A command that takes time is a coroutine of the supervisor. Its answer is the coroutine's result, always: circus would
-answer "ok" at once unless the caller asked for `waiting`, and turn every exception into a bare "server error".
+A command's JSON properties are parsed here, once, into a record of `core.fleet.events`. The supervisor runs the record.
+Its answer is the reply, always: circus would answer "ok" at once unless the caller asked for `waiting`, and turn every
+exception into a bare "server error".
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from circus.commands.base import Command
 from circus.exc import ArgumentError, MessageError
 
-from dynamo_local.circus_plugins.answers import answer, flag, new_stimulus_id, number, supervisor_of, text
-from dynamo_local.circus_plugins.planner_commands import Planned
+from dynamo_local.circus_plugins.answers import answer, new_stimulus_id, parsed, supervisor_of
 from dynamo_local.circus_plugins.stock import REFUSED, install_commands
-from dynamo_local.errors import BadTarget, DynamoError
+from dynamo_local.core.fleet import events as fleet
+from dynamo_local.errors import DynamoError
 
+VICTIM_POLICY = ("", "victim_policy", None, "highest-suffix, least-loaded or coldest")
 FORCE = ("", "force", False, "even if it leaves the role without a ready worker")
-
-
-class Commanded(Protocol):
-    """The part of the supervisor that commands speak to. All raise `DynamoError`s fit for a person."""
-
-    def status(self) -> dict[str, Any]:
-        """The object of `dynamo status --json`."""
-        ...
-
-    def request_down(self, why: str, *, now: bool = False) -> int:
-        """Ask to leave; returns the arbiter's pid at once."""
-        ...
-
-    async def down(self, why: str) -> None:
-        """Ask to leave, and return when everything but the arbiter is gone."""
-        ...
-
-    async def scale(
-        self,
-        component: str,
-        target: str,
-        *,
-        force: bool,
-        victim_policy: str | None,
-        stimulus_id: str,
-        wake: bool = True,
-    ) -> dict[str, Any]:
-        """`{"component", "instructions": [{"kind", "watcher_name"}], "ready", "target"}`, once committed."""
-        ...
-
-    async def drain(self, name: str, *, cancel: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
-        """`{"watcher_name", "state"}`, once committed."""
-        ...
-
-    async def flip(self, name: str, *, cancel: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
-        """`{"watcher_name", "becomes", "state"}`, once committed; with `cancel`, when it has stayed what it was."""
-        ...
-
-    async def scale_flip(
-        self, gives: str, takes: str, count: int, *, force: bool, victim_policy: str | None, stimulus_id: str
-    ) -> dict[str, Any]:
-        """`{"components", "instructions"}`, once committed."""
-        ...
-
-    async def sleep(self, name: str, *, level: int, force: bool, stimulus_id: str) -> dict[str, Any]:
-        """`{"watcher_name", "state"}`, once committed."""
-        ...
-
-    async def wake(self, name: str, *, stimulus_id: str) -> dict[str, Any]:
-        """`{"watcher_name", "state"}`, once committed."""
-        ...
-
-    async def restart(self, name_or_component: str, *, rolling: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
-        """`{"workers": […]}`, once committed."""
-        ...
-
-    async def apply(self, deployment: Any, *, dry_run: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
-        """What differs, and what is done about it, once committed. `deployment` is as
-        `arbiter.deployment_spec.Wish` writes it."""
-        ...
-
-    def planner(self) -> Planned:
-        """Whom the planner's commands speak to."""
-        ...
 
 
 class DynamoStatus(Command):  # type: ignore[misc]
@@ -133,19 +70,25 @@ class DynamoDown(Command):  # type: ignore[misc]
         return {"pid": _now(arbiter).request_down("dynamo down", now=bool(props.get("now")))}
 
 
-def _now(arbiter: Any) -> Commanded:
+def _now(arbiter: Any) -> Any:
     try:
         return supervisor_of(arbiter)
     except DynamoError as error:
         raise MessageError(str(error)) from None
 
 
-class _Asked:
-    """A command that a coroutine of the supervisor carries out. No `Command` itself, else circus would register it."""
+class _FleetCommand:
+    """A command that the supervisor runs (`Supervisor.run`). No `Command` itself, else circus would register it.
+
+    The words, and the names of the options, are the properties from which the record is parsed.
+    """
 
     name: ClassVar[str]
+    #: The properties are parsed into this, once.
+    record: ClassVar[type[fleet.Command]]
+    #: Property names of the words on circusctl's command line, all needed.
     arguments: ClassVar[tuple[str, ...]]
-    """Property names of the words on circusctl's command line, all needed."""
+    options: ClassVar[list[Any]] = []
 
     def message(self, *args: Any, **opts: Any) -> Any:
         """The request as circusctl sends it. Raises circus's `ArgumentError`, which circusctl prints."""
@@ -156,19 +99,15 @@ class _Asked:
 
     def execute(self, arbiter: Any, props: Any) -> Any:
         """A future of the reply."""
-        return answer(props, lambda: self._ask(arbiter, props))
+        return answer(props, lambda: self._run(arbiter, props))
 
-    async def _ask(self, arbiter: Any, props: Any) -> dict[str, Any]:
-        stimulus_id = new_stimulus_id(self.name.removeprefix("dynamo_"))
-        result = await self.ask(supervisor_of(arbiter), props, stimulus_id)
-        return {**result, "stimulus_id": stimulus_id}
-
-    def ask(self, supervisor: Commanded, props: Any, stimulus_id: str) -> Awaitable[dict[str, Any]]:
-        """Call the supervisor."""
-        raise NotImplementedError
+    async def _run(self, arbiter: Any, props: Any) -> dict[str, Any]:
+        names = (*self.arguments, *(option[1] for option in self.options))
+        command = parsed(self.record, props, names, new_stimulus_id(self.name.removeprefix("dynamo_")))
+        return {**await supervisor_of(arbiter).run(command), "stimulus_id": command.stimulus_id}
 
 
-class DynamoScale(_Asked, Command):  # type: ignore[misc]
+class DynamoScale(_FleetCommand, Command):  # type: ignore[misc]
     """\
     Add or remove workers: dynamo_scale VllmWorker +1
     =================================================
@@ -177,26 +116,16 @@ class DynamoScale(_Asked, Command):  # type: ignore[misc]
     """
 
     name = "dynamo_scale"
+    record = fleet.Scale
     arguments = ("component", "target")
     options: ClassVar[list[Any]] = [
         FORCE,
-        ("", "victim_policy", None, "highest-suffix, least-loaded or coldest"),
+        VICTIM_POLICY,
         ("", "no_wake", False, "start new workers, though some sleep"),
     ]
 
-    def ask(self, supervisor: Commanded, props: Any, stimulus_id: str) -> Awaitable[dict[str, Any]]:
-        """See `Commanded.scale`."""
-        return supervisor.scale(
-            text(props, "component"),
-            text(props, "target"),
-            force=flag(props, "force"),
-            victim_policy=None if props.get("victim_policy") is None else text(props, "victim_policy"),
-            stimulus_id=stimulus_id,
-            wake=not flag(props, "no_wake"),
-        )
 
-
-class DynamoDrain(_Asked, Command):  # type: ignore[misc]
+class DynamoDrain(_FleetCommand, Command):  # type: ignore[misc]
     """\
     Let one worker finish and leave: dynamo_drain dynamo_VllmWorker_1
     =================================================================
@@ -205,17 +134,12 @@ class DynamoDrain(_Asked, Command):  # type: ignore[misc]
     """
 
     name = "dynamo_drain"
+    record = fleet.Drain
     arguments = ("name",)
     options: ClassVar[list[Any]] = [FORCE, ("", "cancel", False, "take the drain back")]
 
-    def ask(self, supervisor: Commanded, props: Any, stimulus_id: str) -> Awaitable[dict[str, Any]]:
-        """See `Commanded.drain`."""
-        return supervisor.drain(
-            text(props, "name"), cancel=flag(props, "cancel"), force=flag(props, "force"), stimulus_id=stimulus_id
-        )
 
-
-class DynamoFlip(_Asked, Command):  # type: ignore[misc]
+class DynamoFlip(_FleetCommand, Command):  # type: ignore[misc]
     """\
     Have a prefill worker decode, or the other way round: dynamo_flip NAME
     ======================================================================
@@ -224,17 +148,12 @@ class DynamoFlip(_Asked, Command):  # type: ignore[misc]
     """
 
     name = "dynamo_flip"
+    record = fleet.Flip
     arguments = ("name",)
     options: ClassVar[list[Any]] = [FORCE, ("", "cancel", False, "have it stay what it is")]
 
-    def ask(self, supervisor: Commanded, props: Any, stimulus_id: str) -> Awaitable[dict[str, Any]]:
-        """See `Commanded.flip`."""
-        return supervisor.flip(
-            text(props, "name"), cancel=flag(props, "cancel"), force=flag(props, "force"), stimulus_id=stimulus_id
-        )
 
-
-class DynamoScaleFlip(_Asked, Command):  # type: ignore[misc]
+class DynamoScaleFlip(_FleetCommand, Command):  # type: ignore[misc]
     """\
     Give workers of one component to another: dynamo_scale_flip PrefillWorker VllmWorker 1
     ======================================================================================
@@ -243,25 +162,12 @@ class DynamoScaleFlip(_Asked, Command):  # type: ignore[misc]
     """
 
     name = "dynamo_scale_flip"
+    record = fleet.ScaleFlip
     arguments = ("gives", "takes", "count")
-    options: ClassVar[list[Any]] = DynamoScale.options
-
-    def ask(self, supervisor: Commanded, props: Any, stimulus_id: str) -> Awaitable[dict[str, Any]]:
-        """See `Commanded.scale_flip`."""
-        count = str(props.get("count"))
-        if not count.isascii() or not count.isdecimal() or not 1 <= int(count) <= 9999:
-            raise BadTarget(f"{count!r} is no number of workers: 1 or more")
-        return supervisor.scale_flip(
-            text(props, "gives"),
-            text(props, "takes"),
-            int(count),
-            force=flag(props, "force"),
-            victim_policy=None if props.get("victim_policy") is None else text(props, "victim_policy"),
-            stimulus_id=stimulus_id,
-        )
+    options: ClassVar[list[Any]] = [FORCE, VICTIM_POLICY]
 
 
-class DynamoSleep(_Asked, Command):  # type: ignore[misc]
+class DynamoSleep(_FleetCommand, Command):  # type: ignore[misc]
     """\
     Put a worker to sleep: dynamo_sleep dynamo_VllmWorker_1
     =======================================================
@@ -270,17 +176,12 @@ class DynamoSleep(_Asked, Command):  # type: ignore[misc]
     """
 
     name = "dynamo_sleep"
+    record = fleet.Sleep
     arguments = ("name",)
     options: ClassVar[list[Any]] = [FORCE, ("", "level", 1, "1 keeps the weights in main memory, 2 keeps none")]
 
-    def ask(self, supervisor: Commanded, props: Any, stimulus_id: str) -> Awaitable[dict[str, Any]]:
-        """See `Commanded.sleep`."""
-        return supervisor.sleep(
-            text(props, "name"), level=number(props, "level", 1), force=flag(props, "force"), stimulus_id=stimulus_id
-        )
 
-
-class DynamoWake(_Asked, Command):  # type: ignore[misc]
+class DynamoWake(_FleetCommand, Command):  # type: ignore[misc]
     """\
     Wake a worker that sleeps: dynamo_wake dynamo_VllmWorker_1
     ==========================================================
@@ -289,15 +190,11 @@ class DynamoWake(_Asked, Command):  # type: ignore[misc]
     """
 
     name = "dynamo_wake"
+    record = fleet.Wake
     arguments = ("name",)
-    options: ClassVar[list[Any]] = []
-
-    def ask(self, supervisor: Commanded, props: Any, stimulus_id: str) -> Awaitable[dict[str, Any]]:
-        """See `Commanded.wake`."""
-        return supervisor.wake(text(props, "name"), stimulus_id=stimulus_id)
 
 
-class DynamoRestart(_Asked, Command):  # type: ignore[misc]
+class DynamoRestart(_FleetCommand, Command):  # type: ignore[misc]
     """\
     Drain a worker (or each of a component) and start it again
     ==========================================================
@@ -306,17 +203,12 @@ class DynamoRestart(_Asked, Command):  # type: ignore[misc]
     """
 
     name = "dynamo_restart"
+    record = fleet.Restart
     arguments = ("name",)
     options: ClassVar[list[Any]] = [FORCE, ("", "rolling", False, "one after the other")]
 
-    def ask(self, supervisor: Commanded, props: Any, stimulus_id: str) -> Awaitable[dict[str, Any]]:
-        """See `Commanded.restart`."""
-        return supervisor.restart(
-            text(props, "name"), rolling=flag(props, "rolling"), force=flag(props, "force"), stimulus_id=stimulus_id
-        )
 
-
-class DynamoApply(_Asked, Command):  # type: ignore[misc]
+class DynamoApply(_FleetCommand, Command):  # type: ignore[misc]
     """\
     Take over another deployment: use `dynamo apply -f FILE`
     ========================================================
@@ -325,22 +217,13 @@ class DynamoApply(_Asked, Command):  # type: ignore[misc]
     """
 
     name = "dynamo_apply"
+    record = fleet.ApplyDeployment
     arguments = ("deployment",)
     options: ClassVar[list[Any]] = [FORCE, ("", "dry_run", False, "only say what would be changed")]
-
-    def ask(self, supervisor: Commanded, props: Any, stimulus_id: str) -> Awaitable[dict[str, Any]]:
-        """See `Commanded.apply`."""
-        return supervisor.apply(
-            props.get("deployment"),
-            dry_run=flag(props, "dry_run"),
-            force=flag(props, "force"),
-            stimulus_id=stimulus_id,
-        )
 
 
 __all__ = [
     "REFUSED",
-    "Commanded",
     "DynamoApply",
     "DynamoDown",
     "DynamoDrain",
@@ -351,6 +234,5 @@ __all__ = [
     "DynamoSleep",
     "DynamoStatus",
     "DynamoWake",
-    "Planned",
     "install_commands",
 ]

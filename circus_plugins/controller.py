@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class _NoSignals:
-    """Replaces circus's signal handlers, whose HUP is a reload (two copies of a GPU worker, lesson 20).
+    """Replaces circus's signal handlers, whose HUP is a reload: it would start a second copy of each GPU worker.
 
     Our own handlers are on the event loop.
     """
@@ -39,7 +39,7 @@ class WorkerController(Controller):  # type: ignore[misc]
     def handle_message(self, raw_msg: list[bytes]) -> None:
         """Also answer messages that are no command: circus raises on an empty message, or JSON that is no object.
 
-        After that its socket's other messages would stay unread until the next one comes (edge-triggered).
+        Then its socket's other messages would stay unread until the next one comes (edge-triggered).
         """
         try:
             super().handle_message(raw_msg)

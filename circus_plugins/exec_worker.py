@@ -1,13 +1,13 @@
-"""Becomes a worker under somebody else's circusd: `python -I -S exec_worker.py SOCKET NAME`.
+"""Becomes a worker under a stock circusd: `python -I -S exec_worker.py SOCKET NAME`.
 
-circusd starts this, because a stock circusd can neither send a process's output to a file without owning a pipe,
-nor hand it the GPUs' locks, nor keep its environment to itself (`circusctl options` prints it to whoever asks).
-This asks the plugin on its private socket for all of these and then becomes the worker, under the same pid.
+A stock circusd cannot send a process's output to a file without owning a pipe. It cannot pass the GPUs' locks, and it
+shows every environment (`circusctl options`). So circusd starts this program. It gets all of these from the plugin's
+private socket and then becomes the worker, under the same pid.
 
-A ticket is good for one start. Whoever starts the watcher behind the plugin's back (`circusctl start`, `restart`,
-`reload`) gets a process that ends here: never a second copy of a GPU worker (lesson 20).
+A ticket is good for one start. A start behind the plugin's back (`circusctl start`, `restart`, `reload`) gets a process
+that ends here, never a second copy of a GPU worker.
 
-Nothing but the standard library, and little of that: this runs once per worker start.
+It imports little of the standard library and nothing else, because it runs once per worker start.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ import socket
 import sys
 
 NO_TICKET = 75
-"""Exit code (EX_TEMPFAIL): nobody may start this worker but the plugin."""
+"""Exit code (EX_TEMPFAIL): only the plugin may start this worker."""
 HEADER_BYTES = 8
 FDS_MAX = 64
 _TIMEOUT_S = 30.0
@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(path: str, name: str) -> int:
-    """Returns only if the worker could not be started; the plugin, if it listens, was told why."""
+    """Returns only if the worker could not be started. The plugin, if it listens, gets the reason."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as plugin:  # close-on-exec: its closing tells the plugin
         plugin.settimeout(_TIMEOUT_S)
         try:
@@ -47,7 +47,7 @@ def main(path: str, name: str) -> int:
 
 
 def _receive(plugin: socket.socket) -> "tuple[dict[str, object], list[int]]":
-    """The ticket and its descriptors: the log file's first. ValueError if there is none for us."""
+    """The ticket and its descriptors, the log file's first. ValueError without a ticket."""
     header, fds, _flags, _address = socket.recv_fds(plugin, HEADER_BYTES, FDS_MAX)
     if not header:
         raise ValueError("there is no ticket for it")

@@ -1,9 +1,8 @@
-"""A door before a zmq socket: who connects is let through to it only where there are descriptors for that.
+"""A gate before a zmq socket: it admits connections only while descriptors are left.
 
-libzmq ends its whole process (an assertion in its accept, SIGABRT) when somebody connects to an `ipc://` socket and no
-file descriptor is left. So nobody connects to ours: a gate listens in its place and joins each connection to the zmq
-socket's own file beside it, within a reserve of descriptors. Without one left in it who connects waits, as in any
-queue, until others have gone.
+libzmq aborts its whole process (an assertion in its accept, SIGABRT) when a client connects to an `ipc://` socket and
+no file descriptor is left. So clients connect to a gate instead. It joins each connection to the zmq socket's own file,
+within a reserve of descriptors. If the reserve is used up, new clients wait until others have gone.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ RESERVE = 8
 NEEDED = 3
 """Descriptors of one connection: accepted here, connected to the zmq socket, accepted there."""
 SPARE = 2
-"""What other threads may take while a connection is made."""
+"""Descriptors that other threads may take while a connection is made."""
 GREETING_MS = 1000
 """libzmq's thread sends its greeting as soon as it has accepted, within a millisecond on an idle machine."""
 AGAIN_S = 0.1
@@ -35,7 +34,7 @@ FLUSH_S = 1.0
 
 
 class Gate:
-    """Listens on the file `outer`, for the zmq socket that is bound to `inner`, from `open` to `close`."""
+    """Listens on the file `outer`, for the zmq socket at `inner`, from `open` to `close`."""
 
     def __init__(self, outer: Path, inner: Path) -> None:
         self.outer = outer
@@ -46,7 +45,7 @@ class Gate:
         self._again: asyncio.TimerHandle | None = None
 
     def open(self) -> None:
-        """Listen, also in place of a file that is gone, or was left behind. OSError says why that cannot be."""
+        """Listen, also in place of a file that is gone or stale. OSError gives the reason if that fails."""
         self._stop_listening()
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
@@ -60,7 +59,7 @@ class Gate:
         self._admit_when_ready()
 
     async def close(self) -> None:
-        """Listen no more, and end the connections when what the zmq socket has sent is through; it must be closed."""
+        """Stop listening, and end connections when the zmq socket's data is through. That socket must be closed."""
         self._stop_listening()
         if self._joined:
             await asyncio.wait(self._joined, timeout=FLUSH_S)
@@ -82,7 +81,7 @@ class Gate:
     # --- admitting -----------------------------------------------------------------------------
 
     def _admit_when_ready(self) -> None:
-        """Take connections as long as there are descriptors in reserve; else look again in a moment."""
+        """Take connections as long as the reserve has descriptors, else look again in a moment."""
         self._again = None
         if self._listening is None:
             return
@@ -98,19 +97,19 @@ class Gate:
             self._again = loop.call_later(AGAIN_S, self._admit_when_ready)
 
     def _admit(self) -> None:
-        """One connection. The reserve is released for it, and taken back once libzmq has accepted its end, too."""
+        """Join one connection. It uses the reserve, which is refilled once libzmq has accepted its end."""
         assert self._listening is not None
         self._release()
         client = inner = None
         try:
             client, _ = self._listening.accept()
             inner = self._connected()
-        except OSError as error:  # it has gone again, or the zmq socket is being made anew
+        except OSError as error:  # it has gone, or the zmq socket is being made again
             log.debug("a connection to %s was not let through: %s", self.outer, error)
             for end in (client, inner):
                 if end is not None:
                     end.close()
-            self._pause()  # libzmq may yet accept its end: the reserve is not taken back before
+            self._pause()  # libzmq may still accept its end: the reserve is not refilled before
         else:
             client.setblocking(False)
             task = asyncio.ensure_future(_join(client, inner))
@@ -135,7 +134,7 @@ class Gate:
     # --- the reserve ---------------------------------------------------------------------------
 
     def _replenish(self) -> bool:
-        """Whether there is enough in it for one more connection."""
+        """Whether the reserve suffices for one more connection."""
         with contextlib.suppress(OSError):
             while len(self._reserve) < RESERVE:
                 self._reserve.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
@@ -148,7 +147,7 @@ class Gate:
 
 
 async def _join(client: socket.socket, inner: socket.socket) -> None:
-    """Pass on what either says, until one of them has said all."""
+    """Copy between both until one of them has ended."""
     ends = [await asyncio.open_unix_connection(sock=sock, limit=CHUNK_BYTES) for sock in (client, inner)]
     (from_client, to_client), (from_inner, to_inner) = ends
     pumps = [
@@ -162,7 +161,7 @@ async def _join(client: socket.socket, inner: socket.socket) -> None:
             pump.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
         for _, writer in ends:
-            writer.close()  # what was written is sent first
+            writer.close()  # pending data is sent first
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -173,20 +172,20 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 def gate_of(endpoint: str) -> Gate:
-    """The gate at an address that others know (`ipc:///…/ctl.sock`); the zmq socket is bound beside it."""
+    """The gate at a public address (`ipc:///…/ctl.sock`). The zmq socket is bound beside it."""
     outer = socket_file(endpoint)
     return Gate(outer, outer.with_suffix(".zmq"))
 
 
 def socket_file(endpoint: str) -> Path:
-    """Of `ipc:///…`."""
+    """The path of `ipc:///…`."""
     return Path(endpoint.removeprefix("ipc://"))
 
 
 def listen_again(socket: zmq.Socket[Any], endpoint: str) -> None:
-    """Bind a socket once more whose file somebody has removed; nothing where it is there. OSError where it cannot be.
+    """Bind a socket again if its file was removed. OSError if that fails.
 
-    Whoever is connected by the removed file loses that connection, and connects again.
+    Clients of the removed file lose their connection and connect again.
     """
     if socket_file(endpoint).exists():
         return

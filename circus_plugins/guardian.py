@@ -1,10 +1,11 @@
-"""The guardian: a circus plugin, in a process of its own, that outlives a killed arbiter and cleans up or keeps watch.
+"""The guardian: a circus plugin in a process of its own that outlives a killed arbiter.
 
-It holds a pidfd on the arbiter, so it knows within milliseconds. By policy it then *ends* the run (workers and all
-that they started, their leases, NATS, etcd, statefile, sockets), or *keeps* it serving until `dynamo serve --adopt`
-comes: meanwhile it revokes the lease of a worker that dies, and ends what that worker leaves behind.
+It holds a pidfd on the arbiter, so it knows of its death within milliseconds. The policy then decides. It ends the run:
+workers and the processes that they started, their leases, NATS, etcd, statefile, sockets. Or it keeps the run serving
+until `dynamo serve --adopt`. Meanwhile it revokes the lease of a worker that dies and ends the processes that the
+worker leaves.
 
-An arbiter that leaves in order ends its guardian before itself, so the guardian then does nothing.
+An arbiter that leaves in order ends its guardian first.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ from tornado.ioloop import IOLoop
 
 from dynamo_local.arbiter import leftovers
 from dynamo_local.arbiter.guarded_run import OPTION, GuardedRun, KeptFiles
-from dynamo_local.arbiter.leftovers import Known
+from dynamo_local.arbiter.leftovers import RecordedProcess, revoke
 from dynamo_local.arbiter.marks import marked
-from dynamo_local.arbiter.revocation import revoke
 from dynamo_local.errors import NamespaceBusy, StateError
 from dynamo_local.system import collector
 from dynamo_local.system import liveness as living
@@ -40,12 +40,12 @@ LOOK_AGAIN_S = 2.0
 
 
 class Guardian(CircusPlugin):  # type: ignore[misc]
-    """See the module. It ignores circus's events, which may be lost."""
+    """The plugin that circus runs. It ignores circus's events, which may be lost."""
 
     name = "dynamo-guardian"
 
     def __init__(self, *args: Any, **config: Any) -> None:
-        with collector.keeping():  # all that it needs while it only watches is imported
+        with collector.keeping():  # everything that it needs while it only watches is imported
             super().__init__(*args, **config)
         self.guarded = GuardedRun.read(Path(config[OPTION]))
         self.files = KeptFiles(Path(file) for file in self.guarded.files)
@@ -53,7 +53,7 @@ class Guardian(CircusPlugin):  # type: ignore[misc]
         self._pidfd: int | None = None
 
     def handle_init(self) -> None:
-        """Watch the arbiter; it may have died before we were up."""
+        """Watch the arbiter, which may have died before we were up."""
         loop: IOLoop = self.loop
         try:
             self._pidfd = os.pidfd_open(self.guarded.arbiter_pid)
@@ -83,7 +83,7 @@ class Guardian(CircusPlugin):  # type: ignore[misc]
         """circus's events are ignored."""
 
     def start(self) -> None:
-        """Wait until the arbiter is gone; then end the run, or keep it."""
+        """Wait until the arbiter is gone. Then end the run, or keep it."""
         super().start()  # closes its sockets when the loop is stopped
         if self.arbiter_died:
             log.warning("the arbiter, pid %d, is gone; policy: %s", self.guarded.arbiter_pid, self._policy)
@@ -94,7 +94,7 @@ class Guardian(CircusPlugin):  # type: ignore[misc]
 
 
 def _preload() -> None:
-    """Import what ending a run needs: later an import costs 0.1 s, much more on a host in trouble, or fails.
+    """Import the modules that end a run. Later an import costs 0.1 s, much more on a host in trouble, or fails.
 
     Not done at the start, when the workers need the processors. It costs 10 MiB.
     """
@@ -117,7 +117,7 @@ def end_run(guarded: GuardedRun) -> None:
 
 
 def _record_end(guarded: GuardedRun) -> None:
-    """For `dynamo events`. Imported when all else is done: a guardian that only watches is as small as it was."""
+    """For `dynamo events`. Imported last: a watching guardian stays small."""
     try:
         from dynamo_local.arbiter.event_log import EventLog, ended_in_its_place, event_log_path
 
@@ -128,10 +128,10 @@ def _record_end(guarded: GuardedRun) -> None:
 
 
 def _take_namespace(guarded: GuardedRun) -> FileLock | None:
-    """The namespace's lock; None if another run owns the namespace by now.
+    """The namespace's lock, or None if another run owns the namespace by now.
 
-    While another command holds it, we wait: `dynamo serve` may yet refuse, and leave all as it is. If it takes over,
-    it ends us first.
+    While another command holds it, we wait: `dynamo serve` may still refuse and change nothing. If it takes over, it
+    ends us first.
     """
     paths = guarded.paths
     while True:
@@ -155,8 +155,8 @@ class Keeper:
         self._guarded = guarded
         self._files = files
         self._poll = select.poll()
-        self._watched: dict[int, Known] = {}
-        self._seen: set[Known] = set()
+        self._watched: dict[int, RecordedProcess] = {}
+        self._seen: set[RecordedProcess] = set()
 
     def run(self) -> None:
         """Return when no worker is left, unless a new arbiter ends us before."""
@@ -187,7 +187,7 @@ class Keeper:
         except OSError as error:  # tried again at the next look
             log.warning("what is missing of %s cannot be made again: %s", self._guarded.runtime, error)
 
-    def _watch(self, worker: Known, run: leftovers.Recorded) -> None:
+    def _watch(self, worker: RecordedProcess, run: leftovers.RecordedRun) -> None:
         try:
             fd = os.pidfd_open(worker.pid)
         except ProcessLookupError:
@@ -200,14 +200,14 @@ class Keeper:
             os.close(fd)
             self._clean_up_after(worker, run)
 
-    def _ended(self, fd: int, run: leftovers.Recorded) -> None:
+    def _ended(self, fd: int, run: leftovers.RecordedRun) -> None:
         worker = self._watched.pop(fd)
         self._poll.unregister(fd)
         os.close(fd)
         self._clean_up_after(worker, run)
 
-    def _clean_up_after(self, worker: Known, run: leftovers.Recorded) -> None:
-        log.warning("%s (pid %d) has ended; it is started again when the run is adopted", worker.name, worker.pid)
+    def _clean_up_after(self, worker: RecordedProcess, run: leftovers.RecordedRun) -> None:
+        log.warning("%s (pid %d) has ended, and is started again when the run is adopted", worker.name, worker.pid)
         revoke(run.etcd_endpoints, run.certificates, run.leases.get(worker.name, ()))
         for what in leftovers.end_sessions([worker]):
             log.warning("ended %s, which it left behind", what)

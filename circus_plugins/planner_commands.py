@@ -114,8 +114,8 @@ class _WithOptions(_Changed):
 
 class DynamoPlannerStatus(_Changed, Command):  # type: ignore[misc]
     """\
-    What the planner does, its options, and its last decision
-    =========================================================
+    Show the planner's state, options and last decision
+    ===================================================
 
     The same as `dynamo planner status --json`.
     """
@@ -138,7 +138,6 @@ class DynamoPlannerStart(_WithOptions, Command):  # type: ignore[misc]
     name = "dynamo_planner_start"
 
     def change(self, planner: Planned, props: Any) -> Awaitable[dict[str, Any]]:
-        """See `Planned.start`."""
         return planner.start(_options(props))
 
 
@@ -153,7 +152,6 @@ class DynamoPlannerStop(_Changed, Command):  # type: ignore[misc]
     name = "dynamo_planner_stop"
 
     def change(self, planner: Planned, props: Any) -> Awaitable[dict[str, Any]]:
-        """See `Planned.stop`."""
         return planner.stop()
 
 
@@ -168,7 +166,6 @@ class DynamoPlannerPause(_Changed, Command):  # type: ignore[misc]
     name = "dynamo_planner_pause"
 
     def change(self, planner: Planned, props: Any) -> Awaitable[dict[str, Any]]:
-        """See `Planned.pause`."""
         return planner.pause()
 
 
@@ -183,7 +180,6 @@ class DynamoPlannerResume(_Changed, Command):  # type: ignore[misc]
     name = "dynamo_planner_resume"
 
     def change(self, planner: Planned, props: Any) -> Awaitable[dict[str, Any]]:
-        """See `Planned.resume`."""
         return planner.resume()
 
 
@@ -198,7 +194,6 @@ class DynamoPlannerSet(_WithOptions, Command):  # type: ignore[misc]
     name = "dynamo_planner_set"
 
     def change(self, planner: Planned, props: Any) -> Awaitable[dict[str, Any]]:
-        """See `Planned.set`."""
         return planner.set(_options(props))
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from circus.util import to_signum
 
 from dynamo_local.circus_plugins.answers import answer, flag, new_stimulus_id, refusal, supervisor_of, text
+from dynamo_local.core.fleet.events import Drain
 from dynamo_local.core.fleet.states import traits_of
 from dynamo_local.core.secrets import mask_env
 from dynamo_local.core.types import NAME, WorkerState
@@ -95,7 +96,7 @@ async def _drain(arbiter: Any, original: Any, props: Any) -> dict[str, Any]:
     name = _worker_named(arbiter, text(props, "name"))
     supervisor = supervisor_of(arbiter)
     stimulus_id = new_stimulus_id(f"circusctl-{original.name}")
-    result = await supervisor.drain(name, cancel=False, force=False, stimulus_id=stimulus_id)
+    result = await supervisor.run(Drain(stimulus_id=stimulus_id, name=name))
     if flag(props, "wait_for_end"):
         result = {**result, "state": await _until_gone(supervisor, name)}
     return {**result, "stimulus_id": stimulus_id}
@@ -113,7 +114,7 @@ async def _until_gone(supervisor: Any, name: str) -> str:
         if not traits.leaves or traits.gone:
             return str(row["state"])
         await asyncio.sleep(GONE_POLL_S)
-    raise TimedOut(f"{name} is still draining after {GONE_TIMEOUT_S:.0f} s; it goes on, see `dynamo status`")
+    raise TimedOut(f"{name} is still draining after {GONE_TIMEOUT_S:.0f} s. The drain goes on: see `dynamo status`")
 
 
 async def _signal(arbiter: Any, original: Any, props: Any) -> dict[str, Any]:
@@ -134,7 +135,7 @@ async def _signal(arbiter: Any, original: Any, props: Any) -> dict[str, Any]:
 
 
 async def _get(arbiter: Any, original: Any, props: Any) -> dict[str, Any]:
-    """Options with secrets masked, as in `options` (lesson 11): circus would print the whole environment."""
+    """Options with secrets masked, as in `options`: circus would print the whole environment."""
     found: dict[str, Any] = original.execute(arbiter, props)["options"]
     return {"options": {key: mask_env(value or {}) if key == "env" else value for key, value in found.items()}}
 
@@ -163,7 +164,7 @@ def _worker_named(arbiter: Any, name: str) -> str:
         if row["watcher_name"].lower() == name.lower():
             return str(row["watcher_name"])
     if name.lower() in arbiter._watchers_names:
-        raise BadInput(f"{name} is no worker but part of the arbiter's own household; it leaves with `dynamo down`")
+        raise BadInput(f"{name} is no worker but part of the arbiter's own household, and leaves with `dynamo down`")
     if not NAME.fullmatch(name):
         raise BadInput(f"{name!r}: one worker's name is needed, not a pattern; `dynamo status` shows the names")
     return name

@@ -1,8 +1,7 @@
-"""Hands each new worker its command, environment, log file and GPU locks, once, over a private socket.
+"""Gives each new worker its command, environment, log file and GPU locks, once, over a private socket.
 
-The other end is `exec_worker`.
-A descriptor that travels over the socket is the same open file as ours, so the GPUs' locks hold as long as the worker
-lives, exactly as under our own arbiter. Environments never pass through circusd, which would show them.
+`exec_worker` is the other end. A descriptor sent over the socket is the same open file as ours, so the GPUs' locks hold
+as long as the worker lives, as under our own arbiter. Environments never pass through circusd, which would show them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from dynamo_local.system.processes import aend_session
 log = logging.getLogger(__name__)
 
 CLAIM_TIMEOUT_S = 30.0
-"""From the new process's first word to its exec: milliseconds, or a machine that swaps."""
+"""From the new process's first message to its exec: milliseconds, except on a machine that swaps."""
 _NAME_BYTES_MAX = 256
 _ERROR_BYTES_MAX = 4096
 _PEER = struct.Struct("3i")
@@ -41,14 +40,14 @@ class Claim:
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """A start that is expected. `claimed` fails with OSError if the process could not become the worker."""
+    """An expected start. `claimed` fails with OSError if the process could not become the worker."""
 
     spec: ProcessSpec
     claimed: asyncio.Future[Claim] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class Tickets:
-    """The socket at `path` and the offers that wait there. `parent` is circusd's pid, whose death ends the workers."""
+    """The socket at `path` and the offers that wait there. The death of `parent`, circusd's pid, ends the workers."""
 
     def __init__(self, path: Path, *, parent: int) -> None:
         self.path = path
@@ -59,7 +58,7 @@ class Tickets:
 
     def open(self) -> None:
         """Listen. The socket is the user's alone."""
-        self.path.unlink(missing_ok=True)  # left by a killed plugin; we hold the namespace's lock
+        self.path.unlink(missing_ok=True)  # left by a killed plugin, and we hold the namespace's lock
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.setblocking(False)
@@ -128,7 +127,7 @@ class Tickets:
             _fail(offer, OSError(f"{name}: the plugin is leaving"))
             raise
         else:
-            if offer.claimed.done():  # given up meanwhile: the process must not run without an owner
+            if offer.claimed.done():  # cancelled meanwhile: the process must not run without an owner
                 await aend_session(claim.pid)
                 os.close(claim.pidfd)
             else:
@@ -152,7 +151,7 @@ class Tickets:
             finally:
                 os.close(log_fd)
             await loop.sock_sendall(peer, body)
-            failure = await loop.sock_recv(peer, _ERROR_BYTES_MAX)  # nothing at all: it has become the worker
+            failure = await loop.sock_recv(peer, _ERROR_BYTES_MAX)  # closed without a word: it has become the worker
             if failure:
                 number, _, text = failure.decode("utf-8", "replace").partition(":")
                 raise OSError(int(number), text.rstrip(": "), spec.argv[0])
@@ -163,6 +162,6 @@ class Tickets:
 
 
 def _fail(offer: Offer, error: OSError) -> None:
-    with contextlib.suppress(asyncio.InvalidStateError):  # whoever waited has given up
+    with contextlib.suppress(asyncio.InvalidStateError):  # the waiting start was cancelled
         offer.claimed.set_exception(error)
         offer.claimed.exception()  # mark it as retrieved, even if nobody awaits it

@@ -1,8 +1,11 @@
-"""What our own arbiter does beside running processes, done by a process under somebody else's circusd.
+"""The supervisor's host under a stock circusd: it does what our own arbiter does besides running processes.
 
-* It answers our commands on the namespace's own control endpoint: `dynamo status|scale|drain|restart|down` work.
-* It hears of circusd's commands for our watchers by its event stream: `circusctl stop NAME` becomes a drain.
-* SIGTERM is circusd's `quit` (or `stop` of the plugin): leave, in order.
+* It answers our commands on the namespace's own control endpoint: `dynamo status`, `scale`, `drain`, `restart` and
+`down` work.
+
+* It reads circusd's event stream: `circusctl stop NAME` becomes a drain.
+
+* SIGTERM, from circusd's `quit` or a `stop` of the plugin, means leaving in order.
 """
 
 from __future__ import annotations
@@ -23,21 +26,22 @@ from tornado.ioloop import IOLoop
 from dynamo_local.circus_plugins.answers import new_stimulus_id, refusal
 from dynamo_local.circus_plugins.circus_client import CircusClient, CircusdError
 from dynamo_local.circus_plugins.client_host import CircusClientHost
-from dynamo_local.circus_plugins.commands import Commanded
 from dynamo_local.circus_plugins.controller import WorkerController
 from dynamo_local.circus_plugins.gate import listen_again, socket_file
+from dynamo_local.core.fleet.events import Drain, Restart
 from dynamo_local.errors import BadInput, DynamoError
+from dynamo_local.system.process_host import ExitCallback
 
 log = logging.getLogger(__name__)
 
 READY_PATIENCE_S = 600.0
-"""circusd starts its watchers one after the other, with its `warmup_delay`, and refuses everything meanwhile."""
+"""circusd starts its watchers one after the other, with its `warmup_delay`, and refuses every command meanwhile."""
 QUIT_GRACE_S = 0.25
-"""`quit` stops all watchers at once: after the event for one of them, wait this long to see whether it was a `quit`."""
+"""`quit` stops all watchers at once. So wait this long after the event of one watcher to recognise a `quit`."""
 
 
 class _AnsweredByCircusd:
-    """Stands in for circus's own commands on our endpoint: those belong to the circusd that runs the watchers."""
+    """Refuses circus's own commands on our endpoint: they belong to the circusd that runs the watchers."""
 
     def __init__(self, name: str, endpoint: str) -> None:
         self.name = name
@@ -47,7 +51,7 @@ class _AnsweredByCircusd:
         """Nothing to check: the answer is the same."""
 
     def execute(self, arbiter: Any, props: Any) -> dict[str, Any]:
-        """The refusal, which names the endpoint to ask instead."""
+        """The refusal, which names the endpoint to use instead."""
         return refusal(
             BadInput(
                 f"this graph runs under a stock circusd: use `circusctl --endpoint {self._endpoint} {self.name}`, "
@@ -57,7 +61,7 @@ class _AnsweredByCircusd:
 
 
 class PluginController(WorkerController):
-    """Answers our commands, and says of circus's own where they are answered."""
+    """Answers our commands, and names the endpoint for circus's own."""
 
     def __init__(self, endpoint: str, context: zmq.Context[Any], arbiter: Any, circusd_endpoint: str) -> None:
         super().__init__(endpoint, None, context, IOLoop.current(), arbiter, 0)  # 0: no timer
@@ -67,10 +71,10 @@ class PluginController(WorkerController):
 
 
 class UnderCircusd(CircusClientHost):
-    """A `SupervisedHost`: what `DynamoArbiter` is to `dynamo serve`, under the circusd that is our parent.
+    """A `SupervisedHost` under the circusd that is our parent.
 
-    `own_watcher` is the plugin's own name there (`plugin:dynamo`), `leave_bound_s` how long leaving may take at most,
-    `deployment_file` what the ini names.
+    `own_watcher` is the plugin's name there (`plugin:dynamo`), `leave_bound_s` the longest time that leaving may take,
+    `deployment_file` the file that the ini names.
     """
 
     def __init__(
@@ -83,14 +87,17 @@ class UnderCircusd(CircusClientHost):
         namespace: str,
         leave_bound_s: float,
         deployment_file: Path,
+        supervisor: Any,
+        on_exit: ExitCallback,
     ) -> None:
         super().__init__(
             endpoint,
             socket=control_socket.with_name("run.sock"),  # as long as ctl.sock, whose length is checked
             circusd_pid=os.getppid(),
+            on_exit=on_exit,
             leave_bound_s=leave_bound_s,
         )
-        self.supervisor: Commanded | None = None
+        self.supervisor = supervisor
         self._own_watcher = own_watcher
         self._deployment_file = deployment_file
         self._pubsub_endpoint = pubsub_endpoint
@@ -103,7 +110,6 @@ class UnderCircusd(CircusClientHost):
     # --- coming and going ------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """See `SupervisedHost`. Raises `CircusdError` kinds, and `DynamoError` if circusd is another user's."""
         owner = os.stat(f"/proc/{self.circusd_pid}").st_uid
         if owner != os.getuid():
             raise DynamoError(
@@ -111,7 +117,7 @@ class UnderCircusd(CircusClientHost):
                 "remove `uid` from the [plugin:…] section, or run circusd as the same user"
             )
         await super().start()
-        # While it waits for us to leave, circusd must not kill us before the last stream is finished.
+        # circusd must not kill us before the last stream is finished.
         patience = {"graceful_timeout": self._leave_bound_s}
         await self.circusd.exclusive("set", patience_s=READY_PATIENCE_S, name=self._own_watcher, options=patience)
         await self.sweep(f"{self._namespace.lower()}_")
@@ -120,7 +126,6 @@ class UnderCircusd(CircusClientHost):
         self._run(self._listen())
 
     async def close(self) -> None:
-        """See `SupervisedHost`."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -131,18 +136,15 @@ class UnderCircusd(CircusClientHost):
 
     @property
     def socket_files(self) -> tuple[Path, ...]:
-        """See `SupervisedHost`: those of the control endpoint and of the tickets."""
         return socket_file(self._controller.endpoint), self._tickets.path
 
     async def renew_sockets(self) -> None:
-        """See `SupervisedHost`."""
         listen_again(self._controller.ctrl_socket, self._controller.endpoint)
         if not self._tickets.path.exists():
             await self._tickets.close()
             self._tickets.open()
 
     def refuses_to_apply(self, file: str | None, overrides: Sequence[str]) -> Sequence[str]:
-        """See `SupervisedHost`: circusd starts a plugin that died with the file of its ini, and with that alone."""
         if file == str(self._deployment_file) and not overrides:
             return ()
         return [
@@ -151,10 +153,9 @@ class UnderCircusd(CircusClientHost):
         ]
 
     def _asked_to_stop(self) -> None:
-        """circusd holds its only slot until we are gone: no watcher can be removed any more, and none need be."""
+        """circusd holds its only slot until we are gone. So no watcher can be removed any more, and none need be."""
         self.hurried = True
-        if self.supervisor is not None:
-            self.supervisor.request_down("circusd stops the plugin")
+        self.supervisor.request_down("circusd stops the plugin")
 
     def _run(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -164,7 +165,7 @@ class UnderCircusd(CircusClientHost):
     # --- circusd's own commands for our watchers ---------------------------------------------------
 
     async def _listen(self) -> None:
-        """Events may be lost (pub/sub): then circusd kills what it was told to stop, after `leave_bound_s`."""
+        """Events may be lost (pub/sub). circusd then kills the stopped watcher after `leave_bound_s`."""
         prefix = f"watcher.{self._namespace.lower()}_"
         with self._events_context.socket(zmq.SUB) as events:
             events.linger = 0
@@ -177,34 +178,33 @@ class UnderCircusd(CircusClientHost):
                     self._run(self._on_circusctl_stop(watcher, int(json.loads(body)["process_pid"])))
 
     async def _on_circusctl_stop(self, watcher: str, pid: int) -> None:
-        """circusd was told to stop our watcher; our stop signal has no effect. Drain a worker, end a server."""
+        """circusd was told to stop our watcher, and our stop signal has no effect. Drain a worker, end a server."""
         await asyncio.sleep(QUIT_GRACE_S)
         if self.hurried or pid not in {running.pid for running in self._running.values()}:
             return
-        if self.supervisor is not None:
-            for row in self.supervisor.status()["workers"]:
-                if row["pid"] == pid and await self._carried_out(self.supervisor, row["watcher_name"]):
-                    return
+        for row in self.supervisor.status()["workers"]:
+            if row["pid"] == pid and await self._carried_out(row["watcher_name"]):
+                return
         log.warning("circusd stops %s (pid %d), which cannot be drained now: SIGTERM", watcher, pid)
         os.kill(pid, signal.SIGTERM)
 
-    async def _carried_out(self, supervisor: Commanded, name: str) -> bool:
-        """Drain or restart the worker, as circusd was asked to. False, and logged, if that cannot be done now."""
+    async def _carried_out(self, name: str) -> bool:
+        """Drain or restart the worker, as circusd was told. Returns False, and logs, if that is impossible now."""
         try:
             if await self._is_stopping(name):
                 stimulus_id = new_stimulus_id("circusctl-stop")
-                await supervisor.drain(name, cancel=False, force=True, stimulus_id=stimulus_id)
+                await self.supervisor.run(Drain(stimulus_id=stimulus_id, name=name, force=True))
             else:
                 stimulus_id = new_stimulus_id("circusctl-reload")
-                await supervisor.restart(name, rolling=False, force=True, stimulus_id=stimulus_id)
+                await self.supervisor.run(Restart(stimulus_id=stimulus_id, name=name, force=True))
         except DynamoError as error:
             log.warning("circusd ends %s: %s", name, error)
             return False
         return True
 
     async def _is_stopping(self, name: str) -> bool:
-        """`stop`, `restart`, `rm`: it is, or is gone already. `reload` and `kill` want a new process instead."""
-        # `status` of one watcher has its status in the place of the reply's own.
+        """Whether it is stopping or gone: `stop`, `restart`, `rm`. `reload` and `kill` want a new process instead."""
+        # `status` of one watcher has its status in place of the reply's own.
         statuses = (await self.circusd.call("status")).get("statuses", {})
         return bool(statuses.get(name) != "active")
 

@@ -14,11 +14,12 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def _sibling(name: str) -> types.ModuleType:
 
 
 _tables = _sibling("option_tables")
-table, options, type_of, default_of = _tables.table, _tables.options, _tables.type_of, _tables.default_of
+table, options, type_of = _tables.table, _tables.options, _tables.type_of
 
 
 # --- options -----------------------------------------------------------------------------------
@@ -56,22 +57,27 @@ def generator_keys() -> str:
     return table(("Key", *(f"`{kind}`" for kind in KINDS), "May be", "Meaning"), rows)
 
 
-def _section(name: str) -> Callable[[], str]:
-    return lambda: options(getattr(importlib.import_module("dynamo_local.components"), name).config_model)
+def _section(name: str, like: str = "") -> Callable[[], str]:
+    def render() -> str:
+        components = importlib.import_module("dynamo_local.components")
+        others = {like: getattr(components, like).config_model} if like else {}
+        return options(getattr(components, name).config_model, like=others)
+
+    return render
 
 
 def planner_options() -> str:
-    """The section `Planner`: each option under its names, with the policies that take it."""
+    """The section `Planner`: each option under its names, in a table for the policies that take it."""
     from dynamo_local.config.planner import POLICIES, PlannerConfig, known_names, options_of
 
-    rows = []
+    tables: dict[str, list[tuple[str, ...]]] = {}
     for name, field in PlannerConfig.model_fields.items():
         names = [alias for alias, of in known_names().items() if of == name]
         takers = [policy for policy in POLICIES if name in options_of(policy)]
-        whose = "all" if len(takers) == len(POLICIES) else ", ".join(f"`{policy}`" for policy in takers)
+        whose = "All policies" if len(takers) == len(POLICIES) else ", ".join(f"`{policy}`" for policy in takers)
         key = ", ".join(f"`{each.replace('_', '-')}`" for each in names)
-        rows.append((key, whose, type_of(field), default_of(field), " ".join((field.description or "").split())))
-    return table(("Key", "Policy", "Type", "Default", "Meaning"), rows)
+        tables.setdefault(whose, []).append(_tables.row_of(name, field, key))
+    return "\n\n".join(f"## {whose}\n\n{table(_tables.HEAD, rows)}" for whose, rows in tables.items())
 
 
 def http_options() -> str:
@@ -107,22 +113,21 @@ def lifecycle() -> str:
     return f"```mermaid\n{mermaid()}```"
 
 
-def rooms() -> str:
-    """The rooms from the top to the bottom, as `.importlinter` orders them, and what each says it is."""
+def packages() -> str:
+    """The layers from the top to the bottom, as `.importlinter` orders them: each package with its docstring."""
     rows = []
     for layer in _layers():
-        for room in layer:
-            module = importlib.import_module(f"dynamo_local.{room}")
-            what = " ".join(inspect.cleandoc(module.__doc__ or "").split("\n\n")[0].split())
-            rows.append((f"`{room}`", what, ", ".join(f"`{other}`" for other in layer if other != room)))
-    return table(("Room", "What it is", "Beside it, and unknown to it"), rows)
+        modules = {package: importlib.import_module(f"dynamo_local.{package}") for package in layer}
+        what = {name: inspect.cleandoc(module.__doc__ or "").split("\n\n")[0] for name, module in modules.items()}
+        rows.append(("<br>".join(f"`{name}`: {' '.join(text.split())}" for name, text in what.items()),))
+    return table(("Packages of one layer",), rows)
 
 
 def _layers() -> list[list[str]]:
     config = configparser.ConfigParser()
     config.read(ROOT / ".importlinter")
     layers = config["importlinter:contract:layers"]["layers"].strip().splitlines()
-    return [[room.strip() for room in re.split(r"[|:]", layer)] for layer in layers]
+    return [[package.strip() for package in re.split(r"[|:]", layer)] for layer in layers]
 
 
 def import_contracts() -> str:
@@ -133,78 +138,106 @@ def import_contracts() -> str:
     return "\n".join(f"* {name}" for name in names)
 
 
+def navigation() -> str:
+    """All pages, as the navigation of the site arranges them, linked from the folder `docs`."""
+    website = _sibling("website")
+    sources = {name: page for page, name in website.pages().items()}
+    groups: dict[str, list[str]] = {}
+    for group, title, name in website.navigation():
+        link = os.path.relpath(sources[name], ROOT / "docs")
+        groups.setdefault(group, []).append(f"- [{title}]({link})")
+    return "\n\n".join(f"## {group}\n\n" + "\n".join(links) for group, links in groups.items())
+
+
 def role_traits() -> str:
-    """What each role means: the table of `core/fleet/states.py`."""
+    """The traits of each role: the table of `core/fleet/states.py`."""
     from dynamo_local.core.fleet.states import ROLES
 
     return _traits_table("Role", ROLES)
 
 
 def state_traits() -> str:
-    """What each state means: the table of `core/fleet/states.py`."""
+    """The traits of each state: the table of `core/fleet/states.py`."""
     from dynamo_local.core.fleet.states import TRAITS
 
     return _traits_table("State", TRAITS)
 
 
 def _traits_table(what: str, traits_of: Mapping[Any, Any]) -> str:
-    names = [field.name for field in dataclasses.fields(next(iter(traits_of.values())))]
-    rows = ((f"`{key}`", *(_trait(getattr(traits, name)) for name in names)) for key, traits in traits_of.items())
-    return table((what, *(f"`{name}`" for name in names)), rows)
+    rows = ((f"`{key}`", ", ".join(_traits(traits))) for key, traits in traits_of.items())
+    return table((what, "Traits"), rows)
 
 
-def _trait(value: Any) -> str:
-    if isinstance(value, enum.Enum):
-        return str(value.value)
-    return ("yes" if value else "") if isinstance(value, bool) else "" if value is None else str(value)
+def _traits(traits: Any) -> Iterator[str]:
+    """Each trait that is set, except the colour: its name alone if it is true, else with its value."""
+    for field in dataclasses.fields(traits):
+        if field.name == "colour":
+            continue
+        value = getattr(traits, field.name)
+        if value is True:
+            yield f"`{field.name}`"
+        elif value is not None and value is not False:  # 0 is a value
+            yield f"`{field.name}={value.value if isinstance(value, enum.Enum) else value}`"
 
 
-def stimuli() -> str:
-    """What goes into the machine, by the headings of its module."""
+def events() -> str:
+    """The events that the machine takes, under the headings of their module."""
     from dynamo_local.core.fleet import events as module
     from dynamo_local.core.fleet.step import HANDLERS
 
     return _listed(module, {kind.__name__ for kind in HANDLERS})
 
 
-def instructions() -> str:
-    """What comes out of the machine."""
+def effects() -> str:
+    """The effects that the machine returns."""
     from dynamo_local.core.fleet import effects as module
 
-    return _listed(module, {kind.__name__ for kind in typing.get_args(module.Instruction)})
+    return _listed(module, {kind.__name__ for kind in typing.get_args(module.Effect)})
 
 
 def _listed(module: types.ModuleType, names: set[str]) -> str:
-    """Those classes of the module in its order: the heading above each, its fields, the first part of its docstring."""
-    rows, heading = [], ""
+    """Those classes of the module below its headings, each with the first part of its docstring."""
+    tables: dict[str, list[tuple[str, str]]] = {}
+    heading = ""
     for line in inspect.getsource(module).splitlines():
         if match := re.fullmatch(r"# --- (.+?) -+", line):
-            heading = match[1]
+            heading = f"### {match[1][:1].upper()}{match[1][1:]}\n\n"
         if (match := re.match(r"class (\w+)", line)) and match[1] in names:
-            kind = getattr(module, match[1])
-            fields = [f"`{field.name}`" for field in dataclasses.fields(kind) if field.name != "stimulus_id"]
-            meaning = " ".join(inspect.cleandoc(kind.__doc__).split("\n\n")[0].split())
-            rows.append((heading, f"`{match[1]}`", ", ".join(fields), meaning))
-    if not heading:
-        return table(("", "Carries", "Meaning"), (row[1:] for row in rows))
-    return table(("Kind", "", "Carries", "Meaning"), rows)
+            meaning = " ".join(inspect.cleandoc(getattr(module, match[1]).__doc__).split("\n\n")[0].split())
+            meaning = re.sub(r"(?:: see|\. See) `[\w.]+`(?:, whose refusals `step` raises)?\.", ".", meaning)
+            tables.setdefault(heading, []).append((f"`{match[1]}`", meaning))
+    return "\n\n".join(heading + table(("", "Meaning"), rows) for heading, rows in tables.items())
 
 
 def _episode(name: str) -> Callable[[], str]:
-    """The machine's steps in an episode of `docs/scenarios.py`, below what its docstring tells."""
+    """The machine's steps in an episode of `docs/scenarios.py`, below its docstring."""
 
     def render() -> str:
         script = _sibling("scenarios").EPISODES[name]
-        told = " ".join(inspect.cleandoc(script.__doc__).split("\n\n")[0].split())
+        summary = " ".join(inspect.cleandoc(script.__doc__).split("\n\n")[0].split())
         more = [" ".join(part.split()) for part in inspect.cleandoc(script.__doc__).split("\n\n")[1:]]
         rows = (
-            (f"{row.at_s:.2f}", row.stimulus, "<br>".join(row.transitions), "<br>".join(row.instructions))
+            (
+                f"{row.at_s:.2f}",
+                row.event,
+                "<br>".join(_unrepeated(row.event, line) for line in row.transitions),
+                "<br>".join(_unrepeated(row.event, line) for line in row.effects),
+            )
             for row in script().rows
         )
-        head = ("s", "Stimulus (cause)", "Transitions (event, cause)", "Instructions")
-        return "\n\n".join([told, *more, table(head, rows)])
+        head = ("s", "Event (cause)", "Transitions (kind, cause)", "Effects")
+        return "\n\n".join([summary, *more, table(head, rows)])
 
     return render
+
+
+def _unrepeated(event: str, line: str) -> str:
+    """A transition or effect without the worker and the cause that its event names already."""
+    if match := re.fullmatch(r"`\w+` (\w+)(?: [-+]\d+)? \((.+)\)", event):
+        worker, cause = match.groups()
+        line = line.removeprefix(f"{worker}: ").removesuffix(f" ({worker})").removesuffix(f" {worker}")
+        line = line.replace(f", {cause})", ")")
+    return line
 
 
 def allowed_environment() -> str:
@@ -231,31 +264,31 @@ def metrics() -> str:
 
 def arbiter_metrics() -> str:
     """The arbiter's metrics, from its registry."""
-    from dynamo_local.arbiter.lead_times import LeadMetrics
+    from dynamo_local.arbiter.lead_times import LeadTimeMetrics
     from dynamo_local.arbiter.metrics import ArbiterMetrics, DispatchMetrics
-    from dynamo_local.arbiter.planner_metrics import PluginMetrics
-    from dynamo_local.arbiter.planner_views import PlannerMetrics
+    from dynamo_local.arbiter.planner_metrics import PlannerMetrics, PluginMetrics
 
     arbiter = ArbiterMetrics()
     return metric_table(
         arbiter,
         PlannerMetrics(arbiter.registry),
         PluginMetrics(arbiter.registry),
-        LeadMetrics(arbiter.registry),
+        LeadTimeMetrics(arbiter.registry),
         DispatchMetrics(arbiter.registry),
     )
 
 
 def metric_table(*owners: Any) -> str:
-    """All families of the owners' registry; labels are the family's, or its metric's among an owner's attributes."""
+    """All families of the owners' registry. Labels are the family's, or its metric's among an owner's attributes."""
     metrics = [metric for owner in owners for metric in vars(owner).values() if hasattr(metric, "_labelnames")]
     declared = {metric._name: metric._labelnames for metric in metrics}
     rows = []
     for family in owners[0].registry.collect():
-        labels = getattr(family, "_labelnames", None) or declared.get(family.name, ())
+        labels = ", ".join(getattr(family, "_labelnames", None) or declared.get(family.name, ()))
         name = f"{family.name}_total" if family.type == "counter" else family.name
-        rows.append((f"`{name}`", family.type, ", ".join(labels) or "–", family.documentation))
-    return table(("Metric", "Type", "Labels", "Meaning"), rows)
+        meaning = f"{family.documentation} (histogram)" if family.type == "histogram" else family.documentation
+        rows.append((f"`{name}{{{labels}}}`" if labels else f"`{name}`", meaning))
+    return table(("Metric and its labels", "Meaning"), rows)
 
 
 def http_errors() -> str:
@@ -267,7 +300,7 @@ def http_errors() -> str:
 
 
 def parameters() -> str:
-    """What each endpoint takes, ignores and refuses."""
+    """The parameters that each endpoint takes, ignores and refuses."""
     from dynamo_local.components.openai import requests
     from dynamo_local.components.openai import requests as extras
     from dynamo_local.components.openai import requests as params
@@ -292,62 +325,75 @@ def _names(names: Iterable[str]) -> str:
 
 
 def vllm_oracle() -> str:
-    """What tests/vllm/test_vllm_oracle*.py found: by path, which parameters were asked for, and what differs."""
-    told = json.loads((ROOT / "docs" / "vllm_oracle.json").read_text(encoding="utf-8"))
-    graphs, models = told["graphs"], told["models"]
-    paths = list(dict.fromkeys(path for found in graphs.values() for path in found))
-    rows = [_oracle_row(path, [found[path] for found in graphs.values() if path in found]) for path in paths]
-    head = ("Path", "Requests (streamed)", "About", "What differs")
-    made = f"Against `vllm serve` {told['vllm']}, graphs: {', '.join(graphs)}.\n\n{table(head, rows)}\n"
-    rows = [(name, *_oracle_row(path, [row])) for name, found in models.items() for path, row in found.items()]
-    return f"{made}\nWith other options, and other models:\n\n{table(('Of', *head), rows)}"
-
-
-def _oracle_row(path: str, every: Sequence[Mapping[str, Any]]) -> tuple[str, str, str, str]:
-    asked = ", ".join(f"`{name}`" if " " not in name else name for name in every[0]["parameters"])
-    differs = {f"{name}: {how}" for row in every for name, how in row["differs"].items()}
-    return (
-        f"`{path}`",
-        f"{every[0]['requests']} ({every[0]['streamed']})",
-        asked,
-        "; ".join(sorted(differs)) or "nothing",
+    """The findings of tests/vllm/test_vllm_oracle*.py: by path, the parameters of the requests, and what differs."""
+    oracle = json.loads((ROOT / "docs" / "vllm_oracle.json").read_text(encoding="utf-8"))
+    graphs, models = oracle["graphs"], oracle["models"]
+    every = [*graphs.values(), *models.values()]
+    differs = sorted(
+        {f"{name}: {how}" for found in every for row in found.values() for name, how in row["differs"].items()}
     )
+    said = [f"Against `vllm serve` {oracle['vllm']}, graphs: {', '.join(graphs)}. What differs:"]
+    said.append("\n".join(f"- {each}" for each in differs))
+    first = {path: row for found in reversed(graphs.values()) for path, row in found.items()}
+    paths = dict.fromkeys(path for found in graphs.values() for path in found)
+    said.append(_oracle_table("Path", {path: {path: first[path]} for path in paths}))
+    said.append("With other options, and other models:")
+    kinds: dict[str, dict[str, Any]] = {}
+    for name, found in models.items():  # "adapters, aggregated"
+        kinds.setdefault(name.partition(",")[0], {}).update(found)
+    said.append(_oracle_table("Graph", kinds))
+    return "\n\n".join(said)
+
+
+def _oracle_table(what: str, found: Mapping[str, Mapping[str, Any]]) -> str:
+    """Requests (streamed ones) of each path, and the parameters of all paths of a row."""
+    rows, above = [], []
+    for name, paths in found.items():
+        counts = ", ".join(f"`{path}` {row['requests']} ({row['streamed']})" for path, row in paths.items())
+        listed = (word for row in paths.values() for entry in row["parameters"] for word in entry.split(", "))
+        words = list(dict.fromkeys(f"`{word}`" if " " not in word else word for word in listed))
+        new, gone = [each for each in words if each not in above], [each for each in above if each not in words]
+        about = ", ".join(words)
+        if len(gone) + len(new) < len(words) / 2:
+            about = f"as above, also {', '.join(new)}; not {', '.join(gone)}"
+        rows.append((counts if name in paths else f"{name}: {counts}", about))
+        above = words
+    return table((f"{what}: requests (streamed)", "About"), rows)
 
 
 PARTS: Mapping[str, Callable[[], str]] = {
     "allowed-environment": allowed_environment,
     "arbiter-metrics": arbiter_metrics,
     "commands": commands,
+    "effects": effects,
     "episode-adoption": _episode("adoption"),
     "episode-crash": _episode("crash"),
     "episode-drain": _episode("drain"),
     "episode-rolling-restart": _episode("rolling-restart"),
+    "episode-scale": _episode("scale"),
     "episode-swap": _episode("swap"),
+    "events": events,
     "generator-keys": generator_keys,
     "frontend-options": _section("Frontend"),
     "http-errors": http_errors,
     "http-frontend-options": http_frontend_options,
     "http-options": http_options,
     "import-contracts": import_contracts,
-    "instructions": instructions,
     "lifecycle": lifecycle,
     "metrics": metrics,
     "parameters": parameters,
     "planner-options": planner_options,
-    "prefill-worker-options": _section("PrefillWorker"),
+    "prefill-worker-options": _section("PrefillWorker", like="VllmWorker"),
     "processor-options": _section("Processor"),
     "refused-commands": refused_commands,
     "role-traits": role_traits,
-    "rooms": rooms,
-    "router-options": _section("Router"),
+    "navigation": navigation,
+    "packages": packages,
+    "router-options": _section("Router", like="Processor"),
     "state-traits": state_traits,
-    "stimuli": stimuli,
     "vllm-oracle": vllm_oracle,
-    "vllm-worker-options": _section("VllmWorker"),
+    "vllm-worker-options": _section("VllmWorker", like="Processor"),
 }
-
-
-# --- pages -------------------------------------------------------------------------------------
 
 
 def pages() -> Iterator[Path]:

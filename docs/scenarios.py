@@ -1,7 +1,7 @@
-"""Five episodes of a fleet's life, as scripts of stimuli; `docs/generate.py` runs them and draws what the machine did.
+"""Five episodes of a fleet's life, as scripts of events; `docs/generate.py` runs them and writes what the machine did.
 
-Nothing here is a stand-in: `step` is the machine that runs in the arbiter, the fleet is checked after each step, and
-time passes as in the arbiter (whatever is due before the next stimulus of a script happens first).
+`step` is the machine that runs in the arbiter. The fleet is validated after each step. Time passes as in the arbiter:
+deadlines before the next event of a script take effect first.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from dynamo_local.core.fleet.effects import Commit, Instruction, words
+from dynamo_local.core.fleet.effects import Commit, Effect, describe
 from dynamo_local.core.fleet.events import (
+    Change,
     Drain,
+    Event,
     GpusSeen,
     KeyGone,
     KeyPut,
@@ -21,13 +23,11 @@ from dynamo_local.core.fleet.events import (
     Resume,
     Scale,
     StartAll,
-    Stimulus,
     Swept,
     Tick,
 )
 from dynamo_local.core.fleet.fleet import Fleet, Template, Worker
 from dynamo_local.core.fleet.invariants import validate
-from dynamo_local.core.fleet.scaling import Change
 from dynamo_local.core.fleet.step import next_due_s, step
 from dynamo_local.core.gpus import GpuDevice, GpuLedger
 from dynamo_local.core.types import Role
@@ -39,50 +39,50 @@ FIRST_PID = 101
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One step: when, what came in, which states changed (`worker: before -> after, by which event`), what came out."""
+    """One step: time, event, state changes (`worker: before -> after, by which transition`), effects."""
 
     at_s: float
-    stimulus: str
+    event: str
     transitions: tuple[str, ...]
-    instructions: tuple[str, ...]
+    effects: tuple[str, ...]
 
 
 class Play:
-    """A fleet of one namespace, on a host that has one GPU for each of its first workers and `spare` more.
+    """A fleet of one namespace, on a host that has one GPU for each of its first workers and `extra_gpus` more.
 
     A method feeds the machine what the world would say next, and notes the step. Processes are numbered from 101 in
     the order in which they are made, and their leases after them; workers are named without the namespace.
     """
 
-    def __init__(self, workers: Mapping[str, int], *, spare: int = 0) -> None:
+    def __init__(self, workers: Mapping[str, int], *, extra_gpus: int = 0) -> None:
         """A fleet in which all workers serve: `{"VllmWorker": 2}`."""
         self.rows: list[Row] = []
         self.now_s = 0.0
         self._pids: Iterator[int] = iter(range(FIRST_PID, 1000))
-        self._fleet = self._pending(workers, spare)
+        self._fleet = self._pending(workers, extra_gpus)
         self.do(0.0, StartAll(stimulus_id="serve"))
         for name in map(_short, list(self._fleet.workers)):
             self.made(0.0, name)
             self.registers(0.0, name)
         self.rows = []
 
-    def _pending(self, workers: Mapping[str, int], spare: int) -> Fleet:
+    def _pending(self, workers: Mapping[str, int], extra_gpus: int) -> Fleet:
         entries = {}
         for component, count in workers.items():
             for n in range(count):
                 name = f"dynamo_{component}" + (f"_{n}" if n else "")
                 entries[name] = Worker(name, component, ROLES[component], n)
-        devices = [GpuDevice(i, f"GPU-{i}", "simulated", 80 * GIB, 0) for i in range(len(entries) + spare)]
+        devices = [GpuDevice(i, f"GPU-{i}", "simulated", 80 * GIB, 0) for i in range(len(entries) + extra_gpus)]
         templates = tuple(Template(component, ROLES[component], gpus_per_worker=1) for component in workers)
         return Fleet("dynamo", templates, entries, GpuLedger.of(devices))
 
-    # --- stimuli -------------------------------------------------------------------------------
+    # --- events --------------------------------------------------------------------------------
 
-    def do(self, at_s: float, stimulus: Stimulus) -> None:
+    def do(self, at_s: float, event: Event) -> None:
         """Feed the machine; whatever was due before then happens first."""
         while (due_s := next_due_s(self._fleet)) is not None and due_s <= at_s:
             self._step(due_s, Tick())
-        self._step(at_s, stimulus)
+        self._step(at_s, event)
 
     def until(self, at_s: float) -> None:
         """Nothing but time comes in until then."""
@@ -114,7 +114,7 @@ class Play:
         """Nothing is left of what the process had started."""
         self.do(at_s, Swept(stimulus_id=f"sweep:{_full(name)}", name=_full(name)))
 
-    def gpus_seen(self, at_s: float, *, busy: tuple[int, ...] = ()) -> None:
+    def gpus_observed(self, at_s: float, *, busy: tuple[int, ...] = ()) -> None:
         """The devices were looked at; those in `busy` still hold somebody's memory."""
         devices = tuple(
             replace(device, memory_used_bytes=70 * GIB if device.index in busy else 0)
@@ -142,13 +142,13 @@ class Play:
             raise ValueError(f"{name} has no process at {self.now_s} s: the script is wrong")
         return pid
 
-    def _step(self, at_s: float, stimulus: Stimulus) -> None:
+    def _step(self, at_s: float, event: Event) -> None:
         if at_s < self.now_s:
-            raise ValueError(f"{stimulus} comes at {at_s} s, after {self.now_s} s: the script is wrong")
-        self._fleet, instructions = step(self._fleet, stimulus, at_s)
+            raise ValueError(f"{event} comes at {at_s} s, after {self.now_s} s: the script is wrong")
+        self._fleet, effects, _ = step(self._fleet, event, at_s)
         validate(self._fleet)
         self.now_s = at_s
-        self.rows.append(_row(at_s, stimulus, instructions))
+        self.rows.append(_row(at_s, event, effects))
 
 
 def _full(name: str) -> str:
@@ -160,36 +160,39 @@ def _lease(pid: int) -> str:
 
 
 def _adopted(worker: Worker, gone: bool) -> Worker:
-    """The worker as `succession` reads it from the statefile: what only the old arbiter had in mind is lost."""
+    """The worker as adoption reads it from the statefile: facts that only the old arbiter knew are lost."""
     entry = Worker(worker.name, worker.component, worker.role, worker.n, worker.state, worker.since_s, worker.gpus)
-    kept = {"course", "reason", "starts", "history", "lease"}
-    kept |= set() if gone else {"process", "served", "ready_s", "asked_s"}
-    return replace(entry, **{name: getattr(worker, name) for name in kept})
+    kept = {"intent": worker.intent, "reason": worker.reason, "history": worker.history}
+    starts = {"starts": worker.start.starts, "lease": worker.lease}
+    if gone:
+        return entry.changed(**kept, **starts)
+    health, asked_s = worker.health, worker.leave.requested_at_s
+    lives = {"process": worker.process, "served": health.served, "ready_s": health.ready_s, "requested_at_s": asked_s}
+    return entry.changed(**kept, **starts, **lives)
 
 
-def _row(at_s: float, stimulus: Stimulus, instructions: tuple[Instruction, ...]) -> Row:
-    what = type(stimulus).__name__
-    name = getattr(stimulus, "name", None) or getattr(stimulus, "target", None) or getattr(stimulus, "component", None)
-    details = f"{stimulus.change}" if isinstance(stimulus, Scale) else ""
+def _row(at_s: float, event: Event, effects: tuple[Effect, ...]) -> Row:
+    what = event.kind
+    name = getattr(event, "name", None) or getattr(event, "component", None)
+    details = f"{event.target}" if isinstance(event, Scale) else ""
     said = " ".join(word for word in (f"`{what}`", _short(name or ""), details) if word)
-    transitions = [change for each in instructions if isinstance(each, Commit) for change in each.transitions]
+    transitions = [change for each in effects if isinstance(each, Commit) for change in each.transitions]
     moved = tuple(
-        f"{_short(t.name)}: {t.before} → {t.after} (`{type(t.event).__name__}`, {_short(t.event.stimulus_id)})"
-        for t in transitions
+        f"{_short(t.name)}: {t.before} → {t.after} (`{t.kind}`, {_short(t.stimulus_id)})" for t in transitions
     )
-    shown = tuple(_short(_said(each)) for each in instructions if not _only_logged(each))
-    return Row(at_s, f"{said} ({_short(stimulus.stimulus_id)})", moved, shown)
+    shown = tuple(_short(_said(each)) for each in effects if not _only_logged(each))
+    return Row(at_s, f"{said} ({_short(event.stimulus_id)})", moved, shown)
 
 
-def _only_logged(instruction: Instruction) -> bool:
-    return isinstance(instruction, Commit) and not (instruction.names or instruction.head)
+def _only_logged(effect: Effect) -> bool:
+    return isinstance(effect, Commit) and not (effect.names or effect.head)
 
 
-def _said(instruction: Instruction) -> str:
+def _said(effect: Effect) -> str:
     """As `dynamo events --story` says it, and which worker is meant."""
-    if isinstance(instruction, Commit):
-        return f"commit {', '.join(instruction.names)}" + (" and the restart" if instruction.head else "")
-    said, name = words(instruction), getattr(instruction, "name", "")
+    if isinstance(effect, Commit):
+        return f"commit {', '.join(effect.names)}" + (" and the restart" if effect.head else "")
+    said, name = describe(effect), getattr(effect, "name", "")
     if not name:
         return said
     return f"{said} ({name})" if " " in said else f"{said} {name}"
@@ -203,41 +206,50 @@ def _short(text: str) -> str:
 
 
 def drain() -> Play:
-    """`dynamo drain VllmWorker_1`: its lease is revoked, it finishes what it streams, exits, and its GPU comes back.
+    """`dynamo drain VllmWorker_1`: the worker loses its lease, finishes its streams and exits; its GPU becomes free.
 
-    The GPU is looked at twice: at first the driver has not given the memory back yet.
+    The arbiter looks at the GPU twice, because the driver has not freed the memory at the first look.
     """
     play = Play({"VllmWorker": 2})
     play.do(1.0, Drain(stimulus_id="command:7", name="VllmWorker_1"))
     play.deregisters(1.01, "VllmWorker_1")
     play.exits(4.2, "VllmWorker_1", code=0)
     play.swept(4.25, "VllmWorker_1")
-    play.gpus_seen(4.3, busy=(1,))
+    play.gpus_observed(4.3, busy=(1,))
     play.until(4.4)
-    play.gpus_seen(4.45)
+    play.gpus_observed(4.45)
     return play
 
 
 def crash() -> Play:
-    """A decode worker segfaults, comes back after its back-off, and serves.
+    """A decode worker segfaults, restarts after its back-off, and serves again.
 
-    Its GPU stays promised to it, is seen to be empty first, and the second failure would wait longer.
+    It keeps its GPU. The new process starts after a look showed the GPU empty. A second failure would wait longer.
     """
     play = Play({"VllmWorker": 1})
     play.exits(5.0, "VllmWorker", code=-11)
     play.swept(5.05, "VllmWorker")
     play.until(6.5)
-    play.gpus_seen(6.6)
+    play.gpus_observed(6.6)
     play.made(6.65, "VllmWorker")
     play.registers(9.0, "VllmWorker")
     return play
 
 
-def adoption() -> Play:
-    """The arbiter was killed; its successor finds one worker that serves, one that ended unseen, one that drains.
+def scale_up() -> Play:
+    """`dynamo scale VllmWorker +1`: the arbiter locks a free GPU, commits the new worker, and spawns its process."""
+    play = Play({"VllmWorker": 1}, extra_gpus=1)
+    play.do(1.0, Scale(stimulus_id="command:7", component="VllmWorker", target=Change(1, relative=True)))
+    play.made(1.1, "VllmWorker_1")
+    play.registers(4.0, "VllmWorker_1")
+    return play
 
-    It reads the registry first and then resumes: the worker that serves is not touched, the one that has ended is a
-    crash like any other, and the drain goes on by its old deadline.
+
+def adoption() -> Play:
+    """The arbiter was killed. Its successor finds a serving worker, a worker that ended meanwhile, and a drain.
+
+    The successor reads the registry first, and then resumes. It does not touch the serving worker. The ended worker is
+    a crash like any other. The drain keeps its old deadline.
     """
     play = Play({"VllmWorker": 3})
     play.do(1.0, Drain(stimulus_id="command:7", name="VllmWorker_2"))
@@ -247,47 +259,47 @@ def adoption() -> Play:
     play.swept(8.05, "VllmWorker_1")
     play.exits(8.6, "VllmWorker_2", code=0)
     play.swept(8.65, "VllmWorker_2")
-    play.gpus_seen(8.7)
+    play.gpus_observed(8.7)
     play.until(9.2)
-    play.gpus_seen(9.25)
+    play.gpus_observed(9.25)
     play.made(9.3, "VllmWorker_1")
     play.registers(12.0, "VllmWorker_1")
     return play
 
 
 def rolling_restart() -> Play:
-    """`dynamo restart VllmWorker --rolling`: one after the other, never without a worker that serves."""
+    """`dynamo restart VllmWorker --rolling`: one worker after the other, and one always serves.
+
+    When the first one serves again, the second one drains. It goes the same way, which the table leaves out.
+    """
     play = Play({"VllmWorker": 2})
-    play.do(1.0, Restart(stimulus_id="command:8", target="VllmWorker"))
-    at_s = 1.0
-    for name in ("VllmWorker_1", "VllmWorker"):
-        play.deregisters(at_s + 0.01, name)
-        play.exits(at_s + 2.0, name, code=0)
-        play.swept(at_s + 2.05, name)
-        play.gpus_seen(at_s + 2.1)
-        play.made(at_s + 2.2, name)
-        play.registers(at_s + 5.0, name)
-        at_s += 5.0
+    play.do(1.0, Restart(stimulus_id="command:8", name="VllmWorker"))
+    play.deregisters(1.01, "VllmWorker_1")
+    play.exits(3.0, "VllmWorker_1", code=0)
+    play.swept(3.05, "VllmWorker_1")
+    play.gpus_observed(3.1)
+    play.made(3.2, "VllmWorker_1")
+    play.registers(6.0, "VllmWorker_1")
     return play
 
 
 def swap() -> Play:
-    """A planner wants one prefill worker less and one decode worker more, on a host whose GPUs are all held.
+    """A planner replaces a prefill worker by a decode worker, on a host without a free GPU.
 
-    The new decode worker is committed at once and waits for the GPU of the prefill worker, which first finishes.
+    The arbiter commits the new decode worker at once. It starts when the prefill worker has finished and freed its GPU.
     """
     play = Play({"VllmWorker": 1, "PrefillWorker": 2})
     less, more = Change(-1, relative=True), Change(1, relative=True)
     why = "planner:17"
-    play.do(1.0, Scale(stimulus_id=why, component="PrefillWorker", change=less, by_person=False))
-    up = Scale(stimulus_id=why, component="VllmWorker", change=more, by_person=False, wait_for_gpus=True)
+    play.do(1.0, Scale(stimulus_id=why, component="PrefillWorker", target=less, by_person=False))
+    up = Scale(stimulus_id=why, component="VllmWorker", target=more, by_person=False, wait_for_gpus=True)
     play.do(1.0, up)
     play.deregisters(1.2, "PrefillWorker_1")
     play.until(1.5)
-    play.gpus_seen(1.6)
+    play.gpus_observed(1.6)
     play.exits(1.9, "PrefillWorker_1", code=0)
     play.swept(1.95, "PrefillWorker_1")
-    play.gpus_seen(2.0)
+    play.gpus_observed(2.0)
     play.made(2.1, "VllmWorker_1")
     play.registers(5.0, "VllmWorker_1")
     return play
@@ -296,6 +308,7 @@ def swap() -> Play:
 EPISODES: Mapping[str, Callable[[], Play]] = {
     "drain": drain,
     "crash": crash,
+    "scale": scale_up,
     "adoption": adoption,
     "rolling-restart": rolling_restart,
     "swap": swap,

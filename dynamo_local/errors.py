@@ -94,7 +94,7 @@ class StartTimedOut(DynamoError):
 
 
 class TimedOut(DynamoError):
-    """Something was not finished within the time that the user gave it; it goes on."""
+    """The user's deadline passed. The action goes on."""
 
     code = "timed_out"
     exit_code = EXIT_TIMED_OUT
@@ -247,7 +247,7 @@ class NotApplicable(BadInput):
 
 
 class DecisionUnreadable(DynamoError):
-    """What a planner wrote to etcd is no decision (yet): a value that makes no sense, or the id is still to come."""
+    """A planner's keys in etcd are no decision (yet): an impossible value, or the id is not written yet."""
 
     code = "decision_unreadable"
     retryable = True

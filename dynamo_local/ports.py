@@ -113,8 +113,8 @@ TokenLogprobs = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class SamplingExtras:
-    """What few requests ask for. `logprobs`, `prompt_logprobs`: how many alternatives are to be told, None: no numbers.
-    `script`: the tokens of the answer, where that is decided already (docs/sim-engine.md)."""
+    """Options that few requests ask for. `logprobs`, `prompt_logprobs`: how many alternatives to report. None: no
+    numbers. `script`: the tokens of the answer, if they are decided already (docs/sim-engine.md)."""
 
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -171,13 +171,13 @@ class EngineOutput:
     """The same in the engine's own words, where they say more; only for requests that have a `core`."""
     logprobs: Sequence[TokenLogprobs] | None = None
     prompt_logprobs: Sequence[TokenLogprobs] | None = None
-    """Of each of these tokens, and of the prompt's in one of the outputs, where the request asks for them."""
+    """The numbers of each of these tokens, and of the prompt's in one of the outputs, if the request asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is, for model cards, status and validation. `handoff_address` is (host, port) where other engines
-    reach it for KV; None where it hands nothing over."""
+    """An engine's facts, for model cards, status and validation. `handoff_address` is (host, port) where other
+    engines reach it for KV. None: it hands nothing over."""
 
     engine: str
     engine_id: str
@@ -192,7 +192,7 @@ class EngineInfo:
     dp_size: int = 1
 
     def limits(self) -> dict[str, int | None]:
-        """What a planner sizes by, under the names of `transport.observation.LIMITS`."""
+        """The figures that a planner sizes by, under the names of `transport.observation.LIMITS`."""
         return {
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "max_num_seqs": self.max_num_seqs,
@@ -223,7 +223,7 @@ class KvEventPublisher(Protocol):
 
 
 class Engine(Protocol):
-    """What turns a prompt into tokens: the sim engine, and vLLM."""
+    """Turns a prompt into tokens: the sim engine, and vLLM."""
 
     @property
     def info(self) -> EngineInfo:
@@ -242,7 +242,7 @@ class Engine(Protocol):
         ...
 
     def load(self) -> Load:
-        """What is published about it: requests, KV blocks, latencies. Never waits."""
+        """The published load: requests, KV blocks, latencies. Never waits."""
         ...
 
     async def load_changed(self) -> None:
@@ -279,15 +279,14 @@ class Engine(Protocol):
 
 
 class ResponseStream(Protocol):
-    """A streaming answer. Iterate it to the end, or `aclose()` it: that cancels the handler."""
+    """A streaming answer. Read it to the end, or `aclose()` it: that cancels the handler.
+
+    Product code reads it with `transport.requests.stream.pump`; user code may iterate.
+    """
 
     instance_id: int
 
     def __aiter__(self) -> AsyncIterator[Any]: ...
-
-    def batches(self) -> AsyncIterator[list[Any]]:
-        """Items in the groups that arrived together (one frame each): cheaper than one by one."""
-        ...
 
     async def aclose(self) -> None:
         """Give the rest up: the worker stops computing it."""
@@ -381,8 +380,9 @@ class PrefillQueue(Protocol):
         deadline_s: float,
         start_within_s: float | None = None,
     ) -> None:
-        """Append. `deadline_s` is seconds from now after which the entry is worthless; `start_within_s`: those within
-        which it has to be begun for its target to be kept (None: it has none; below 0: it is late already)."""
+        """Append. `deadline_s` is seconds from now after which the entry is worthless. `start_within_s`: a prefill
+        worker must begin the entry within this time for its target to be kept (None: no target; below 0: late
+        already)."""
         ...
 
     async def cancel(self, request_id: str) -> None:
@@ -390,8 +390,8 @@ class PrefillQueue(Protocol):
         ...
 
     async def pull(self, timeout_s: float) -> PulledTask | None:
-        """The next live entry, or None past the timeout. Cancelled and expired ones are acked and skipped. What can
-        keep its target comes before what cannot, which has a turn of every `core.routing.prompts.LATE_EVERY`."""
+        """The next live entry, or None past the timeout. Cancelled and expired ones are acked and skipped. Entries
+        that can keep their target come first. The others have a turn in every `core.routing.prompts.LATE_EVERY`."""
         ...
 
     async def depth(self) -> QueueDepth:

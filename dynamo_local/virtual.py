@@ -36,8 +36,8 @@ HALF_WRITTEN_POLL_S = 0.05
 class VirtualConnectorClient:
     """The decisions about one namespace. Use it as `async with`, or `close` it.
 
-    `etcd_endpoints` are by default those of the variable `ETCD_ENDPOINTS`, else 127.0.0.1:2379. `layout` says where
-    the keys are: `v1` for Dynamo 1.x, `v0` for Dynamo up to 0.5. `kv` replaces etcd, for tests; it is not closed.
+    `etcd_endpoints`: default from the variable `ETCD_ENDPOINTS`, else 127.0.0.1:2379. `layout`: `v1` for the keys of
+    Dynamo 1.x, `v0` for Dynamo up to 0.5. `kv`: replaces etcd in tests, and is not closed.
     """
 
     def __init__(

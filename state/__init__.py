@@ -2,11 +2,11 @@
 
 Installed as `dynamo_local.state`; the top-level folder is only where the source lies.
 
-A bare `state` package would shadow, or be shadowed by, a user's own module of that name
-(and `dynamo serve` imports users' code), so importing it by the bare name is refused.
+A bare `state` package would shadow a user's own module of that name, or be shadowed by that: `dynamo serve` imports
+users' code. So importing it by the bare name is refused.
 
-`raw` reads the file with `json` alone (for `dynamo status`, which must be quick); `schema` and `store`
-bring pydantic and filelock and are imported only when one of their names is asked for.
+`raw` reads the file with `json` alone, for `dynamo status`, which must be quick. `schema` and `store` bring pydantic
+and filelock: they are imported only when one of their names is asked for.
 """
 
 from __future__ import annotations

@@ -28,14 +28,16 @@ FILE_NAME = ".lead-times"
 
 
 class LeadFile:
-    """The file in `folder`. What it knows of a component holds for what it ran (`of`: engine and model)."""
+    """The file in `folder`. A component's lead times hold for its engine and model (`of`)."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE_NAME
 
     def read(self, namespace: str, of: Mapping[str, str]) -> dict[str, dict[str, tuple[float, ...]]]:
-        """Component -> rung -> seconds, of the components in `of` that ran the same then. Raises `StateError` where
-        it cannot be read."""
+        """Component -> scaling option -> seconds, of the components in `of` that ran the same then.
+
+        Raises `StateError` if the file cannot be read.
+        """
         found = self._load().get(namespace, {}).get("components", {})
         return {
             component: {rung: tuple(samples) for rung, samples in found[component]["rungs"].items()}
@@ -44,7 +46,7 @@ class LeadFile:
         }
 
     def all(self, namespace: str) -> dict[str, dict[str, tuple[float, ...]]]:
-        """Component -> rung -> seconds, whatever each ran. Raises `StateError` where it cannot be read."""
+        """Component -> scaling option -> seconds, whatever each ran. Raises `StateError` where it cannot be read."""
         found = self._load().get(namespace, {}).get("components", {})
         return {
             component: {rung: tuple(samples) for rung, samples in known["rungs"].items()}

@@ -70,8 +70,8 @@ def prepare_folder(folder: Path) -> None:
 def read_text(path: Path) -> str:
     """The file's text. Raises `StateMissing`, or `StateError` if it cannot be read, or is another user's.
 
-    What it says is acted upon (processes are ended, folders removed): in a folder where others may write, whose it is
-    matters.
+    Its contents are acted upon (processes are ended, folders removed). So in a folder where others may write, the
+    file's owner matters.
     """
     try:
         with open(path, encoding="utf-8", opener=_open_at_once) as file:

@@ -1,7 +1,7 @@
 """The statefile's schema, version 1. Every released version is kept in `tests/golden/statefile` and loads for ever.
 
-Keys that this version does not know (written by a newer one of the same `schema_version`) are kept and
-written back; only `environment` is closed, because an open one is how the predecessor leaked tokens (lesson 11).
+Keys of a newer version with the same `schema_version` are kept and written back. Only `environment` is closed, because
+the predecessor leaked tokens by an open one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class EntryResources(_Model):
 
 
 class FlipEntry(_Model):
-    """What a worker is about to be called, and in which component, once it has changed its role."""
+    """The next name and component of a worker that changes its role."""
 
     watcher_name: Name
     component: Name
@@ -70,8 +70,9 @@ class FlipEntry(_Model):
 class StandbyEntry(_Model):
     """A worker that sleeps, or has been told to sleep or to wake: `core.fleet.fleet.Standby`, for a successor.
 
-    While it sleeps: `gpu_uuids` are the devices that its process is pinned to and which others may hold meanwhile;
-    `vram_bytes` is what it keeps on each of them, `host_bytes` in main memory (None: not known), `pids` its processes.
+    While it sleeps, `gpu_uuids` are the devices that its process is pinned to. Others may hold these meanwhile.
+    `vram_bytes` is the memory that it keeps on each of them, `host_bytes` the main memory (None: not known). `pids` are
+    its processes.
     """
 
     wanted: bool = False
@@ -186,14 +187,14 @@ class RestartEntry(_Model):
 
 
 class SystemResources(_Model):
-    """What the host has: indices as strings, under the predecessor's names."""
+    """The host's devices: indices as strings, under the predecessor's names."""
 
     total_gpus: Annotated[int, Field(ge=0)] = 0
     gpu_info: list[str] = Field(default_factory=list)
 
 
 class Environment(_Model):
-    """The only two variables that are recorded; any other is refused (lesson 11)."""
+    """The only two variables that are recorded; any other is refused."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 

@@ -1,4 +1,4 @@
-"""The locked store: one lock across read, validate, change, validate, and an atomic, durable replace (lesson 9).
+"""The locked store: one lock across read, validate, change, validate, and an atomic, durable replace.
 
 Everything here blocks (a commit is two fsyncs, some 12 ms): on an event loop use `aupdate`, or `asyncio.to_thread`.
 A reader needs no lock: the file is only ever replaced whole.
@@ -67,7 +67,7 @@ def _from_predecessor(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
         "run_id": NOBODY,
         "circus_endpoint": raw.get("circus_endpoint"),
         "components": {name: _old_entry(path, namespace, name, entry) for name, entry in components.items()},
-        # Its file held the manager's whole environment, tokens included (lesson 11): keep the two named ones.
+        # Its file held the manager's whole environment, tokens included: keep the two named ones.
         "environment": _old_environment(named),
     }
 
@@ -119,7 +119,7 @@ _ERRORS_SHOWN = 3
 
 
 class Removal(enum.StrEnum):
-    """What became of `remove_if_owned`."""
+    """The outcome of `remove_if_owned`."""
 
     REMOVED = "removed"
     NOT_OURS = "not_ours"
@@ -150,7 +150,6 @@ class StateStore:
         self._threads = threading.Lock()  # threads of one process queue here instead of polling the file lock
 
     def read(self) -> State:
-        """See `load`."""
         return load(self.path)
 
     def stamp(self) -> object:
@@ -192,8 +191,8 @@ class StateStore:
         """Change the state: `with store.transaction() as state: state.components[name].lease = lease`.
 
         Commits when the block ends; if it raises, nothing is written; if nothing changed, nothing is written.
-        Not reentrant. Raises `StateMissing`; `StateError` if the lock is not had in time, the file is broken
-        or belongs to another run, the result would be invalid (the file stays as it was), or the disk is full.
+        Not reentrant. Raises `StateMissing`. Raises `StateError` if the lock is not had in time, if the file is broken
+        or belongs to another run, or if the disk is full. It also does if the result would be invalid.
         """
         with self._locked():
             before = read_text(self.path)
@@ -218,7 +217,7 @@ class StateStore:
         return await asyncio.to_thread(self.update, change)
 
     def remove_if_owned(self, run_id: str) -> Removal:
-        """Remove this one file, and only while it is that run's (lesson 10). A broken file is nobody's."""
+        """Remove this one file, and only while it is that run's. A broken file is nobody's."""
         with self._locked():
             try:
                 owner = load(self.path).run_id

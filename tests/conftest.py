@@ -54,8 +54,8 @@ def no_leaked_processes() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def interrupts_are_heard() -> None:
-    """Who starts the tests in the background (`tox &` in a script) has SIGINT ignored, and all children inherit that:
-    Ctrl-C could then not be tested."""
+    """A script that starts the tests in the background (`tox &`) ignores SIGINT, and all children inherit that. Ctrl-C
+    could then not be tested."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -24,7 +24,7 @@ WORDS = {
     Rung.FLIP_TO_DECODE: "flip to decode",
     Rung.FLIP_TO_PREFILL: "flip to prefill (until the canary's first token)",
     Rung.WAKE_1: f"wake from level 1 (the engine's own share: {WAKE_S:g} s)",
-    Rung.SPARE: "from a spare",
+    Rung.SPARE: "from a prewarmed process",
     Rung.COLD: "cold start",
 }
 

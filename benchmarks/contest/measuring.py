@@ -30,7 +30,7 @@ from dynamo_local.planner.queueing import Demand, Engine, decode_share, done_at,
 from dynamo_local.planner.queueing_task import passes_of
 from dynamo_local.profile.reading import DEFAULT_PROFILE, read_profile
 from dynamo_local.simulator.metrics import Metrics, measure
-from dynamo_local.simulator.options import FleetShape, TwinOptions
+from dynamo_local.simulator.options import FleetShape, SimulationOptions
 from dynamo_local.simulator.simulation import Case, Simulation, run_case
 
 POLICIES = ("load", "sla", "throughput-load", "slo")
@@ -164,7 +164,7 @@ def frontier(trial: Trial, requests: Requests) -> list[Fleet]:
 def _made(run: Run, requests: Requests) -> Row:
     began_s = time.monotonic()
     trial = run.trial
-    options = TwinOptions(
+    options = SimulationOptions(
         shape=FleetShape(*run.fleet),
         sim=SimOptions(speed=trial.speed),
         gpus=trial.cap,

@@ -39,6 +39,9 @@ def section(facts: Facts) -> str:
         if rows:
             lines += [f"### {trial.name}", "", _about(trial, rows), "", *_table(rows), "", *_verdict(rows), ""]
     lines += ["### In Dynamo's replay", "", *_replayed(facts), ""]
+    if facts.rows:
+        dates = "; ".join(sorted({f"{row.date}, {row.machine}" for row in facts.rows}))
+        lines += [f"{dates}; {sum(row.took_s for row in facts.rows) / 60:.0f} min for all.", ""]
     lines.append(f"![Attainment against GPU-hours]({PAGE.with_suffix('.svg').name})")
     return "\n".join(lines)
 
@@ -46,21 +49,19 @@ def section(facts: Facts) -> str:
 def _about(trial: Trial, rows: Sequence[Row]) -> str:
     row = rows[-1]
     slower = "" if trial.speed == 1 else f", engines at {trial.speed:g} of their profile's speed"
-    took_s = sum(each.took_s for each in rows)
     return (
         f"{row.source}: {row.requests:,} requests. TTFT {trial.slo.ttft_ms:g} ms, ITL {trial.slo.itl_ms:g} ms, "
-        f"start-up {trial.start_up_s:g} s, at most {trial.cap} GPUs{slower}. {_dates(rows)}; {took_s / 60:.0f} min."
+        f"start-up {trial.start_up_s:g} s, at most {trial.cap} GPUs{slower}."
     )
-
-
-def _dates(rows: Sequence[Row]) -> str:
-    return "; ".join(sorted({f"{row.date}, {row.machine}" for row in rows}))
 
 
 def _table(rows: Sequence[Row]) -> Iterable[str]:
     yield "| Planner | Fleet | Within both targets | GPU-hours | TTFT p99, ms | ITL p99, ms | Dropped | Actions |"
     yield "|---|---|--:|--:|--:|--:|--:|--:|"
+    beaten = _beaten(rows)
     for row in rows:
+        if row in beaten:
+            continue
         shape = f"{FleetShape(*row.fleet)}" if row.case == "fixed" else f"from {FleetShape(*row.fleet)}"
         name = row.case if row.case in ("fixed", CLAIRVOYANT) else f"`{row.case}`"
         cells = (_ms(row.ttft_p99_ms), _ms(row.itl_p99_ms), f"{row.dropped:,}", str(row.scale_actions))
@@ -82,26 +83,39 @@ def beaten_by(row: Row, fixed: Sequence[Row]) -> list[Row]:
     ]
 
 
+def _beaten(rows: Sequence[Row]) -> list[Row]:
+    """Fixed fleets that are no better than another one, with no fewer GPU-hours."""
+    fixed = [row for row in rows if row.case == "fixed"]
+    return [row for row in fixed if beaten_by(row, fixed)]
+
+
 def _verdict(rows: Sequence[Row]) -> Iterable[str]:
     """Of each planner, against the fixed fleets."""
     fixed = [row for row in rows if row.case == "fixed"]
     if not fixed:
         yield "No fixed fleet was run yet."
         return
+    level = []
     for row in rows:
         if row.case in ("fixed", CLAIRVOYANT):
             continue
-        better = beaten_by(row, fixed)
-        if better:
-            fleet = max(better, key=lambda each: each.attainment)
-            yield (
-                f"* `{row.case}` **loses** to the fixed fleet {FleetShape(*fleet.fleet)} ({fleet.attainment:.2%} at "
-                f"{fleet.gpu_hours:.3f})."
-            )
-            continue
         beats = [each for each in fixed if beaten_by(each, [row])]
-        names = ", ".join(str(FleetShape(*each.fleet)) for each in beats) or "none of them either"
-        yield f"* `{row.case}` is beaten by no fixed fleet; it beats {names}."
+        if better := beaten_by(row, fixed):
+            fleet = max(better, key=lambda each: each.attainment)
+            kept = f"{fleet.attainment:.2%} at {fleet.gpu_hours:.3f}"
+            yield f"* `{row.case}` **loses** to the fixed fleet {FleetShape(*fleet.fleet)} ({kept})."
+        elif beats:
+            yield f"* `{row.case}` loses to none and beats {_fleets(beats)}."
+        else:
+            level.append(f"`{row.case}`")
+    if level:
+        yield f"* Neither better nor worse than the fixed fleets: {', '.join(level)}."
+    if beaten := _beaten(rows):
+        yield f"* Not shown, because another fixed fleet beats them: {_fleets(beaten)}."
+
+
+def _fleets(rows: Sequence[Row]) -> str:
+    return ", ".join(str(FleetShape(*row.fleet)) for row in rows)
 
 
 def _replayed(facts: Facts) -> Iterable[str]:
@@ -126,7 +140,7 @@ def _replayed(facts: Facts) -> Iterable[str]:
         )
         yield f"| {' | '.join(cells)} |"
     yield ""
-    yield f"`slo` alone, one setting; {_dates(rows)}."
+    yield "`slo` alone, one setting."
 
 
 def _asked(bound: float | None, sign: str, value: float | None, factor: int) -> str:

@@ -27,7 +27,7 @@ from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.planner.choosing import policy_of
 from dynamo_local.profile.reading import DEFAULT_PROFILE
 from dynamo_local.simulator.metrics import measure
-from dynamo_local.simulator.options import FleetShape, LeadOptions, Slo, TwinOptions
+from dynamo_local.simulator.options import FleetShape, LeadOptions, SimulationOptions, Slo
 from dynamo_local.simulator.simulation import Case, run_case
 from dynamo_local.simulator.trace import TraceRequest
 
@@ -182,7 +182,7 @@ def _runs() -> Iterator[tuple[str, Rungs | None, float]]:
 def run(load: str, seed: int, requests: Sequence[TraceRequest], name: str, rungs: Rungs | None, thrift: float) -> Row:
     """One run of these requests, with these rungs (None: all GPUs are always on)."""
     began_s = time.monotonic()
-    options = TwinOptions(shape=FleetShape(4, 4), gpus=GPUS, leads=LEADS, conditional=False)
+    options = SimulationOptions(shape=FleetShape(4, 4), gpus=GPUS, leads=LEADS, conditional=False)
     planner, asleep = None, 0
     if rungs is not None:
         standby = None if rungs.standby is None else FleetShape(rungs.standby, rungs.standby)
@@ -256,7 +256,7 @@ def section(facts: Facts) -> str:
 
 
 def _table(facts: Facts, load: Load) -> Iterator[str]:
-    yield "| Rungs | `thrift` | Missed | GPU-hours | Starts, wakes, flips | Fewer missed (least, most) |"
+    yield "| Scaling options | `thrift` | Missed | GPU-hours | Starts, wakes, flips | Fewer missed (least, most) |"
     yield "|---|--:|--:|--:|--:|--:|"
     for name, _, thrift in _runs():
         rows = [row for row in facts.of(load.name, name) if row.thrift == thrift]

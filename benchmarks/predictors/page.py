@@ -60,7 +60,7 @@ def section(facts: Facts) -> str:
         "",
         *_by_case(facts, "num_req", _with_share),
         "",
-        "Of the mean prompt length and the mean answer length, as a share of `constant`'s, one window ahead:",
+        "The same share for the mean prompt length (isl) and the mean answer length (osl), one window ahead:",
         "",
         *_lengths(facts),
         "",

@@ -1,9 +1,9 @@
-"""What `dynamo serve` does with what a killed arbiter left: refuse, sweep, replace, or take it back (`--adopt`).
+"""Deals with a killed arbiter's run in `dynamo serve`: refuse, end, replace, or take back (`--adopt`).
 
-`settle` decides, with the namespace's lock held and before anything is planned. `Found` is what can be taken back,
-as a value; `Adoption` takes it back, inside of the new arbiter: watchers for processes that run already, workers in
-the state in which they were, and for each the next step of what was under way. A worker's process is never touched
-unless its end was decided before. An adoption that fails releases everything and ends no process.
+`settle` decides this under the namespace's lock, before anything is planned. `Found` describes a run that can be taken
+back. `Adoption` takes it back in the new arbiter: it watches the live processes, restores the state of each worker, and
+continues pending work. A worker's process is ended only if its end was decided before. A failed adoption releases
+everything and ends no process.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 
 from dynamo_local.arbiter import leftovers, marks
 from dynamo_local.arbiter.deployment import WatcherFactory, WatcherPlan
-from dynamo_local.arbiter.marks import Marked
+from dynamo_local.arbiter.marks import MarkedProcess
 from dynamo_local.arbiter.servers import EmbeddedServers, EtcdSpec, NatsSpec, ServerBinary
 from dynamo_local.arbiter.statefile import restart_of_entry, standby_of_entry, with_sleepers, without_credentials
 from dynamo_local.core.fleet.backoff import RestartHistory
-from dynamo_local.core.fleet.fleet import Course, Fleet, FlipTarget, Process, Worker
+from dynamo_local.core.fleet.fleet import Fleet, FlipTarget, Intent, Leave, Process, Registration, Start, Worker
 from dynamo_local.core.fleet.states import TRAITS, HasProcess
 from dynamo_local.core.gpus import GpuLedger
 from dynamo_local.core.types import GraphSpec, Resources, ServiceSpec, WorkerState, suffix_of, watcher_name
@@ -36,9 +36,6 @@ from dynamo_local.system.process_host import AdoptingHost, ProcessSpec
 from dynamo_local.system.processes import age_s, is_alive, start_time_s
 from dynamo_local.transport.access import run_environment
 from dynamo_local.transport.certificates import Certificates
-
-# --- entries
-# Entries of a statefile as the workers that they were, for the arbiter's successor.
 
 log = logging.getLogger(__name__)
 
@@ -55,17 +52,13 @@ def worker_of(namespace: str, entry: ComponentEntry, gpus: tuple[str, ...], now_
         WorkerState.READY if entry.state is WorkerState.FLIPPING and flip is None else entry.state,
         since_s=now_s,
         gpus=gpus,
-        course=_course(entry),
-        asked_s=None if unasked else _asked_s(entry, now_s),
-        lease_gone=unasked,
+        intent=_intent(entry),
         reason=entry.reason,
-        starts=entry.restarts + 1,
-        launched=entry.launched or "",
         history=_history(entry, now_s),
-        lease=entry.lease,
-        other_leases=tuple(entry.other_leases or ()),
+        registration=Registration(entry.lease, other_leases=tuple(entry.other_leases or ())),
+        start=Start(entry.restarts + 1, entry.launched or "", spawned_as=entry.born),
+        leave=Leave(None if unasked else _drain_requested_s(entry, now_s), lease_gone=unasked),
         flip=flip,
-        born=entry.born,
         standby=standby_of_entry(entry.standby),
     )
 
@@ -84,56 +77,57 @@ def with_process(worker: Worker, entry: ComponentEntry, pid: int, now_s: float) 
     traits = TRAITS[entry.state]
     served = traits.serves or traits.leaves or traits.standby or entry.state is WorkerState.FLIPPING
     began_s = now_s - age_s(pid)
-    return replace(
-        worker,
+    return worker.changed(
         process=Process(pid, start_time_s(pid), began_s, entry.started_at),
-        lease=None,  # comes from the registry, for this very pid
+        lease=None,  # The pid in the registry must be this process.
         served=served,
         ready_s=began_s if served else None,
-        heard_s=now_s if served else None,  # its silence counts from here on
+        heard_s=now_s if served else None,  # Its silence counts from now on.
     )
 
 
 def _leaves_unasked(entry: ComponentEntry) -> bool:
-    """Somebody else has revoked its lease: it drains, or has left, without the dead arbiter's having asked it.
+    """Whether somebody else revoked its lease, so that it drains or has left without a request of the dead arbiter.
 
-    A worker that we ask has `asked_s`, but for one that was to leave before its process was there. One that is called
-    back is ours, however its drain began.
+    A requested drain has `asked_s`, except for a worker that was to leave before its process existed. A drain that is
+    being cancelled counts as ours.
     """
-    if entry.asked_s is not None or entry.course == Course.RETURNING:
+    if entry.asked_s is not None or entry.course == Intent.RETURNING:
         return False
-    if entry.state is WorkerState.DRAINING:  # else nobody had seen its process yet
+    if entry.state is WorkerState.DRAINING:  # otherwise nobody had seen its process yet
         return entry.pid_start_time is not None
-    return entry.state is WorkerState.EXITED and entry.course == Course.RESTARTING
+    return entry.state is WorkerState.EXITED and entry.course == Intent.RESTARTING
 
 
-def _asked_s(entry: ComponentEntry, now_s: float) -> float | None:
-    """Its deadline still counts from when it was asked."""
+def _drain_requested_s(entry: ComponentEntry, now_s: float) -> float | None:
+    """Its deadline still counts from the request."""
     if not TRAITS[entry.state].drains:
         return None
     return now_s if entry.asked_s is None else min(now_s, entry.asked_s)
 
 
 def _history(entry: ComponentEntry, now_s: float) -> RestartHistory:
-    """The failures by which its next restart is decided; times in the future (from before a reboot, or edited) are
-    left out."""
+    """The failures that decide its next restart. Times in the future are left out.
+
+    Such times are from before a reboot, or the file was edited.
+    """
     failures_s = tuple(at_s for at_s in entry.failures_s or () if at_s <= now_s)
     return RestartHistory(failures_s, entry.failures_streak or 0)
 
 
-def _course(entry: ComponentEntry) -> Course:
-    """One that is ready takes no course: that its lease was gone was a guess, and will be seen anew."""
+def _intent(entry: ComponentEntry) -> Intent:
+    """A ready worker keeps its intent: the statefile only guessed that its lease was gone."""
     if TRAITS[entry.state].serves:
-        return Course.STEADY
+        return Intent.STEADY
     try:
-        return Course(entry.course or Course.STEADY)
+        return Intent(entry.course or Intent.STEADY)
     except ValueError:
         log.warning("%s: its course %r is of a newer version; left out", entry.watcher_name, entry.course)
-        return Course.STEADY
+        return Intent.STEADY
 
 
 FILES_DEADLINE_S = 10.0
-"""A guardian looks every two seconds whether what it keeps is there; a busy host takes longer."""
+"""The guardian checks its files every two seconds. A busy host takes longer."""
 FILES_POLL_S = 0.05
 MAY_HAVE_PROCESS = frozenset(state for state, traits in TRAITS.items() if traits.process is not HasProcess.NO)
 
@@ -154,26 +148,27 @@ class Found:
 
 
 def settle(paths: Paths, *, adopt: bool, replace: bool, tell: Callable[[str], None]) -> Found | None:
-    """Deal with what is left in the namespace. Returns what is to be adopted; None if the namespace is empty now.
+    """Deal with the run that a killed arbiter left in the namespace.
 
-    Raises `NamespaceBusy` beside live workers unless told what to do with them, `NotRunning` if there is nothing to
-    adopt, `StateError` if what there is cannot be adopted; then nothing was touched.
+    Returns the run to adopt, or None if the namespace is empty now. Raises `NamespaceBusy` if workers live and no
+    option says what to do. Raises `NotRunning` if there is nothing to adopt, `StateError` if the run cannot be adopted.
+    Nothing is changed then.
     """
     run = leftovers.recorded(paths.statefile)
     marked = marks.marked(paths)
-    # Without a statefile (somebody has just removed it) its guardian still says whose the run is.
+    # Without a statefile (somebody has just removed it) the guardian still says which arbiter it watches.
     if arbiter := marks.guarded_arbiter(marked):
         raise busy(paths.namespace, f"pid {arbiter} (as its guardian says)")
     if adopt:
         return _to_adopt(paths, run, marked)
     living = sorted({worker.name for worker in run.living})
-    if not run.readable:  # without a statefile nobody knows what they are for
+    if not run.readable:  # without a statefile their purpose is unknown
         living = sorted({found.name for found in marked if found.is_worker})
     if living and not replace and (run.keep or not run.readable):
         raise NamespaceBusy(
             f"namespace {paths.namespace!r} has {len(living)} live workers ({', '.join(living)}), whose arbiter is "
-            "dead: `dynamo serve --adopt` takes them back, no stream is cut; `dynamo down` lets them finish and ends "
-            "them; `dynamo serve --replace` ends them at once, which cuts what they stream, and starts anew"
+            "dead. `dynamo serve --adopt` takes them back, no stream is cut. `dynamo down` lets them finish and ends "
+            "them. `dynamo serve --replace` ends them at once, which cuts what they stream, and starts anew"
         )
     if replace and living:
         tell(f"--replace: {len(living)} live workers are ended at once; what they stream is cut")
@@ -183,7 +178,7 @@ def settle(paths: Paths, *, adopt: bool, replace: bool, tell: Callable[[str], No
     return None
 
 
-def _to_adopt(paths: Paths, run: leftovers.Recorded, marked: list[Marked]) -> Found:
+def _to_adopt(paths: Paths, run: leftovers.RecordedRun, marked: list[MarkedProcess]) -> Found:
     state = load(paths.statefile) if run.readable or paths.statefile.exists() else None
     pids = {} if state is None else dict(_running(state, marked))
     if state is None or not any(name in pids for name in state.components):
@@ -196,9 +191,11 @@ def _to_adopt(paths: Paths, run: leftovers.Recorded, marked: list[Marked]) -> Fo
     return Found(state, pids, tuple(ended))
 
 
-def _wait_for_files(paths: Paths, state: State, marked: list[Marked]) -> None:
-    """Until the guardian has written again what somebody has removed of the runtime folder, the files by which the
-    running etcd and NATS are reached. Raises `DynamoError` where they do not come."""
+def _wait_for_files(paths: Paths, state: State, marked: list[MarkedProcess]) -> None:
+    """Wait until the guardian has restored the files by which the running etcd and NATS are reached.
+
+    Somebody may have removed the runtime folder. Raises `DynamoError` if the files do not appear.
+    """
     needed = [] if not state.certificates else list(Certificates(Path(state.certificates)).paths)
     needed += [Path(state.nats_token_file)] if state.nats_token_file else []
     guarded = any(found.name == watcher_name(paths.namespace, marks.GUARDIAN) for found in marked)
@@ -221,13 +218,13 @@ def _known_as(state: State, pids: Mapping[str, int]) -> frozenset[str]:
     return frozenset(name for entry in living for name in (entry.watcher_name, entry.born) if name is not None)
 
 
-def _running(state: State, marked: list[Marked]) -> Iterator[tuple[str, int]]:
-    """Name and pid of every process that still is the one in the statefile.
+def _running(state: State, marked: list[MarkedProcess]) -> Iterator[tuple[str, int]]:
+    """Name and pid of every process that still is the recorded one.
 
-    If the arbiter was killed between a process's start and the next commit, the statefile has no start time for it,
-    and a pid only if the worker has written its own: then its environment says who it is.
+    If the arbiter was killed between a process's start and the next commit, the statefile lacks the start time. It has
+    the pid only if the worker wrote it. The environment of the process then says which worker it is.
     """
-    itself = {found.name: found for found in marked if found.run_id == state.run_id and _leads(found)}
+    itself = {found.name: found for found in marked if found.run_id == state.run_id and _leads_session(found)}
     entries: dict[str, ComponentEntry | ServerEntry] = {**state.components, **(state.servers or {})}
     for name, entry in entries.items():
         found = itself.get(name)
@@ -238,7 +235,7 @@ def _running(state: State, marked: list[Marked]) -> Iterator[tuple[str, int]]:
             yield name, found.pid
 
 
-def _leads(found: Marked) -> bool:
+def _leads_session(found: MarkedProcess) -> bool:
     try:
         return os.getsid(found.pid) == found.pid
     except ProcessLookupError:
@@ -250,10 +247,10 @@ def _may_run(entry: ComponentEntry | ServerEntry) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What the command line asks for, to be compared with what runs. Addresses are None where embedded.
+class ServeSettings:
+    """The values of the command line that must match the running ones. Addresses are None where embedded.
 
-    The statefile has no credentials in it, so none are compared (and none are in the error).
+    The statefile has no credentials. So credentials are not compared, and the error shows none.
     """
 
     graph: GraphSpec
@@ -264,28 +261,28 @@ class Wish:
     nats_server: str | None
 
 
-def check_same(found: Found, wish: Wish) -> None:
-    """Raises `ConfigError` naming each difference: adopted workers keep what they were started with."""
+def check_same(found: Found, settings: ServeSettings) -> None:
+    """Raises `ConfigError` that names each difference: adopted workers keep their configuration."""
     state = found.state
     differences = [
-        *_differs("the graph", state.target, wish.graph.target),
-        *_differs("--gpus", state.gpus, wish.gpus_option),
+        *_differs("the graph", state.target, settings.graph.target),
+        *_differs("--gpus", state.gpus, settings.gpus_option),
         *(
             difference
             for name, entry in state.components.items()
-            for difference in _differs(f"{name}'s folder", entry.cwd, str(wish.cwd))
+            for difference in _differs(f"{name}'s folder", entry.cwd, str(settings.cwd))
         ),
-        *_config_differences(state.environment.DYNAMO_SERVICE_CONFIG, wish.config_json),
+        *_config_differences(state.environment.DYNAMO_SERVICE_CONFIG, settings.config_json),
     ]
     kinds = {server.kind for server in (state.servers or {}).values()}
-    nats = None if wish.nats_server is None else without_credentials(wish.nats_server)
+    nats = None if settings.nats_server is None else without_credentials(settings.nats_server)
     for kind, running, wanted in (
-        ("etcd", state.etcd_endpoints, wish.etcd_endpoints),
+        ("etcd", state.etcd_endpoints, settings.etcd_endpoints),
         ("nats", state.nats_server, nats),
     ):
         if wanted is not None or kind not in kinds:
             differences += _differs(kind, running, wanted)
-    here = {*(spec.name for spec in wish.graph.services), *(state.retired or ())}
+    here = {*(spec.name for spec in settings.graph.services), *(state.retired or ())}
     unknown = {entry.component for entry in state.components.values()} - here
     differences += [f"the graph has no {component}" for component in sorted(unknown)]
     if differences:
@@ -300,7 +297,7 @@ def _differs(what: str, running: str | None, wanted: str | None) -> list[str]:
 
 
 def _config_differences(running: str, wanted: str) -> list[str]:
-    """By service and key. Values are left out: they may be long, or masked."""
+    """Differences by service and key. Values are left out: they may be long, or masked."""
     old, new = json.loads(running), json.loads(wanted)
     found = []
     for section in sorted(old.keys() | new.keys()):
@@ -316,7 +313,7 @@ def _config_differences(running: str, wanted: str) -> list[str]:
 
 
 def retired(state: State) -> tuple[ServiceSpec, ...]:
-    """Services that an apply has removed, and whose last workers have not left yet."""
+    """Services that an apply removed, while their last workers are still leaving."""
     return tuple(
         ServiceSpec(
             entry.component,
@@ -334,8 +331,8 @@ def retired(state: State) -> tuple[ServiceSpec, ...]:
 def hold_gpus(found: Found, ledger: GpuLedger, pool: GpuPool) -> GpuLedger:
     """The ledger in which all entries hold their devices. Raises `GpuError` if they cannot.
 
-    A running worker holds the locks of its devices itself. For one that does not run, we lock them; if another
-    namespace has taken them meanwhile, it holds none.
+    A running worker holds the locks of its devices itself. For the others we lock the devices. A worker holds none if
+    another namespace has locked them meanwhile.
     """
     ledger = with_sleepers(ledger, found.state, found.pids)
     for name, entry in found.state.components.items():
@@ -374,7 +371,7 @@ class Adoption:
     """Processes that ended while there was no arbiter: watcher name to pid, 0 if it is not known."""
 
     def env(self, nats_server: str | None) -> dict[str, str]:
-        """What the workers were told of etcd and NATS. `nats_server` is the command line's own, with credentials."""
+        """The variables that tell workers where etcd and NATS are. `nats_server` has the command line's credentials."""
         env = run_environment(self.found.state)
         return env if nats_server is None else {**env, "NATS_SERVER": nats_server}
 
@@ -386,7 +383,7 @@ class Adoption:
             pid = self.found.pids.get(name)
             worker = worker_of(empty.namespace, entry, empty.gpus.held_uuids.get(name, ()), now_s)
             if entry.launched is None:  # of an older version, which changed nothing at run time
-                worker = replace(worker, launched=now.get(worker.component, ""))
+                worker = worker.changed(launched=now.get(worker.component, ""))
             if pid is not None:
                 worker = with_process(worker, entry, pid, now_s)
             workers[name] = worker
@@ -394,8 +391,10 @@ class Adoption:
         return replace(empty, workers=workers, restarts=restarts, revoked=self.found.state.revoked or {})
 
     def watch(self, fleet: Fleet, spec: Callable[[Worker], ProcessSpec]) -> Fleet:
-        """A watcher for every worker that runs. From here on every exit is noticed. Returns the fleet without the
-        processes that are gone; those are in `gone`."""
+        """Watch every worker that runs, so that every exit is noticed.
+
+        Returns the fleet without processes that have ended. Those are in `gone`.
+        """
         workers = dict(fleet.workers)
         for name, worker in fleet.workers.items():
             entry = self.found.state.components[name]
@@ -404,7 +403,7 @@ class Adoption:
                     self.host.adopt_process(spec(worker), worker.pid)
                     continue
                 except ProcessLookupError:  # it has ended since we looked
-                    workers[name] = replace(worker, process=None, lease=entry.lease)
+                    workers[name] = worker.changed(process=None, lease=entry.lease)
             may_have = TRAITS[worker.state].process is not HasProcess.NO
             if may_have and (entry.pid is not None or worker.state is not WorkerState.CRASHED):
                 self.gone[name] = entry.pid or 0

@@ -1,8 +1,7 @@
-"""`dynamo apply` in the arbiter: what differs, whether it can be, and then that: committed as a whole, carried out.
+"""`dynamo apply` in the arbiter: compares, checks, commits the change as a whole, and carries it out.
 
-The difference is a pure function (`core.differences`), what follows for workers is the machine's
-(`core.fleet.applying`); here the rest of the arbiter is told. With `dry_run` the machine's step is taken and thrown
-away.
+`core.differences` computes the difference, and `core.fleet.applying` decides what follows for workers. This module
+updates the rest of the arbiter. With `dry_run` it takes the machine's step and discards it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 from dynamo_local.arbiter.composition import Parts
 from dynamo_local.arbiter.deployment import base_environment
-from dynamo_local.arbiter.deployment_spec import Wish, options_of
+from dynamo_local.arbiter.deployment_spec import DeploymentSpec, options_of
 from dynamo_local.config.resolve import planned_components
 from dynamo_local.core.differences import Described, Differences, Live, differences, planner_goal
 from dynamo_local.core.fleet.applying import outdated
@@ -29,9 +28,9 @@ from dynamo_local.state.schema import Environment
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A deployment that may be applied, and the step that does."""
+    """A deployment that may be applied, and the machine's step for it."""
 
-    wish: Wish
+    wanted: DeploymentSpec
     differences: Differences
     order: Apply
     before: Fleet
@@ -40,11 +39,11 @@ class _Plan:
 
     @property
     def is_due(self) -> bool:
-        """Something differs, or somebody still runs with an earlier configuration: an apply had stopped."""
+        """Whether something differs, or an earlier apply stopped before all workers were renewed."""
         return bool(self.differences.lines or outdated(self.before))
 
 
-class Applying:
+class ApplyCommand:
     """Applies deployments to a run that has begun."""
 
     def __init__(self, parts: Parts) -> None:
@@ -56,57 +55,57 @@ class Applying:
         )
 
     async def apply(self, given: Any, *, dry_run: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
-        """The difference, and what is done about it, once that is committed; with `dry_run` nothing is.
+        """The difference, and the changes that follow, once they are committed. With `dry_run` nothing is committed.
 
-        Raises `BadInput` for what is no deployment, `NotApplicable` with every reason why it cannot be.
+        Raises `BadInput` for an invalid deployment, `NotApplicable` with every reason.
         """
-        wish = Wish.from_json(given)
+        wanted = DeploymentSpec.from_json(given)
         async with self._one:
-            await self._parts.orders.refresh_gpus(stimulus_id)
-            plan = self._planned(wish, stimulus_id, force)
+            await self._parts.commands.refresh_gpus(stimulus_id)
+            plan = self._planned(wanted, stimulus_id, force)
             if plan.is_due and not dry_run:
                 await self._carry_out(plan)
-            return self._told(plan, dry_run)
+            return self._answer(plan, dry_run)
 
     # --- deciding --------------------------------------------------------------------------------
 
-    def _planned(self, wish: Wish, stimulus_id: str, force: bool) -> _Plan:
-        """Raises `NotApplicable` with all reasons, of every kind."""
-        parts, live, wanted = self._parts, self._live(), wish.described
-        found = differences(self._described, wanted, live)
-        reasons = [*found.refused, *parts.host.refuses_to_apply(wish.file, wish.overrides)]
-        goal = planner_goal(self._described, wanted, live)
-        if live.planned and _planned_in(wish.graph) != _planned_in(self._described.graph):
+    def _planned(self, wanted: DeploymentSpec, stimulus_id: str, force: bool) -> _Plan:
+        """Raises `NotApplicable` with all reasons."""
+        parts, live, described = self._parts, self._live(), wanted.described
+        found = differences(self._described, described, live)
+        reasons = [*found.refused, *parts.host.refuses_to_apply(wanted.file, wanted.overrides)]
+        goal = planner_goal(self._described, described, live)
+        if live.planned and _planned_in(wanted.graph) != _planned_in(self._described.graph):
             reasons.append("the planner would have other components to scale: stop it, and apply this again")
         if goal == "running" and parts.planning.follows() is not None:
             reasons.append(
                 "Planner: this run carries out another planner's decisions (--follow): serve it without that"
             )
-        fleet, factory = parts.shell.fleet, parts.launcher.factory
+        fleet, factory = parts.controller.fleet, parts.launcher.factory
         order = Apply(
             stimulus_id=stimulus_id,
-            templates=replace(factory, graph=wish.graph, retired=()).templates(),
+            templates=replace(factory, graph=wanted.graph, retired=()).templates(),
             counts=found.counts,
-            policy=wish.policy,
-            health_bound_s=wish.host_config.health_bound_s,
+            policy=wanted.policy,
+            health_bound_s=wanted.host_config.health_bound_s,
             force=force,
         )
         after = fleet
         try:
-            base_environment(wish.graph, factory.base_env, factory.settings)
+            base_environment(wanted.graph, factory.base_env, factory.settings)
             if found.lines or outdated(fleet):
-                after, _ = step(fleet, order, parts.clock.now_s())
+                after, _, _ = step(fleet, order, parts.clock.now_s())
         except NotApplicable as refused:
             reasons += refused.details["reasons"]
         except ConfigError as error:
             reasons.append(str(error))
         if reasons:
             raise NotApplicable.because(reasons)
-        return _Plan(wish, found, order, fleet, after, goal)
+        return _Plan(wanted, found, order, fleet, after, goal)
 
     def _live(self) -> Live:
         parts = self._parts
-        fleet, planning = parts.shell.fleet, parts.planning
+        fleet, planning = parts.controller.fleet, parts.planning
         plans = planning.state is not PlannerState.STOPPED or planning.follows() is not None
         planned = {Role.DECODE, Role.AGGREGATED, Role.PREFILL} if plans else set()
         return Live(
@@ -120,39 +119,38 @@ class Applying:
     # --- carrying out ------------------------------------------------------------------------------
 
     async def _carry_out(self, plan: _Plan) -> None:
-        """The intent is committed when this returns; the planner starts or stops last."""
-        parts, wish = self._parts, plan.wish
-        options = wish.planner_config
+        """Commit the intent, then start or stop the planner."""
+        parts, wanted = self._parts, plan.wanted
+        options = wanted.planner_config
         policy = None if options is None else await parts.planning.prepared(options)
-        await parts.orders.committed(plan.order, then=lambda: self._switch(wish, policy))
-        for told in parts.orders.on_manual:
-            told(plan.order.stimulus_id)
+        await parts.commands.committed(plan.order, then=lambda: self._switch(wanted, policy))
+        parts.commands.changed(plan.order)
         try:
             if plan.planner_goal == "running":
                 await parts.planning.start({})
             elif plan.planner_goal == "stopped":
                 await parts.planning.stop()
-        except DynamoError as error:  # workers get what was written all the same
+        except DynamoError as error:  # the change takes effect even if this write fails
             parts.notes.tell(f"apply: {error}")
 
-    def _switch(self, wish: Wish, policy: Policy[Any] | None) -> None:
-        """Everybody who starts workers, or says what runs, goes by the new deployment: before anything is written."""
+    def _switch(self, wanted: DeploymentSpec, policy: Policy[Any] | None) -> None:
+        """Give the new deployment to all parts that start workers or describe the run, before anything is written."""
         parts, launcher = self._parts, self._parts.launcher
-        factory, here = launcher.factory, {spec.name for spec in wish.graph.services}
+        factory, here = launcher.factory, {spec.name for spec in wanted.graph.services}
         gone = [spec for spec in (*factory.graph.services, *factory.retired) if spec.name not in here]
         launcher.factory = replace(
-            factory, graph=wish.graph, service_config_json=wish.sections_json, retired=tuple(gone)
+            factory, graph=wanted.graph, service_config_json=wanted.sections_json, retired=tuple(gone)
         )
         head = parts.statefile.head
-        head.target = wish.graph.target
+        head.target = wanted.graph.target
         resources = head.environment.SYSTEM_RESOURCES
-        head.environment = Environment(DYNAMO_SERVICE_CONFIG=wish.masked_json, SYSTEM_RESOURCES=resources)
-        parts.planning.reconfigure(wish.graph, wish.planner_config, policy)
-        self._described = wish.described
+        head.environment = Environment(DYNAMO_SERVICE_CONFIG=wanted.masked_json, SYSTEM_RESOURCES=resources)
+        parts.planning.reconfigure(wanted.graph, wanted.planner_config, policy)
+        self._described = wanted.described
 
     # --- telling -----------------------------------------------------------------------------------
 
-    def _told(self, plan: _Plan, dry_run: bool) -> dict[str, Any]:
+    def _answer(self, plan: _Plan, dry_run: bool) -> dict[str, Any]:
         before, after, found = plan.before, plan.after, plan.differences
         sequence = next((each for each in after.restarts if each.stimulus_id == plan.order.stimulus_id), None)
         counted = {name for name, worker in before.workers.items() if worker.counts}
@@ -174,7 +172,7 @@ class Applying:
 
 
 def _planned_in(graph: GraphSpec) -> tuple[str | None, str] | None:
-    """The components that a planner scales; None where it cannot scale any."""
+    """The components that a planner scales. None if it cannot scale this graph."""
     try:
         return planned_components(graph)
     except ConfigError:

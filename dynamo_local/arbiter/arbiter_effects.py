@@ -1,7 +1,7 @@
-"""The arbiter's `Effects`: real processes, locks, leases, the statefile and the event log.
+"""The arbiter's `EffectRunner`: real processes, locks, leases, the statefile and the event log.
 
-Each act is a task with a deadline of its own; what comes of it is fed back into the shell. Writes go to a thread, one
-after the other; those that come while one is under way are written together.
+Each act is a task with its own deadline. Its result is fed back into the controller. A thread writes the statefile.
+Commits that arrive during a write are written together.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from dynamo_local.core.fleet.effects import (
     CallOffFlip,
     Commit,
     CountRequests,
+    Effect,
     EndSession,
     FlipRole,
     Forget,
-    Instruction,
     LookAtGpus,
     LookUpKey,
     OrderSleep,
@@ -42,6 +42,7 @@ from dynamo_local.core.fleet.effects import (
 )
 from dynamo_local.core.fleet.events import (
     CalledBack,
+    Event,
     FlipAnswered,
     GpusSeen,
     KeyLookedUp,
@@ -51,7 +52,6 @@ from dynamo_local.core.fleet.events import (
     ProcessRefused,
     RequestsCounted,
     RevokeFailed,
-    Stimulus,
     Swept,
 )
 from dynamo_local.core.fleet.fleet import Fleet, Worker
@@ -123,22 +123,22 @@ KEY_ASKED_S, KEY_ASKED_EVERY_S = 5.0, 0.1
 class EventWriter(Protocol):
     """Where events are logged."""
 
-    async def append(self, commit: Commit, instructions: Sequence[Instruction]) -> None:
-        """The commit's transitions and asides, each with what is ordered about its worker. Never raises."""
+    async def append(self, commit: Commit, effects: Sequence[Effect]) -> None:
+        """The commit's transitions and notes, each with what is ordered about its worker. Never raises."""
         ...
 
 
 @dataclass(slots=True)
 class _Write:
     commit: Commit
-    instructions: Sequence[Instruction]
+    effects: Sequence[Effect]
     then: Callable[[], None]
 
 
 class ArbiterEffects:
-    """See `Effects`. `env` (etcd, NATS) is added to every worker's environment.
+    """See `EffectRunner`. `env` (etcd, NATS) is added to every worker's environment.
 
-    `feed` is the shell's, `report` is called with a worker that failed; both are set before anything is begun.
+    `feed` is the controller's, `report` is called with a worker that failed; both are set before anything is begun.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class ArbiterEffects:
         self.tell = tell
         self.report = report
         self._rng = rng or random.Random()
-        self._feed: Callable[[Stimulus], Any] = lambda stimulus: None
+        self._feed: Callable[[Event], Any] = lambda event: None
         self._tick: Callable[[], None] = lambda: None
         self._fleet_now: Callable[[], Fleet] | None = None
         self._starts = Starts(system.end_session, self._task, tell)
@@ -180,8 +180,8 @@ class ArbiterEffects:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
 
-    def connect(self, feed: Callable[[Stimulus], Any], tick: Callable[[], None], fleet: Callable[[], Fleet]) -> None:
-        """Whose effects these are: a shell's `feed`, its `tick`, and its fleet of now."""
+    def connect(self, feed: Callable[[Event], Any], tick: Callable[[], None], fleet: Callable[[], Fleet]) -> None:
+        """Whose effects these are: a controller's `feed`, its `tick`, and its fleet of now."""
         self._feed, self._tick, self._fleet_now = feed, tick, fleet
 
     async def close(self) -> None:
@@ -202,26 +202,20 @@ class ArbiterEffects:
         """Everything that was to be written is."""
         return self._writer is None or self._writer.done()
 
-    # --- Effects -------------------------------------------------------------------------------
+    # --- EffectRunner -------------------------------------------------------------------------------
 
     def lock(self, name: str, uuids: Sequence[str]) -> tuple[str, ...]:
-        """See `Effects`."""
         return self._pool.lock(name, uuids)
 
     def unlock(self, uuids: Sequence[str]) -> None:
-        """See `Effects`."""
         self._pool.unlock(uuids)
 
-    def commit(
-        self, commit: Commit, fleet: Fleet, instructions: Sequence[Instruction], then: Callable[[], None]
-    ) -> None:
-        """See `Effects`."""
-        self._writes.append(_Write(commit, instructions, then))
+    def commit(self, commit: Commit, fleet: Fleet, effects: Sequence[Effect], then: Callable[[], None]) -> None:
+        self._writes.append(_Write(commit, effects, then))
         if self._writer is None or self._writer.done():
             self._writer = self._task(self._write(), "the writer of the statefile")
 
     def begin(self, act: Act, worker: Worker | None, done: Done) -> None:
-        """See `Effects`."""
         if isinstance(act, Signal):
             self._system.send_signal(act.pid, signal.SIGTERM)
             asyncio.get_running_loop().call_soon(done, None)
@@ -229,7 +223,6 @@ class ArbiterEffects:
         self._task(self._carried_out(act, worker, done), type(act).__name__)
 
     def wake_at(self, at_s: float) -> None:
-        """See `Effects`."""
         if self._timer is not None and not self._timer.cancelled() and self._timer_s <= at_s:
             return
         if self._timer is not None:
@@ -246,16 +239,16 @@ class ArbiterEffects:
 
     def exited(self, name: str, pid: int, code: int | None) -> None:
         """From the host, within milliseconds of an exit."""
-        # What an engine left behind in its session keeps VRAM (lesson 3): whatever follows, that goes first.
+        # Processes that an engine left behind in its session keep GPU memory: whatever follows, they are ended first.
         self._task(self._system.end_session(pid), "end_session")
         self._feed(ProcessGone(stimulus_id=f"exit:{pid}", name=name, pid=pid, code=code, unit=self._rng.random()))
 
     # --- the registry ----------------------------------------------------------------------------
 
-    async def _look_up(self, act: LookUpKey) -> Stimulus:
-        """Of its key's end we do not hear while we are stopped or etcd is away. So etcd is asked, for a bounded time.
+    async def _look_up(self, act: LookUpKey) -> Event:
+        """Ask etcd whether the key has ended, for a bounded time: an arbiter that was suspended has not heard of that.
 
-        Where it has been away for longer than a lease lives, that the key is gone says nothing.
+        If etcd has been away for longer than a lease lives, a missing key says nothing.
         """
         factory = self._launcher.factory
         key = ready_key(factory.graph.namespace, act.name, int(act.lease, 16))
@@ -271,7 +264,7 @@ class ArbiterEffects:
                 await self._clock.sleep_until(self._clock.now_s() + KEY_ASKED_EVERY_S)
         return self._looked_up(act, removed)
 
-    def _looked_up(self, act: LookUpKey, removed: bool) -> Stimulus:
+    def _looked_up(self, act: LookUpKey, removed: bool) -> Event:
         return KeyLookedUp(
             stimulus_id=f"etcd:{act.lease}", name=act.name, pid=act.pid, lease=act.lease, removed=removed
         )
@@ -290,7 +283,7 @@ class ArbiterEffects:
             if names or head:
                 await self._statefile.write(names, self._fleet, head=head)
             for write in writes:
-                await self._events.append(write.commit, write.instructions)
+                await self._events.append(write.commit, write.effects)
             for write in writes:
                 write.then()
 
@@ -302,7 +295,7 @@ class ArbiterEffects:
     # --- acts ------------------------------------------------------------------------------------
 
     async def _carried_out(self, act: Act, worker: Worker | None, done: Done) -> None:
-        seen: Stimulus | None = None
+        seen: Event | None = None
         try:
             seen = await self._act(act, worker)
         except asyncio.CancelledError:
@@ -314,8 +307,8 @@ class ArbiterEffects:
             seen = self._came_to_nothing(act, why)
         done(seen)
 
-    def _came_to_nothing(self, act: Act, why: str) -> Stimulus | None:
-        """What the machine waits for, of an act that failed in a way that nobody thought of: else it would for ever."""
+    def _came_to_nothing(self, act: Act, why: str) -> Event | None:
+        """The event that `step` waits for, of an act that failed unexpectedly: otherwise it would wait for ever."""
         match act:
             case Spawn(name=name, stimulus_id=cause):
                 return ProcessRefused(stimulus_id=cause, name=name, why=why, unit=self._rng.random())
@@ -337,7 +330,7 @@ class ArbiterEffects:
                 return GpusSeen(stimulus_id="gpus", stale=why)
         return None
 
-    async def _act(self, act: Act, worker: Worker | None) -> Stimulus | None:
+    async def _act(self, act: Act, worker: Worker | None) -> Event | None:
         match act:
             case Spawn():
                 return None if worker is None else await self._spawn(act, worker)
@@ -359,8 +352,8 @@ class ArbiterEffects:
                 return await self.asks.order(act)
             case LookUpKey():
                 return await self._look_up(act)
-            case Sweep(name=name, born=born):
-                return await self._sweep(name, born or name)
+            case Sweep(name=name, spawned_as=spawned_as):
+                return await self._sweep(name, spawned_as or name)
             case LookAtGpus():
                 return (await self._pool.look()).seen("gpus")
             case Forget(name=name):
@@ -371,7 +364,7 @@ class ArbiterEffects:
                 assert_never(act)
         return None
 
-    async def _spawn(self, act: Spawn, worker: Worker) -> Stimulus:
+    async def _spawn(self, act: Spawn, worker: Worker) -> Event:
         cause, spec = act.stimulus_id, self.spec(worker)
         try:
             pid = await self._starts.within_deadline(act.name, self._make(act, worker, spec))
@@ -385,19 +378,19 @@ class ArbiterEffects:
             await asyncio.to_thread(self._system.put_log_aside, self.plan(worker))
         return await self._host.start_process(spec)
 
-    async def _revoke(self, act: Revoke) -> Stimulus | None:
+    async def _revoke(self, act: Revoke) -> Event | None:
         try:
             await self._links.revoke(act.lease)
         except (InfraUnavailable, ValueError) as error:
             if act.tells:
                 log.warning("%s: its lease cannot be revoked (%s); asking it by SIGTERM", act.name, error)
                 return RevokeFailed(stimulus_id=f"etcd:{act.lease}", name=act.name, lease=act.lease, why=str(error))
-            log.warning("%s: its lease %s could not be revoked (%s); it expires by itself", act.name, act.lease, error)
+            log.warning("%s: its lease %s could not be revoked (%s), and will expire", act.name, act.lease, error)
         return None
 
-    async def _sweep(self, name: str, born: str) -> Stimulus:
+    async def _sweep(self, name: str, spawn_name: str) -> Event:
         try:
-            for what in await self._system.end_children(born):
+            for what in await self._system.end_children(spawn_name):
                 log.warning("left behind by a worker that is gone, ended: %s", what)
         except DynamoError as error:
             self.tell(f"something of a worker that is gone stays behind: {error}")

@@ -1,4 +1,4 @@
-"""Who may use the Frontends and the arbiter's metrics, asked before anything starts: keys and certificates are read."""
+"""Checks that `dynamo serve` makes before anything starts: access, dispatch, engines and flips."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dynamo_local.system.key_files import ApiKeys
 
 
 def insecure(graph: LoadedGraph, config: Config) -> Config:
-    """`--insecure`: as if each Frontend's section said so."""
+    """Apply `--insecure` to the section of each Frontend."""
     overrides = {name: {"insecure": True} for name in graph.services if _options_of(graph, name) is not None}
     return replace(config, sections=deep_merge(config.sections, overrides))
 
@@ -29,8 +29,10 @@ def insecure(graph: LoadedGraph, config: Config) -> Config:
 def check_access(
     graph: LoadedGraph, spec: GraphSpec, config: Config, environ: Mapping[str, str], *, only_plan: bool = False
 ) -> tuple[str, ...]:
-    """Raises `ConfigError` for keys and certificates that cannot be used; with `only_plan` (`--dry-run`) notes
-    instead: the plan's host may have them."""
+    """Raises `ConfigError` for unusable keys and certificates.
+
+    With `only_plan` (`--dry-run`) it returns notes instead: the plan's host may have them.
+    """
     notes = []
     for problem in _problems(graph, spec, config, environ):
         if not only_plan:
@@ -59,20 +61,16 @@ def _problems(graph: LoadedGraph, spec: GraphSpec, config: Config, environ: Mapp
 
 
 def _options_of(graph: LoadedGraph, name: str) -> type[FrontendConfig] | None:
-    """The options of a service that is a Frontend of ours, or one of the user's on its options."""
+    """The options of a service that is a Frontend of ours, or a user's class with these options."""
     model: Any = graph.services[name].config_model
     return model if isinstance(model, type) and issubclass(model, FrontendConfig) else None
 
 
-# --- dispatch
-# Whether what `slo` decides by is there, and the same for all: said before anything starts.
-
-
 def check_dispatch(graph: LoadedGraph, spec: GraphSpec, config: Config) -> tuple[str, ...]:
-    """A note for each service that is to decide by targets and has none, or falls back to the seed's rule; and one if
-    services decide by different engines.
+    """Notes about services that dispatch by targets, but have none, or fall back to thresholds.
 
-    Raises `ConfigError` for a profile that is given and cannot be read.
+    A further note says if services decide by different engines. Raises `ConfigError` for a profile that is given and
+    cannot be read.
     """
     notes, times = [], {}
     for name, settings in _sections(graph, spec, config):
@@ -111,14 +109,11 @@ def _different(times: Mapping[str, str]) -> str:
     )
 
 
-# --- engine
-# What only vLLM can say about a section is asked before anything starts: a typing error must not cost a GPU start.
-
 log = logging.getLogger(__name__)
 
 
 def _check_standby(service: ServiceSpec, options: Any) -> None:
-    """Raises `ConfigError` where vLLM could never sleep: known before anything starts."""
+    """Raises `ConfigError` if vLLM could never sleep with these options."""
     from dynamo_local.engines.vllm.sleep import CONNECTOR, NIXL, NO_PLATFORM
 
     if service.standby is None:
@@ -133,9 +128,10 @@ def _check_standby(service: ServiceSpec, options: Any) -> None:
 
 
 def check_engines(graph: LoadedGraph, spec: GraphSpec, config: Config, *, only_plan: bool = False) -> tuple[str, ...]:
-    """Raises `ConfigError` naming the section and the key that vLLM refuses, or that vLLM is not installed.
+    """Raises `ConfigError` that names the section and the key that vLLM refuses.
 
-    `only_plan` (`--dry-run`): on a host without vLLM say so instead; the plan is good for another host.
+    A wrong option must not cost a start on a GPU. With `only_plan` (`--dry-run`) a host without vLLM gives a note
+    instead: the plan is good for another host.
     """
     from dynamo_local.engines.vllm.checks import VllmSection, is_installed, what_is_wrong
 
@@ -150,7 +146,7 @@ def check_engines(graph: LoadedGraph, spec: GraphSpec, config: Config, *, only_p
         try:
             options = settings.vllm_options(service.resources.gpu)
             _check_standby(service, options)
-            words = replace(options, sleep_mode=service.standby is not None).words()
+            words = replace(options, sleep_mode=service.standby is not None).arguments()
         except ConfigError as error:
             raise ConfigError(f"{config.source}: {service.name}: {error}") from None
         sections[service.name] = VllmSection(tuple(words), tuple(accepted_names(model)))
@@ -167,21 +163,16 @@ def check_engines(graph: LoadedGraph, spec: GraphSpec, config: Config, *, only_p
     return ()
 
 
-# --- flips
-# Which components' workers can change their role with each other: those whose engines are the same.
-#
-# A flip keeps the process and its engine, so whatever an engine was started with must be the same in both sections:
-# the
-# model, GPUs per worker, the engine and all of its arguments. What only a role reads may differ. The same goes for
-# two
-# commands that are servers with a call that changes their role: their words may differ in the role's own name.
+# Workers of two components can change roles if their engines are the same: model, GPUs per worker, engine and all of
+# its arguments. Fields that only a role reads may differ. Two commands can flip if they are servers with a call that
+# changes their role. Their command lines may differ in the role's own name.
 
 ONLY_TOLD = frozenset({"forward_passes", "fpm_events", "served_model_name"})
-"""Fields of both sections that the engine does not read; `name`, which the second makes, is compared."""
+"""Fields of both sections that the engine does not read. `name`, which the second makes, is compared."""
 NO_PARTNER = "no other component has an engine like its own"
 NOT_WANTED = "flippable is false in its ServiceArgs"
 ONLY_OURS = frozenset({"role", "runtime", "command", "stop_timeout_s", "health_bound_s"})
-"""Fields of both sections of servers that the server does not read; its command is compared apart."""
+"""Fields of servers' sections that the server does not read. Its command is compared separately."""
 NOT_OURS = {
     HTTP: "runtime: http has a server of its own, and its section names no call that changes its role (`role-switch`)",
     "dynamo-1x": "workers of Dynamo 1.x take their role when they start, and register it themselves",
@@ -189,7 +180,7 @@ NOT_OURS = {
 
 
 def with_flips(graph: LoadedGraph, spec: GraphSpec, config: Config) -> GraphSpec:
-    """The graph in which each service says what its workers can become, or why they cannot."""
+    """The graph in which each service says which role its workers can take, or why they cannot flip."""
     prefill = [each for each in spec.services if each.role is Role.PREFILL]
     decode = [each for each in spec.services if each.role is Role.DECODE]
     if len(prefill) != 1 or len(decode) != 1:
@@ -206,15 +197,15 @@ def with_flips(graph: LoadedGraph, spec: GraphSpec, config: Config) -> GraphSpec
 
 
 def _saying(spec: GraphSpec, said: dict[str, tuple[str | None, str]]) -> GraphSpec:
-    def told(each: ServiceSpec) -> ServiceSpec:
+    def with_reason(each: ServiceSpec) -> ServiceSpec:
         flips_to, why = said.get(each.name, (None, _own(each) or f"a {each.role} has no other role"))
         return replace(each, flips_to=flips_to, cannot_flip=why)
 
-    return replace(spec, services=tuple(told(each) for each in spec.services))
+    return replace(spec, services=tuple(with_reason(each) for each in spec.services))
 
 
 def _own(spec: ServiceSpec) -> str | None:
-    """Why workers of that service cannot flip, whatever the others are."""
+    """Why workers of that service cannot flip, whatever the others are. None if they may."""
     if spec.runtime is not None and not (spec.runtime == HTTP and spec.config.get("role_switch")):
         return NOT_OURS.get(spec.runtime, f"runtime: {spec.runtime}: what its command does is not ours to change")
     return None if spec.flippable else NOT_WANTED
@@ -252,7 +243,7 @@ def _settings(graph: LoadedGraph, config: Config, spec: ServiceSpec) -> Any:
 
 
 def _engine_of(settings: Any) -> dict[str, Any]:
-    """What its engine is started with."""
+    """The arguments with which its engine is started."""
     if isinstance(settings, HttpConfig):
         words = tuple("{role}" if word == settings.role else word for word in settings.words)
         return {**settings.model_dump(exclude=set(ONLY_OURS)), "command": words}

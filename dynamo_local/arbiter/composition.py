@@ -1,35 +1,35 @@
-"""The parts of a run, made and joined: by constructor arguments, in one place.
+"""Makes the parts of a run in the arbiter's process, and joins them by constructor arguments.
 
-The shell holds the fleet and executes what the machine decides; the effects are its hands; registrations and sampling
-are its eyes. Whoever only looks on is an observer of the shell.
+The controller holds the fleet and carries out what the machine decides, through its effects. Registrations and sampling
+observe the workers. Metrics, notes and lead times subscribe to the controller and change nothing.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from dynamo_local.arbiter import leftovers
 from dynamo_local.arbiter.arbiter_effects import ArbiterEffects
-from dynamo_local.arbiter.commands import FlipOrders, Orders
-from dynamo_local.arbiter.controller import Shell, Waiting
+from dynamo_local.arbiter.commands import Commands
+from dynamo_local.arbiter.controller import FleetController, Waiting
 from dynamo_local.arbiter.deployment import Deployment, Launcher
 from dynamo_local.arbiter.event_log import EventLog, EventRecorder, event_log_path, server_record
 from dynamo_local.arbiter.exporter import Exporter, Place
-from dynamo_local.arbiter.guard import Guarding
+from dynamo_local.arbiter.guard import GuardianProcess
 from dynamo_local.arbiter.host_system import HostSystem
-from dynamo_local.arbiter.lead_times import LeadMetrics, Leads, LeadsNow, LeadWatch
+from dynamo_local.arbiter.lead_times import LeadTimeMetrics, LeadTimesNow, LeadTimeWatch, RunLeadTimes
 from dynamo_local.arbiter.links import Links
 from dynamo_local.arbiter.marks import marks
 from dynamo_local.arbiter.metrics import DispatchMetrics, dispatch_now
 from dynamo_local.arbiter.notes import Notes, StartWatch
 from dynamo_local.arbiter.planner_control_api import ControlApi
-from dynamo_local.arbiter.planner_plugins import PlannerPlugins
-from dynamo_local.arbiter.planning import Planning
-from dynamo_local.arbiter.prewarmed import Spared
+from dynamo_local.arbiter.planner_views import PlannerViews
+from dynamo_local.arbiter.planning import ArbiterPlanner, PlannerPlugins
+from dynamo_local.arbiter.prewarmed import PrewarmedPool
 from dynamo_local.arbiter.progress import View
 from dynamo_local.arbiter.registrations import Registrations
 from dynamo_local.arbiter.runtime_folder import RuntimeFolder
@@ -42,10 +42,11 @@ from dynamo_local.core.fleet.degraded import READY
 from dynamo_local.core.fleet.events import InfraSeen
 from dynamo_local.core.fleet.fleet import Fleet, Worker
 from dynamo_local.errors import DynamoError
+from dynamo_local.planner.scaling_times import ScalingTimes
 from dynamo_local.state.leads import LeadFile
 from dynamo_local.state.store import StateStore
 from dynamo_local.system.gpu_pool import GpuPool
-from dynamo_local.system.process_host import ProcessHost, SupervisedHost
+from dynamo_local.system.process_host import SupervisedHost
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +64,37 @@ class Parts:
     events: EventRecorder
     links: Links
     servers: EmbeddedServers
-    guarding: Guarding
+    guardian: GuardianProcess
     system: HostSystem
     effects: ArbiterEffects
-    shell: Shell
+    controller: FleetController
     waiting: Waiting
-    orders: Orders
-    flips: FlipOrders
+    commands: Commands
     registrations: Registrations
     sampling: Sampling
     starts: StartWatch
-    planning: Planning
+    planning: ArbiterPlanner
     exporter: Exporter
     control_api: ControlApi
     runtime_folder: RuntimeFolder
-    spared: Spared
-    leads: Leads
+    views: PlannerViews
+    prewarmed: PrewarmedPool
+    lead_times: RunLeadTimes
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """The parts that know no other part of the run."""
+
+    deployment: Deployment
+    clock: Clock
+    launcher: Launcher
+    notes: Notes
+    tasks: Tasks
+    links: Links
+    statefile: Statefile
+    events: EventRecorder
+    system: HostSystem
 
 
 def compose(
@@ -91,92 +107,197 @@ def compose(
     view: View,
     failed: Callable[[Worker, str], None],
     state: Callable[[], str],
+    follows: Callable[[], dict[str, Any] | None],
+    on_change: Callable[[], Coroutine[Any, Any, None]],
 ) -> Parts:
-    """Make all parts of a run; nothing runs yet. `failed` hears of workers that fail, `state` is the run's own."""
-    namespace, paths, factory = deployment.graph.namespace, deployment.paths, deployment.factory
-    launcher, notes = Launcher(factory), Notes(view.event, clock)
-    tasks = Tasks(clock, notes.tell)
-    links = Links(namespace, deployment.run_id)
-    spared = Spared(deployment, launcher, host, clock, tasks, notes.tell)
-    events = EventRecorder(EventLog(event_log_path(paths.logs)), clock.wall_s, notes.tell)
-    statefile = Statefile(head_of(deployment), store, launcher.launch_of, notes.tell)
-    system = _system(deployment)
-    effects = _effects(spared.host, system, pool, launcher, links, statefile, events, clock, notes, failed)
-    shell = _shell(deployment, effects, links, clock, notes)
-    spared.connect(shell, lambda: effects.env)
-    orders, waiting = Orders(shell, pool.look), Waiting(shell, clock.now_s)
-    sampling = Sampling(namespace, shell, links, clock)
-    planning = _planning(deployment, orders, shell, statefile, sampling, links, clock, tasks, notes)
-    exporter = _exporter(deployment, shell, sampling, clock, state, tasks)
-    exporter.watch(planning, factory.cwd, paths.logs, notes.tell)
-    leads = _leads(deployment, launcher, spared, shell, clock, planning, exporter, tasks)
-    control_api = _control_api(deployment, planning, state, tasks)
-    servers = _servers(deployment, host, clock, lambda record: tasks.run(events.record(record)))
+    """Make all parts of a run. Nothing runs yet.
+
+    `failed` is called for each worker that fails, `on_change` when a server or a prewarmed process has another pid.
+    `state` is the run's state, `follows` the status of another planner whose decisions the run carries out.
+    """
+    base = _base(deployment, store, clock, view)
+    prewarmed, effects, controller = _controller(base, host, pool, failed, on_change)
+    lead_times = _lead_times(base, prewarmed, controller)
+    waiting = Waiting(controller, clock.now_s)
+    commands = Commands(controller, pool.look, waiting)
+    sampling = Sampling(deployment.graph.namespace, controller, base.links, clock)
+    exporter = _exporter(base, controller, sampling, state)
+    LeadTimeMetrics(exporter.metrics.registry, lambda: LeadTimesNow(lead_times.known, prewarmed.counts()))
+    planning = _planning(base, commands, controller, sampling, lead_times, follows)
+    control_api = _control_api(deployment, planning, state, base.tasks)
+    servers = _servers(base, host, on_change)
     return Parts(
         deployment=deployment,
-        launcher=launcher,
+        launcher=base.launcher,
         host=host,
         pool=pool,
         clock=clock,
-        notes=notes,
-        tasks=tasks,
-        statefile=statefile,
-        events=events,
-        links=links,
+        notes=base.notes,
+        tasks=base.tasks,
+        statefile=base.statefile,
+        events=base.events,
+        links=base.links,
         servers=servers,
-        guarding=Guarding(host, deployment, clock, lambda: servers.files),
-        system=system,
+        guardian=GuardianProcess(host, deployment, clock, lambda: servers.files),
+        system=base.system,
         effects=effects,
-        shell=shell,
+        controller=controller,
         waiting=waiting,
-        orders=orders,
-        flips=FlipOrders(shell, orders, waiting),
-        registrations=Registrations(namespace, shell.feed, links),
+        commands=commands,
+        registrations=Registrations(deployment.graph.namespace, controller.feed, base.links),
         sampling=sampling,
-        starts=StartWatch(namespace, shell, links, clock),
+        starts=StartWatch(deployment.graph.namespace, controller, base.links, clock),
         planning=planning,
         exporter=exporter,
         control_api=control_api,
-        runtime_folder=RuntimeFolder(paths, [host, exporter, control_api], servers, clock, notes.tell),
-        spared=spared,
-        leads=leads,
+        runtime_folder=RuntimeFolder(deployment.paths, [host, exporter, control_api], servers, clock, base.notes.tell),
+        views=_views(base, planning, exporter),
+        prewarmed=prewarmed,
+        lead_times=lead_times,
     )
 
 
-def _leads(
-    deployment: Deployment,
-    launcher: Launcher,
-    spared: Spared,
-    shell: Shell,
-    clock: Clock,
-    planning: Planning,
-    exporter: Exporter,
-    tasks: Tasks,
-) -> Leads:
-    """What each way to a worker took, and who is told of it."""
-    leads = Leads(launcher, LeadFile(deployment.paths.statefile.parent), tasks.run)
-    shell.observers.append(LeadWatch(clock.now_s, leads.note, spared.host.was_spare))
-    planning.times.known, planning.times.lead_times = leads.start_up_s, leads.medians
-    said = planning.onlookers_say
-    planning.onlookers_say = lambda: {**said(), "lead_times": leads.status()}
-    LeadMetrics(exporter.metrics.registry, lambda: LeadsNow(leads.known, spared.counts()))
-    return leads
+def _base(deployment: Deployment, store: StateStore, clock: Clock, view: View) -> _Base:
+    launcher, notes, paths = Launcher(deployment.factory), Notes(view.event, clock), deployment.paths
+    return _Base(
+        deployment,
+        clock,
+        launcher,
+        notes,
+        Tasks(clock, notes.tell),
+        Links(deployment.graph.namespace, deployment.run_id),
+        Statefile(head_of(deployment), store, launcher.launch_of, notes.tell),
+        EventRecorder(EventLog(event_log_path(paths.logs)), clock.wall_s, notes.tell),
+        HostSystem(
+            partial(leftovers.end_children, paths, deployment.run_id),
+            partial(leftovers.end_workers, paths, leftovers.RecordedRun()),
+        ),
+    )
 
 
-def _exporter(
-    deployment: Deployment, shell: Shell, sampling: Sampling, clock: Clock, state: Callable[[], str], tasks: Tasks
-) -> Exporter:
+def _controller(
+    base: _Base,
+    host: SupervisedHost,
+    pool: GpuPool,
+    failed: Callable[[Worker, str], None],
+    on_change: Callable[[], Coroutine[Any, Any, None]],
+) -> tuple[PrewarmedPool, ArbiterEffects, FleetController]:
+    """The controller and its effects know each other. The links tell the controller whether etcd and NATS answer."""
+    clock, tell = base.clock, base.notes.tell
+    prewarmed = PrewarmedPool(
+        base.deployment,
+        base.launcher,
+        host,
+        clock,
+        base.tasks,
+        tell,
+        fleet=lambda: controller.fleet,
+        env=lambda: effects.env,
+        on_change=on_change,
+    )
+    effects = ArbiterEffects(
+        host=prewarmed.host,
+        system=base.system,
+        pool=pool,
+        launcher=base.launcher,
+        links=base.links,
+        statefile=base.statefile,
+        events=base.events,
+        clock=clock,
+        tell=tell,
+        report=failed,
+    )
+    controller = FleetController(empty_fleet(base.deployment), effects, clock)
+    effects.connect(controller.feed, controller.tick, lambda: controller.fleet)
+    controller.subscribe(on_fleet=base.notes.on_fleet)
+    controller.subscribe(on_fleet=lambda _: prewarmed.wake())
+
+    def answered(both: bool) -> None:
+        if both is not controller.fleet.infra_ok:
+            controller.feed(InfraSeen(stimulus_id="links", ok=both))
+
+    base.links.on_answer = answered
+    return prewarmed, effects, controller
+
+
+def _lead_times(base: _Base, prewarmed: PrewarmedPool, controller: FleetController) -> RunLeadTimes:
+    lead_times = RunLeadTimes(base.launcher, LeadFile(base.deployment.paths.statefile.parent), base.tasks.run)
+    watch = LeadTimeWatch(base.clock.now_s, lead_times.note, prewarmed.host.was_spare)
+    controller.subscribe(on_transition=watch.on_transition)
+    return lead_times
+
+
+def _planning(
+    base: _Base,
+    commands: Commands,
+    controller: FleetController,
+    sampling: Sampling,
+    lead_times: RunLeadTimes,
+    follows: Callable[[], dict[str, Any] | None],
+) -> ArbiterPlanner:
+    paths, clock, tell = base.deployment.paths, base.clock, base.notes.tell
+    planning = ArbiterPlanner(
+        base.deployment.graph,
+        base.deployment.load_planner,
+        commands=commands,
+        controller=controller,
+        statefile=base.statefile,
+        sampling=sampling,
+        links=base.links,
+        clock=clock,
+        logs=paths.logs,
+        background=base.tasks.run,
+        tell=tell,
+        times=ScalingTimes(clock.now_s, known=lead_times.start_up_s, lead_times=lead_times.medians),
+        follows=follows,
+        plugins=PlannerPlugins(clock, environ=os.environ, runtime=paths.runtime, tell=tell),
+    )
+    planning.subscribe(status=lambda: {"lead_times": lead_times.status()})
+    return planning
+
+
+def _views(base: _Base, planning: ArbiterPlanner, exporter: Exporter) -> PlannerViews:
+    return PlannerViews(
+        planning,
+        exporter.metrics.registry,
+        gpu_hours=exporter.gpu_hours,
+        base=base.deployment.factory.cwd,
+        logs=base.deployment.paths.logs,
+        clock=base.clock,
+        tell=base.notes.tell,
+    )
+
+
+def _servers(base: _Base, host: SupervisedHost, on_change: Callable[[], Coroutine[Any, Any, None]]) -> EmbeddedServers:
+    """Our own etcd and NATS, marked so that a later run finds them."""
+    namespace, paths = base.deployment.graph.namespace, base.deployment.paths
+    return EmbeddedServers(
+        host,
+        paths,
+        base.clock,
+        partial(marks, namespace, paths.statefile, base.deployment.run_id),
+        on_change=on_change,
+        on_event=lambda event: base.tasks.run(base.events.record(server_record(event, base.clock.wall_s()))),
+    )
+
+
+def _exporter(base: _Base, controller: FleetController, sampling: Sampling, state: Callable[[], str]) -> Exporter:
     """`/metrics`, with a counter of each component from the beginning."""
+    deployment = base.deployment
     settings, components = deployment.settings, [service.name for service in deployment.graph.services]
     socket = deployment.paths.metrics_socket if settings.metrics_socket else None
     place = Place(settings.metrics_port, socket, settings.metrics_api_key)
-    exporter = Exporter(shell, sampling, clock, components=components, state=state, tasks=tasks, place=place)
-    DispatchMetrics(exporter.metrics.registry, lambda: dispatch_now(sampling.dispatch, shell.fleet))
+    exporter = Exporter(
+        controller, sampling, base.clock, components=components, state=state, tasks=base.tasks, place=place
+    )
+    DispatchMetrics(exporter.metrics.registry, lambda: dispatch_now(sampling.dispatch, controller.fleet))
     return exporter
 
 
-def _control_api(deployment: Deployment, planning: Planning, state: Callable[[], str], tasks: Tasks) -> ControlApi:
-    """The planner's; it answers when the graph is ready."""
+def _control_api(
+    deployment: Deployment, planning: ArbiterPlanner, state: Callable[[], str], tasks: Tasks
+) -> ControlApi:
+    """The planner's API, which answers while the graph is ready."""
 
     def ready() -> None:
         if state() != READY:
@@ -184,94 +305,6 @@ def _control_api(deployment: Deployment, planning: Planning, state: Callable[[],
 
     socket, key = deployment.paths.planner_socket, deployment.settings.metrics_api_key
     return ControlApi(planning, socket, ready=ready, api_key=key, tasks=tasks)
-
-
-def _system(deployment: Deployment) -> HostSystem:
-    """How what a worker, or a whole run, left behind is found and ended."""
-    paths = deployment.paths
-    return HostSystem(
-        partial(leftovers.end_children, paths, deployment.run_id),
-        partial(leftovers.end_workers, paths, leftovers.Recorded()),
-    )
-
-
-def _effects(
-    host: ProcessHost,
-    system: HostSystem,
-    pool: GpuPool,
-    launcher: Launcher,
-    links: Links,
-    statefile: Statefile,
-    events: EventRecorder,
-    clock: Clock,
-    notes: Notes,
-    failed: Callable[[Worker, str], None],
-) -> ArbiterEffects:
-    """What carries out the shell's instructions."""
-    return ArbiterEffects(
-        host=host,
-        system=system,
-        pool=pool,
-        launcher=launcher,
-        links=links,
-        statefile=statefile,
-        events=events,
-        clock=clock,
-        tell=notes.tell,
-        report=failed,
-    )
-
-
-def _servers(
-    deployment: Deployment, host: SupervisedHost, clock: Clock, record: Callable[[dict[str, Any]], None]
-) -> EmbeddedServers:
-    """etcd and NATS of our own, marked so that a later run finds them. `record` writes an event of theirs."""
-    paths = deployment.paths
-    marking = partial(marks, deployment.graph.namespace, paths.statefile, deployment.run_id)
-    servers = EmbeddedServers(host, paths, clock, marking)
-    servers.on_event = lambda event: record(server_record(event, clock.wall_s()))
-    return servers
-
-
-def _planning(
-    deployment: Deployment,
-    orders: Orders,
-    shell: Shell,
-    statefile: Statefile,
-    sampling: Sampling,
-    links: Links,
-    clock: Clock,
-    tasks: Tasks,
-    notes: Notes,
-) -> Planning:
-    """The planner, joined to the arbiter."""
-    return Planning(
-        deployment.graph,
-        deployment.load_planner,
-        orders=orders,
-        shell=shell,
-        statefile=statefile,
-        sampling=sampling,
-        links=links,
-        clock=clock,
-        logs=deployment.paths.logs,
-        background=tasks.run,
-        tell=notes.tell,
-        plugins=PlannerPlugins(clock, environ=os.environ, runtime=deployment.paths.runtime, tell=notes.tell),
-    )
-
-
-def _shell(deployment: Deployment, effects: ArbiterEffects, links: Links, clock: Clock, notes: Notes) -> Shell:
-    """The shell and its hands know each other; that etcd and NATS answer is one more thing that it is told."""
-    shell = Shell(empty_fleet(deployment), effects, clock, observers=[notes])
-    effects.connect(shell.feed, shell.tick, lambda: shell.fleet)
-
-    def answered(both: bool) -> None:
-        if both is not shell.fleet.infra_ok:
-            shell.feed(InfraSeen(stimulus_id="links", ok=both))
-
-    links.on_answer = answered
-    return shell
 
 
 def empty_fleet(deployment: Deployment) -> Fleet:

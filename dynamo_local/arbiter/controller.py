@@ -1,7 +1,7 @@
-"""The one place where the fleet changes: a stimulus into the machine, its instructions out to the world.
+"""The one place where the fleet changes: an event into the machine, its effects out to the world.
 
-The same class runs in the arbiter, under a stock circusd, in the twin and in the simulation. It never waits and knows
-no event loop: what takes time is begun through `Effects`, and comes back as another stimulus.
+The same class runs in the arbiter, under a stock circusd, in the simulator and in the simulation tests. It never waits
+and knows no event loop: an `EffectRunner` begins what takes time, and the result comes back as another event.
 
 Order: a step's locks are taken first, and if one is refused the step never happened. Its commit comes next, and its
 acts when that is written. Acts on one worker are carried out one after the other; those on different workers do not
@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from dynamo_local.arbiter.effects import Act, Effects, Observer
+from dynamo_local.arbiter.effects import Act, EffectRunner
 from dynamo_local.clock import NowClock
 from dynamo_local.core.fleet.effects import (
     CallOff,
     CallOffFlip,
     Commit,
+    Effect,
     EndSession,
-    Instruction,
     Lock,
     LookAtGpus,
     Report,
@@ -33,14 +33,15 @@ from dynamo_local.core.fleet.effects import (
     Unlock,
     WaitUntil,
 )
-from dynamo_local.core.fleet.events import GpuReserved, SpawnBegun, Stalled, Stimulus, Tick
+from dynamo_local.core.fleet.events import Event, GpuReserved, SpawnBegun, Stalled, Tick
 from dynamo_local.core.fleet.fleet import Fleet, Worker
 from dynamo_local.core.fleet.invariants import validate
-from dynamo_local.core.fleet.step import next_due_s, step
+from dynamo_local.core.fleet.moves import Answer
+from dynamo_local.core.fleet.step import NOTHING, next_due_s, step
 from dynamo_local.system.gpu_locks import GpuLocked
 
 AtOnce = Tell | Report | Unlock | EndSession | LookAtGpus | CallOffFlip
-"""What does not wait for the worker's other acts."""
+"""Effects that do not wait for the worker's other acts."""
 LOCK_TRIES = 16
 """More devices than a host has: each refusal takes one device out of what can be chosen."""
 PULSE_EVERY_S = 1.0
@@ -63,21 +64,22 @@ class _Line:
     busy: bool = False
 
 
-class Shell:
+class FleetController:
     """Holds the fleet of now. `validates`: check every fleet (tests, the simulation)."""
 
     def __init__(
         self,
         fleet: Fleet,
-        effects: Effects,
+        runner: EffectRunner,
         clock: NowClock,
         *,
-        observers: Iterable[Observer] = (),
         validates: bool = False,
     ) -> None:
         self.fleet = fleet
-        self.observers: list[Observer] = list(observers)
-        self._effects = effects
+        self._on_event: list[Callable[[Event], None]] = []
+        self._on_transition: list[Callable[[Worker, Transition], None]] = []
+        self._on_fleet: list[Callable[[Fleet], None]] = []
+        self._runner = runner
         self._clock = clock
         self._validates = validates
         self._lines: dict[str, _Line] = {}
@@ -85,31 +87,46 @@ class Shell:
         self.stopped = False
         """Set by whoever lets go of the fleet: nothing is carried out any more."""
 
+    def subscribe(
+        self,
+        *,
+        on_event: Callable[[Event], None] | None = None,
+        on_transition: Callable[[Worker, Transition], None] | None = None,
+        on_fleet: Callable[[Fleet], None] | None = None,
+    ) -> None:
+        """Call these in each step, in this order. Each must return at once.
+
+        `on_transition` gets the worker as it is after the step, `on_fleet` the new fleet.
+        """
+        self._on_event += [] if on_event is None else [on_event]
+        self._on_transition += [] if on_transition is None else [on_transition]
+        self._on_fleet += [] if on_fleet is None else [on_fleet]
+
     # --- in ------------------------------------------------------------------------------------
 
-    def feed(self, stimulus: Stimulus, *, committed: Callable[[], None] | None = None) -> tuple[Instruction, ...]:
+    def feed(self, event: Event, *, committed: Callable[[], None] | None = None) -> Answer:
         """Let the machine take a step, and carry it out. `committed` is called when its intent is written.
 
         Raises the `DynamoError` of a command that is refused; then nothing has changed.
         """
         if self.stopped:
-            return ()
+            return NOTHING
         self._notice_stall(self._clock.now_s())  # whatever is heard first after a stop: that it was one, goes before
         for tries_left in reversed(range(LOCK_TRIES)):
-            fleet, instructions = step(self.fleet, stimulus, self._clock.now_s())
+            fleet, effects, answer = step(self.fleet, event, self._clock.now_s())
             try:
-                self._lock(instructions)
+                self._lock(effects)
                 break
             except GpuLocked as refused:
                 if not tries_left:
                     raise
-                cause = stimulus.stimulus_id
+                cause = event.stimulus_id
                 self.feed(GpuReserved(stimulus_id=cause, uuid=refused.uuid, who=refused.who))
-        self._adopt(stimulus, fleet, instructions, committed)
-        return instructions
+        self._adopt(event, fleet, effects, answer, committed)
+        return answer
 
     def tick(self) -> None:
-        """Time has passed (`Effects.wake_at` asked for this call)."""
+        """Time has passed (`EffectRunner.wake_at` asked for this call)."""
         now_s = self._clock.now_s()
         self._notice_stall(now_s)
         due_s = next_due_s(self.fleet)
@@ -119,7 +136,7 @@ class Shell:
             self.feed(Tick())
             due_s = next_due_s(self.fleet)
         if due_s is not None:
-            self._effects.wake_at(due_s)
+            self._runner.wake_at(due_s)
 
     def pulse(self) -> None:
         """Called every `PULSE_EVERY_S` by an arbiter that may be stopped: by its absence a stop is noticed."""
@@ -134,34 +151,35 @@ class Shell:
 
     # --- out -----------------------------------------------------------------------------------
 
-    def _lock(self, instructions: Sequence[Instruction]) -> None:
+    def _lock(self, effects: Sequence[Effect]) -> None:
         """All of the step's devices, or none of them."""
         taken: list[str] = []
         try:
-            for each in instructions:
+            for each in effects:
                 if isinstance(each, Lock):
-                    taken += self._effects.lock(each.name, each.uuids)
+                    taken += self._runner.lock(each.name, each.uuids)
         except GpuLocked:
-            self._effects.unlock(taken)
+            self._runner.unlock(taken)
             raise
 
     def _adopt(
         self,
-        stimulus: Stimulus,
+        event: Event,
         fleet: Fleet,
-        instructions: tuple[Instruction, ...],
+        effects: tuple[Effect, ...],
+        answer: Answer,
         committed: Callable[[], None] | None,
     ) -> None:
         if self._validates:
             validate(fleet)
         before, self.fleet = self.fleet, fleet
-        for observer in self.observers:
-            observer.on_stimulus(stimulus)
+        for on_event in self._on_event:
+            on_event(event)
         batch = _Batch()
         commit: Commit | None = None
         at_once: list[AtOnce] = []
         names: dict[str, None] = {}
-        for each in instructions:
+        for each in effects:
             match each:
                 case Commit():
                     commit = each
@@ -170,7 +188,7 @@ class Shell:
                 case CallOff(name=name):
                     self._call_off(name)
                 case WaitUntil(at_s=at_s):
-                    self._effects.wake_at(at_s)
+                    self._runner.wake_at(at_s)
                 case Tell() | Report() | Unlock() | EndSession() | LookAtGpus() | CallOffFlip():
                     at_once.append(each)
                 case _:
@@ -192,32 +210,32 @@ class Shell:
         if commit is None:
             go_on()
         else:
-            self._effects.commit(commit, fleet, instructions, go_on)
+            self._runner.commit(commit, fleet, effects, go_on)
 
     def _tell_observers(self, before: Fleet, transitions: tuple[Transition, ...]) -> None:
         for transition in transitions:
             worker = self.fleet.workers.get(transition.name) or before.workers.get(transition.name)
             if worker is None:
                 continue
-            for observer in self.observers:
-                observer.on_transition(worker, transition)
-        for observer in self.observers:
-            observer.on_fleet(self.fleet)
+            for on_transition in self._on_transition:
+                on_transition(worker, transition)
+        for on_fleet in self._on_fleet:
+            on_fleet(self.fleet)
 
     def _at_once(self, each: AtOnce) -> None:
         match each:
             case Tell(text=text, about=about):
-                self._effects.tell(text, about)
+                self._runner.tell(text, about)
             case Report(name=name, reason=reason, state=state):
                 worker = self.fleet.workers.get(name)
                 if worker is not None:
-                    self._effects.report(replace(worker, state=state), reason)
+                    self._runner.report(replace(worker, state=state), reason)
             case Unlock(uuids=uuids):  # somebody else of ours may have been given one since
-                self._effects.unlock([uuid for uuid in uuids if not self.fleet.gpus.in_use(uuid)])
+                self._runner.unlock([uuid for uuid in uuids if not self.fleet.gpus.in_use(uuid)])
             case EndSession(name=name) | CallOffFlip(name=name):
-                self._effects.begin(each, self._worker(name), self._observed)
+                self._runner.begin(each, self._worker(name), self._observed)
             case LookAtGpus():
-                self._effects.begin(each, None, self._observed)
+                self._runner.begin(each, None, self._observed)
 
     def _pump(self, name: str) -> None:
         """Begin the worker's next act, if none is under way and its intent is written."""
@@ -233,7 +251,7 @@ class Shell:
         line.waiting.popleft()
         line.busy = True
 
-        def done(seen: Stimulus | None) -> None:
+        def done(seen: Event | None) -> None:
             line.busy = False
             try:
                 self._observed(seen)
@@ -242,7 +260,7 @@ class Shell:
 
         if isinstance(act, Spawn):
             self.feed(SpawnBegun(stimulus_id=act.stimulus_id, name=name))
-        self._effects.begin(act, self._worker(name), done)
+        self._runner.begin(act, self._worker(name), done)
 
     def _call_off(self, name: str) -> None:
         """Forget a `Spawn` that has not been begun. Whether its intent is written does not matter any more."""
@@ -253,7 +271,7 @@ class Shell:
     def _worker(self, name: str) -> Worker | None:
         return self.fleet.workers.get(name)
 
-    def _observed(self, seen: Stimulus | None) -> None:
+    def _observed(self, seen: Event | None) -> None:
         if seen is not None and not self.stopped:
             self.feed(seen)
 
@@ -263,23 +281,13 @@ class Shell:
 
 
 class Waiting:
-    """Lets tasks wait for a condition on the fleet: an `Observer` of the shell."""
+    """Lets tasks wait for a condition on the fleet."""
 
-    def __init__(self, shell: Shell, now_s: Callable[[], float]) -> None:
-        self._shell = shell
+    def __init__(self, controller: FleetController, now_s: Callable[[], float]) -> None:
+        self._controller = controller
         self._now_s = now_s
         self._changed = asyncio.Event()
-        shell.observers.append(self)
-
-    def on_stimulus(self, stimulus: Stimulus) -> None:
-        """See `arbiter.effects.Observer`."""
-
-    def on_transition(self, worker: Worker, transition: Transition) -> None:
-        """Nothing to do: `on_fleet` is called after it."""
-
-    def on_fleet(self, fleet: Fleet) -> None:
-        """Wake everybody who waits."""
-        self.notify()
+        controller.subscribe(on_fleet=lambda _: self.notify())
 
     def notify(self) -> None:
         """Wake everybody who waits, though the fleet is the same."""

@@ -1,6 +1,6 @@
-"""What `dynamo serve` would start: a value, made before anything starts, printed by `--dry-run`.
+"""The plan of a run as a value: `dynamo serve` makes it before anything starts, and `--dry-run` prints it.
 
-Everything that can be refused is refused here or earlier; the supervisor only carries a plan out.
+Every refusal happens here or earlier. The supervisor only carries the plan out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dynamo_local.system.log_files import log_tail
 from dynamo_local.system.paths import Paths
 
 COMMAND_ENTRY = str(Path(__file__).parents[1] / "worker" / "serve_command.py")
-"""By its path: it is started without `site`, which knows where packages are."""
+"""A path, because the process starts without `site`, which finds packages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class WatcherPlan:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the command line and the section `Host` say about the run, apart from the graph and its services."""
+    """The settings of the run, from the command line and the section `Host`."""
 
     start_deadline_s: float = 300.0
     drain_deadline_s: float = 600.0
@@ -68,14 +68,15 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """The whole run. `etcd_endpoints`/`nats_server` are None where we start our own server.
+    """The plan of a whole run.
 
-    `gpus` are those of the host; the `ledger` says which worker gets which of them.
-    `config_sections` and `state_config_json` have secrets masked: they are shown, and kept in the statefile.
-    `load_planner` are the options of the planner that scales the graph, `load_planner_starts` if it starts with it;
-    an adopted run goes on as it was, unless the command line says otherwise (`load_planner_flag`). `follow` is where
-    the keys of another planner are whose decisions are carried out; None where the command line names none.
-    `host` is the section `Host` as given.
+    `etcd_endpoints` and `nats_server` are None if we start our own. `gpus` are those of the host, and the `ledger`
+    assigns them to workers. `config_sections` and `state_config_json` have masked secrets, because they are shown and
+    kept in the statefile.
+
+    `load_planner` has the planner's options, and `load_planner_starts` says whether it starts with the graph. An
+    adopted run keeps its planner's state unless the command line (`load_planner_flag`) says otherwise. `follow` says
+    where another planner's decisions are, if the run carries those out. `host` is the section `Host` as given.
     """
 
     graph: GraphSpec
@@ -136,10 +137,10 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True)
 class WatcherFactory:
-    """Everything that is the same for all workers of a run: makes the plan of one more at any time.
+    """The settings that all workers of a run share. It makes the plan of a worker at any time.
 
-    `base_env` is the allow-listed part of the caller's environment, `key_env` what only one service may see of it.
-    `retired` are services that an apply has removed, and of which workers may still be leaving.
+    `base_env` is the allow-listed part of the caller's environment. `key_env` has variables that only one service may
+    see. `retired` are services that an apply removed, while their last workers may still be leaving.
     """
 
     graph: GraphSpec
@@ -153,7 +154,7 @@ class WatcherFactory:
     retired: tuple[ServiceSpec, ...] = ()
 
     def service(self, name: str) -> ServiceSpec:
-        """The service of that name, also one that is retired; KeyError if there is none."""
+        """The service of that name, also a retired one. KeyError if there is none."""
         return next((spec for spec in self.retired if spec.name == name), None) or self.graph.service(name)
 
     def plan(self, spec: ServiceSpec, name: str, gpus: Sequence[GpuDevice]) -> WatcherPlan:
@@ -173,7 +174,11 @@ class WatcherFactory:
         )
 
     def start_deadline_s(self, spec: ServiceSpec) -> float:
-        """Its own, or the run's; a frontend that has none of its own may wait as long as what it waits for: a model."""
+        """The service's own deadline, else the run's.
+
+        A frontend waits for engines to load a model. So a frontend without a deadline of its own may take as long as
+        those.
+        """
         if spec.start_deadline_s is not None:
             return spec.start_deadline_s
         waits = spec.role is Role.FRONTEND
@@ -181,16 +186,16 @@ class WatcherFactory:
         return max(self.settings.start_deadline_s, *others, 0.0)
 
     def launch_of(self, worker: Worker) -> WatcherPlan:
-        """How that worker is started, but for its devices: what the statefile keeps of it."""
+        """How that worker is started, without its devices. The statefile keeps this."""
         plan = self.plan(self.service(worker.component), worker.name, ())
-        return replace(plan, log_file=self.paths.log_file(worker.born_as))
+        return replace(plan, log_file=self.paths.log_file(worker.spawn_name))
 
     def log_tail_of(self, worker: Worker) -> str:
         """The end of its log, quoted."""
         return log_tail(self.launch_of(worker))
 
     def templates(self) -> tuple[Template, ...]:
-        """How one more worker of each component is made. Where the user pins GPUs, we hand out none."""
+        """One template for each component. If the user pins GPUs, we assign none."""
         here = tuple(self._template(spec) for spec in self.graph.services)
         return (*here, *(replace(self._template(spec), retired=True) for spec in self.retired))
 
@@ -207,16 +212,18 @@ class WatcherFactory:
             cannot_flip=spec.cannot_flip,
             standby=spec.standby,
             vram_share=vram_share(spec),
-            guests=tuple(guest.name for guest in spec.guests),
+            guests=tuple(each.name for each in spec.guests),
         )
 
     def _fingerprint(self, spec: ServiceSpec) -> str:
-        """Of all that a worker reads when it starts. It may hold secrets: the run's id keeps the same ones of two runs
-        from having the same fingerprint."""
+        """A hash of everything that a worker reads when it starts.
+
+        The input may hold secrets. The run's id keeps equal secrets of two runs from having equal fingerprints.
+        """
         read: list[Any] = [self.run_id, spec.runtime, spec.target, spec.config, spec.envs, asdict(spec.resources)]
         if spec.guests:
-            read.append({guest.name: guest.config for guest in spec.guests})
-        if spec.standby is not None:  # how many are kept asleep, no worker reads
+            read.append({each.name: each.config for each in spec.guests})
+        if spec.standby is not None:  # no worker reads how many are kept asleep
             read.append("standby")
         return hashlib.sha256(json.dumps(read, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -225,14 +232,14 @@ class WatcherFactory:
         return tuple(self.plan(spec, name, given.get(name, ())) for spec, name in named_workers(self.graph))
 
     def _env(self, spec: ServiceSpec, name: str, gpus: Sequence[GpuDevice]) -> dict[str, str]:
-        """Allow-listed variables, then the service's `envs`, then ours: the later wins."""
+        """Allow-listed variables, the service's `envs`, then ours. The later wins."""
         env = dict(self.base_env)
         env.update(self.key_env.get(spec.name, {}))
         env.update(spec.envs)
         if spec.flips_to is not None:
             env["DYN_FLIPS_TO"] = spec.flips_to
         if self.settings.pin_gpus:
-            # Empty, not absent: a worker that asked for no GPU must not see all of them.
+            # Empty, not absent: a worker without GPUs must not see all of them.
             env["CUDA_VISIBLE_DEVICES"] = cuda_visible_devices(gpus)
         env.update(
             {
@@ -252,14 +259,14 @@ class WatcherFactory:
         for name in ("DYN_STANDBY", "DYN_COLOCATED"):
             env.pop(name, None)
         if spec.guests:
-            env["DYN_COLOCATED"] = ",".join(guest.name for guest in spec.guests)
+            env["DYN_COLOCATED"] = ",".join(each.name for each in spec.guests)
         if spec.standby is not None:
             env["DYN_STANDBY"] = "1"
         return env
 
 
 def vram_share(spec: ServiceSpec) -> float:
-    """The part of a device's memory that an awake worker takes: what its section says under vLLM's own name."""
+    """The share of a device's memory that an awake worker takes, by vLLM's own option."""
     given = spec.config.get("gpu_memory_utilization")
     if isinstance(given, int | float) and not isinstance(given, bool) and 0 < given <= 1:
         return float(given)
@@ -267,7 +274,7 @@ def vram_share(spec: ServiceSpec) -> float:
 
 
 class Launcher:
-    """How workers are started now: an apply puts another `factory` in the place of the one that `serve` began with."""
+    """How workers are started now. An apply replaces the `factory`."""
 
     def __init__(self, factory: WatcherFactory) -> None:
         self.factory = factory
@@ -277,7 +284,7 @@ class Launcher:
         return self.factory.plan(self.factory.service(worker.component), worker.name, gpus)
 
     def launch_of(self, worker: Worker) -> WatcherPlan:
-        """How that worker is started, but for its devices: what the statefile keeps of it."""
+        """How that worker is started, without its devices. The statefile keeps this."""
         return self.factory.launch_of(worker)
 
 
@@ -287,14 +294,14 @@ def named_workers(graph: GraphSpec) -> list[tuple[ServiceSpec, str]]:
 
 
 def gpu_asks(graph: GraphSpec) -> list[GpuAsk]:
-    """What the workers of the start ask of the ledger."""
+    """The GPUs that the first workers request from the ledger."""
     return [GpuAsk(watcher_name=name, service=spec.name, gpu=spec.resources.gpu) for spec, name in named_workers(graph)]
 
 
 def base_environment(graph: GraphSpec, environ: Mapping[str, str], settings: Settings) -> dict[str, str]:
-    """What of the caller's environment every worker gets.
+    """The caller's variables that every worker gets.
 
-    Raises `ConfigError` if a service sets CUDA_VISIBLE_DEVICES while we pin: it would have no effect (lesson 22).
+    Raises `ConfigError` if a service sets CUDA_VISIBLE_DEVICES while we pin: it would have no effect.
     """
     if settings.pin_gpus:
         for spec in graph.services:
@@ -318,7 +325,7 @@ def key_variables(graph: GraphSpec) -> dict[str, str]:
 
 
 def key_environment(graph: GraphSpec, environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Service -> what it alone sees of the caller's environment."""
+    """The caller's variables that one service alone sees, by service."""
     return {service: {name: environ[name]} for service, name in key_variables(graph).items() if name in environ}
 
 

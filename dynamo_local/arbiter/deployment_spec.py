@@ -1,6 +1,7 @@
-"""A deployment as `dynamo apply` sends it to the arbiter: understood and checked where it was read, as plain values.
+"""A deployment as `dynamo apply` sends it to the arbiter: read and checked by the command, as plain values.
 
-The arbiter cannot import the graph's code anew, and must not wait for it; so the command does, as `dynamo serve` would.
+The arbiter cannot import the graph's code again, and must not wait for it. The command does this, as `dynamo serve`
+would.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ NOT_OPTIONS = frozenset({"enabled", "namespace"})
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """`sections` are those of the services, merged, as workers read them; secrets are in the clear: it is sent over a
-    private socket, and is kept in memory only. `planner` is the section as given, None where there is none.
+class DeploymentSpec:
+    """The sections of a deployment, merged, as workers read them.
 
-    `file` and `overrides` are what it was made of.
+    Secrets are in the clear: the specification travels over a private socket and stays in memory. `planner` is the
+    section as given, or None. `file` and `overrides` are its origin.
     """
 
     graph: GraphSpec
@@ -42,12 +43,11 @@ class Wish:
     overrides: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """For the control endpoint."""
         return dict(msgspec.to_builtins(asdict(self)))
 
     @classmethod
-    def from_json(cls, given: Any) -> Wish:
-        """What `as_json` made. Raises `BadInput` that names what is wrong."""
+    def from_json(cls, given: Any) -> DeploymentSpec:
+        """Read the result of `as_json`. Raises `BadInput` that names the fault."""
         try:
             return msgspec.convert(given, cls)
         except msgspec.ValidationError as error:
@@ -60,7 +60,7 @@ class Wish:
 
     @property
     def masked_json(self) -> str:
-        """The same, fit for the statefile."""
+        """The sections with masked secrets, for the statefile."""
         return json.dumps(mask_config(self.sections))
 
     @property
@@ -70,7 +70,6 @@ class Wish:
 
     @property
     def policy(self) -> RestartPolicy:
-        """When workers that died are started again."""
         return RestartPolicy(**self.host_config.restart.model_dump())
 
     @property
@@ -80,7 +79,7 @@ class Wish:
 
     @property
     def described(self) -> Described:
-        """To be compared with what runs."""
+        """The description to compare with the running deployment."""
         options = self.planner_config
         return Described(
             self.graph, self.host, {} if options is None else options_of(options), planner_starts=self.planner_starts

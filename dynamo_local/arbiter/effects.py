@@ -1,6 +1,6 @@
-"""What the shell needs of the world: the arbiter's own (`arbiter_effects`), the twin's, and the tests' implement it.
+"""The controller's view of the world. The arbiter (`arbiter_effects`), the simulator and the tests implement it.
 
-Nothing here waits. What takes time is begun, and its result comes back by the callback that was given.
+Nothing here waits. An act is begun, and its result comes back by the callback that was given.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dynamo_local.core.fleet.effects import (
     CallOffFlip,
     Commit,
     CountRequests,
+    Effect,
     EndSession,
     FlipRole,
     Forget,
-    Instruction,
     LookAtGpus,
     LookUpKey,
     OrderSleep,
@@ -26,9 +26,8 @@ from dynamo_local.core.fleet.effects import (
     Signal,
     Spawn,
     Sweep,
-    Transition,
 )
-from dynamo_local.core.fleet.events import Stimulus
+from dynamo_local.core.fleet.events import Event
 from dynamo_local.core.fleet.fleet import Fleet, Worker
 from dynamo_local.core.notes import About
 from dynamo_local.system.gpu_locks import GpuLocked
@@ -50,13 +49,13 @@ Act = (
     | CallOffFlip
     | Rename
 )
-"""What is done to the world once the intent is committed."""
+"""Acts on the world, once the intent is committed."""
 
-Done = Callable[[Stimulus | None], None]
+Done = Callable[[Event | None], None]
 """Called once when an act has ended, with what was observed by it, if anything was."""
 
 
-class Effects(Protocol):
+class EffectRunner(Protocol):
     """The world. See `tests/contract/test_effects.py`, which every implementation passes."""
 
     def lock(self, name: str, uuids: Sequence[str]) -> tuple[str, ...]:
@@ -70,13 +69,11 @@ class Effects(Protocol):
         """Give devices back; ones that are not held are ignored."""
         ...
 
-    def commit(
-        self, commit: Commit, fleet: Fleet, instructions: Sequence[Instruction], then: Callable[[], None]
-    ) -> None:
-        """Write the named entries, as they are in `fleet` or newer, log transitions and asides, then call `then`.
+    def commit(self, commit: Commit, fleet: Fleet, effects: Sequence[Effect], then: Callable[[], None]) -> None:
+        """Write the named entries, as they are in `fleet` or newer, log transitions and notes, then call `then`.
 
         Commits are written in the order in which they are given; some may be written together. A file that cannot be
-        written is told to a person and tried again; it stops nobody: `then` is called all the same. `instructions` are
+        written is reported and tried again. That stops nothing: `then` is called all the same. `effects` are
         all of the step's, for the log.
         """
         ...
@@ -86,7 +83,7 @@ class Effects(Protocol):
         ...
 
     def wake_at(self, at_s: float) -> None:
-        """Call the shell's `tick` at that time (of the arbiter's monotonic clock) or a little later."""
+        """Call the controller's `tick` at that time (of the arbiter's monotonic clock) or a little later."""
         ...
 
     def tell(self, text: str, about: About = None) -> None:
@@ -98,20 +95,4 @@ class Effects(Protocol):
         ...
 
 
-class Observer(Protocol):
-    """Who looks on: metrics, TensorBoard, whoever waits. Must return at once."""
-
-    def on_stimulus(self, stimulus: Stimulus) -> None:
-        """The machine has taken a step for it; what follows is told next."""
-        ...
-
-    def on_transition(self, worker: Worker, transition: Transition) -> None:
-        """An event of the lifecycle was applied to `worker`, which is given as it is after the step."""
-        ...
-
-    def on_fleet(self, fleet: Fleet) -> None:
-        """The fleet is another one now."""
-        ...
-
-
-__all__ = ["Act", "Done", "Effects", "GpuLocked", "Observer"]
+__all__ = ["Act", "Done", "EffectRunner", "GpuLocked"]

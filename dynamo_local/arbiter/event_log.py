@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynamo_local.core.fleet.effects import Aside, Commit, Instruction, words
-from dynamo_local.core.fleet.lifecycle import Event
+from dynamo_local.core.fleet.effects import Commit, Effect, Note, describe
+from dynamo_local.core.fleet.lifecycle import Transition
 from dynamo_local.core.notes import Over, Tell, Trouble
-from dynamo_local.core.types import Missing, WorkerState, watcher_name
+from dynamo_local.core.types import Missing, watcher_name
 from dynamo_local.errors import StateError
 from dynamo_local.system import json_lines as jsonl
 from dynamo_local.system.json_lines import JsonLog, LogUnwritable, Record, parsed
@@ -37,20 +36,20 @@ KINDS: jsonl.Kinds = (
 )
 """`{"time", "seq", "watcher_name", "component", "event", "from", "to", "stimulus_id", …the event's own fields}`.
 
-`instructions` says in words what the machine ordered about the worker in that step. `time` is seconds since 1970; `seq`
-goes up by one per event, through rotations and from one arbiter to the next. With `aside` (true) it is no change of the
-worker's state: something was only ordered about it, and `event` is what that followed from.
+`instructions` lists the effects on the worker in that step. `time` is seconds since 1970. `seq` goes up by one per
+event, through rotations and from one arbiter to the next. With `aside` (true) the worker's state did not change: the
+step had effects on it, and `event` is their cause.
 """
 
 
 class EventLogUnwritable(LogUnwritable):
-    """The events could not be written; they are kept and tried again with the next ones."""
+    """The events could not be written. They are kept and written with the next ones."""
 
     code = "event_log_unwritable"
 
 
 class EventLog(JsonLog):
-    """The writing end. See `JsonLog`."""
+    """The writer."""
 
     what = "event"
     kinds = KINDS
@@ -62,34 +61,31 @@ def event_log_path(logs: Path) -> Path:
     return logs / FILE_NAME
 
 
-def record_of(
-    event: Event, *, watcher_name: str, component: str, before: WorkerState, after: WorkerState, time_s: float
-) -> dict[str, Any]:
-    """The event as a record without its `seq`, which `EventLog.append` gives. `time_s` is seconds since 1970.
+def record_of(transition: Transition, *, time_s: float) -> dict[str, Any]:
+    """The transition as a record without its `seq`, which `EventLog.append` gives. `time_s` is seconds since 1970.
 
-    What is missing is null.
+    A detail that is missing is null.
     """
-    own = {field.name: getattr(event, field.name) for field in fields(event) if field.name != "stimulus_id"}
-    own = {name: None if isinstance(value, Missing) else value for name, value in own.items()}
+    details = {name: None if isinstance(value, Missing) else value for name, value in transition.details.items()}
     return {
         "time": time_s,
-        "watcher_name": watcher_name,
-        "component": component,
-        "event": type(event).__name__,
-        "from": str(before),
-        "to": str(after),
-        "stimulus_id": event.stimulus_id,
-        **own,
+        "watcher_name": transition.name,
+        "component": transition.component,
+        "event": str(transition.kind),
+        "from": str(transition.before),
+        "to": str(transition.after),
+        "stimulus_id": transition.stimulus_id,
+        **details,
     }
 
 
-def aside_record(aside: Aside, *, time_s: float) -> dict[str, Any]:
-    """As `record_of`, of something that was ordered without an event."""
+def aside_record(aside: Note, *, time_s: float) -> dict[str, Any]:
+    """A record of effects on a worker whose state did not change."""
     return {
         "time": time_s,
         "watcher_name": aside.name,
         "component": aside.component,
-        "event": aside.stimulus,
+        "event": aside.event,
         "from": str(aside.state),
         "to": str(aside.state),
         "stimulus_id": aside.stimulus_id,
@@ -98,7 +94,7 @@ def aside_record(aside: Aside, *, time_s: float) -> dict[str, Any]:
 
 
 def is_aside(record: Record) -> bool:
-    """It is part of a worker's story alone: its state did not change."""
+    """Whether the record belongs to a worker's story only: its state did not change."""
     return bool(record.get("aside"))
 
 
@@ -110,10 +106,11 @@ def read(
     of: Container[str] | None = None,
     asides: bool = False,
 ) -> list[Record]:
-    """Events in order, also from rotated files: those after `since_seq`, of the workers `of`; of these the `last` ones.
+    """Events in order, also from rotated files: those after `since_seq`, of the workers `of`, and of these the `last`
+    ones.
 
-    `asides` adds the steps that ordered something without changing a state. Empty if nothing was written. Lines that
-    are no records (half written, edited) are left out.
+    `asides` adds steps that had effects without changing a state. Lines that are no records (half written, edited) are
+    left out.
     """
 
     def wanted(record: Record) -> bool:
@@ -123,7 +120,7 @@ def read(
 
 
 class EventRecorder:
-    """Writes the event log in a thread, in order. See `arbiter.arbiter_effects.EventWriter`."""
+    """Writes the event log in a thread, in order. It is the arbiter's `EventWriter`."""
 
     def __init__(self, log: EventLog, wall_s: Callable[[], float], tell: Tell) -> None:
         self._log = log
@@ -132,22 +129,15 @@ class EventRecorder:
         self._writing = asyncio.Lock()
         self._unwritten = False
 
-    async def append(self, commit: Commit, instructions: Sequence[Instruction]) -> None:
-        """Write a step's transitions and asides, with each worker's instructions. A failed write is only reported."""
+    async def append(self, commit: Commit, effects: Sequence[Effect]) -> None:
+        """Write a step's transitions and notes, with each worker's effects. A failed write is only reported."""
         now_s = self._wall_s()
-        done = _by_worker(instructions)
+        done = _by_worker(effects)
         records = []
         for each in commit.transitions:
-            record = record_of(
-                each.event,
-                watcher_name=each.name,
-                component=each.component,
-                before=each.before,
-                after=each.after,
-                time_s=now_s,
-            )
+            record = record_of(each, time_s=now_s)
             records.append({**record, "instructions": done.pop(each.name, [])})
-        for aside in commit.asides:
+        for aside in commit.notes:
             records.append({**aside_record(aside, time_s=now_s), "instructions": done.pop(aside.name, [])})
         await self._write(records)
 
@@ -158,7 +148,7 @@ class EventRecorder:
     async def _write(self, records: list[dict[str, Any]]) -> None:
         if not records:
             return
-        async with self._writing:  # first come, first written
+        async with self._writing:  # in the order of the calls
             try:
                 await asyncio.to_thread(self._log.append, records)
             except StateError as error:
@@ -170,13 +160,13 @@ class EventRecorder:
                 self._unwritten = False
 
 
-def _by_worker(instructions: Sequence[Instruction]) -> dict[str, list[str]]:
-    """What is done about each worker, in words."""
+def _by_worker(effects: Sequence[Effect]) -> dict[str, list[str]]:
+    """The effects on each worker, in words."""
     done: dict[str, list[str]] = {}
-    for each in instructions:
+    for each in effects:
         name = getattr(each, "name", None)
         if name is not None:
-            done.setdefault(name, []).append(words(each))
+            done.setdefault(name, []).append(describe(each))
     return done
 
 
@@ -194,7 +184,7 @@ class EventTail:
         self._rest = b""
 
     def poll(self) -> list[Record]:
-        """What came since the last call. Never waits."""
+        """The records since the last call. Never waits."""
         missed: list[Record] = []
         try:
             with self._path.open("rb") as file:
@@ -210,7 +200,7 @@ class EventTail:
         return missed + self._new(record for line in lines if (record := parsed(line, KINDS)) is not None)
 
     def _missed(self, inode: int) -> list[Record]:
-        """The file was rotated or truncated: the events that came meanwhile, also from rotated files."""
+        """The file was rotated or truncated. Read the events since then, also from rotated files."""
         self._inode, self._offset, self._rest = inode, 0, b""
         if any(record["seq"] < self._seq for record in read(self._path, last=1, asides=True)):
             self._seq = 0  # somebody deleted the log, and an arbiter counts from 1 again
@@ -225,12 +215,9 @@ class EventTail:
         return found
 
 
-# --- run_records
-# What stands in the event log beside workers' events: where a run begins and ends, and its servers' deaths and
-# starts.
-#
-# A run's records are its arbiter's. One that is killed writes no end: its guardian does, or whoever comes next says
-# so.
+# Records beside workers' events: begin and end of a run, deaths and starts of its servers.
+# The arbiter writes the records of its run. For a killed arbiter the guardian writes the end, else the next arbiter
+# reports it.
 
 ARBITER = "arbiter"
 RUN_STARTED, RUN_ADOPTED, RUN_NOT_ADOPTED, RUN_ENDED = "RunStarted", "RunAdopted", "RunNotAdopted", "RunEnded"
@@ -267,7 +254,7 @@ class RunRecords:
         self._wall_s = wall_s
 
     async def began(self, *, adopted: bool) -> None:
-        """The arbiter is there; nothing of the run is started or taken back yet."""
+        """Write that the arbiter has begun. Nothing of the run is started or adopted yet."""
         namespace = self._deployment.graph.namespace
         log = event_log_path(self._deployment.paths.logs)
         killed = await asyncio.to_thread(_without_end, log, namespace)
@@ -275,7 +262,7 @@ class RunRecords:
         await self._write(event, "", "starting", target=self._deployment.graph.target, killed_pid=killed)
 
     async def ended(self, why: str, exit_code: int, *, ours: bool) -> None:
-        """Nothing of the run is left but the arbiter. Not `ours`: it was not taken back, and all of it is left."""
+        """Write that the run has ended. If it is not `ours`, it was not adopted and still exists."""
         event, reason = RUN_ENDED if ours else RUN_NOT_ADOPTED, why.partition("\n")[0]
         await self._write(event, "leaving", "", reason=reason, exit_code=exit_code)
 
@@ -297,7 +284,10 @@ class RunRecords:
 
 
 def ended_in_its_place(events: EventLog, namespace: str, run_id: str, arbiter_pid: int, wall_s: float) -> None:
-    """What a killed arbiter could not write. Whoever calls holds the namespace's lock. Raises `StateError`."""
+    """Write the end that a killed arbiter could not write. Raises `StateError`.
+
+    The caller holds the namespace's lock.
+    """
     events.append(
         [
             {
@@ -317,7 +307,7 @@ def ended_in_its_place(events: EventLog, namespace: str, run_id: str, arbiter_pi
 
 
 def _without_end(log: Path, namespace: str) -> int | None:
-    """The pid of the arbiter before, if it has written no end: it was killed."""
+    """The pid of the previous arbiter if it wrote no end, because it was killed."""
     for last in read(log, last=1, of={arbiter_name(namespace)}):
         pid = last.get("arbiter_pid")
         return pid if last["event"] in (RUN_STARTED, RUN_ADOPTED) and isinstance(pid, int) else None

@@ -1,7 +1,7 @@
-"""The arbiter's exporter: serves `/metrics` for Prometheus, and feeds TensorBoard and reports while a planner runs.
+"""Serves the arbiter's `/metrics` for Prometheus.
 
-Counters go up where the events happen; gauges are computed at each scrape. It runs on the arbiter's event loop, so
-it reads the fleet and the GPU ledger without locks; a scrape takes some hundred microseconds of the loop.
+Counters go up when events happen. Gauges are computed at each scrape. The exporter runs on the arbiter's event loop, so
+it reads the fleet and the GPU ledger without locks. A scrape takes some hundred microseconds of the loop.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynamo_local.arbiter.controller import Shell
+from dynamo_local.arbiter.controller import FleetController
 from dynamo_local.arbiter.metrics import (
     CONTENT_TYPE,
     ArbiterMetrics,
@@ -23,18 +23,11 @@ from dynamo_local.arbiter.metrics import (
     gpus_held,
     residue_by_component,
 )
-from dynamo_local.arbiter.planner_metrics import PlannerNow, PluginMetrics, PluginsNow
-from dynamo_local.arbiter.planner_report.schedule import ReportSchedule
-from dynamo_local.arbiter.planner_views import Board, PlannerMetrics
-from dynamo_local.arbiter.planning import Planning
 from dynamo_local.arbiter.sampler import Sampling
 from dynamo_local.arbiter.tasks import Tasks
 from dynamo_local.clock import Clock
-from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.fleet.degraded import READY, lacking, shown_state
-from dynamo_local.core.fleet.effects import Transition
-from dynamo_local.core.fleet.events import Stimulus
-from dynamo_local.core.fleet.fleet import Fleet, Worker
+from dynamo_local.core.fleet.fleet import Fleet
 from dynamo_local.core.secrets import parse_source
 from dynamo_local.system.key_files import ApiKeys
 
@@ -51,8 +44,10 @@ KEY_OPTION = "Host.metrics-api-key"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the metrics are: on a port of loopback (0: any free one), or on a `socket` that only this user can open.
-    `api_key` says where the keys are of which a scrape must show one."""
+    """Where the metrics are served: a port of loopback (0: any free one), or a `socket` of this user.
+
+    With `api_key`, a source of keys, a scrape must show one of them.
+    """
 
     port: int = 0
     socket: Path | None = None
@@ -60,11 +55,11 @@ class Place:
 
 
 class Exporter:
-    """Serves from `start` to `stop`; `url` is None otherwise. `components` and `state` are the graph's."""
+    """Serves from `start` to `stop`. `url` is None at other times. `components` and `state` are the graph's."""
 
     def __init__(
         self,
-        shell: Shell,
+        controller: FleetController,
         sampling: Sampling,
         clock: Clock,
         *,
@@ -73,7 +68,7 @@ class Exporter:
         tasks: Tasks,
         place: Place | None = None,
     ) -> None:
-        self._shell = shell
+        self._controller = controller
         self._sampling = sampling
         self._clock = clock
         self._state = state
@@ -82,68 +77,21 @@ class Exporter:
         self._gpu_seconds = GpuSeconds()
         self._server: HttpServer | PrivateServer | None = None
         self._private: PrivateServer | None = None
-        self._reports: ReportSchedule | None = None
         self.metrics = ArbiterMetrics(self.now, components)
-        shell.observers.append(self)
+        controller.subscribe(on_transition=self.metrics.on_transition, on_fleet=self._on_fleet)
 
-    def on_stimulus(self, stimulus: Stimulus) -> None:
-        """See `arbiter.effects.Observer`."""
-
-    def on_transition(self, worker: Worker, transition: Transition) -> None:
-        """See `arbiter.effects.Observer`."""
-        self.metrics.on_transition(worker, transition)
-
-    def on_fleet(self, fleet: Fleet) -> None:
-        """See `arbiter.effects.Observer`."""
+    def _on_fleet(self, fleet: Fleet) -> None:
         self._gpu_seconds.settle(self._clock.now_s(), gpus_held(fleet.workers.values()))
 
-    def watch(self, planning: Planning, base: Path, logs: Path, tell: Callable[[str], None]) -> None:
-        """Show that planner's decisions in TensorBoard, in `/metrics` and in reports. See `Board`, `ReportSchedule`."""
-        board = Board(base, logs, self._clock, tell)
-        reports = self._reports = ReportSchedule(
-            planning.graph.namespace,
-            logs,
-            self._clock,
-            hours=lambda: planning.options.report_interval_hours,
-            written=planning.written,
-            tell=tell,
-        )
-
-        async def begin(options: PlannerConfig) -> None:
-            await board.open(options.log_dir)
-            reports.began()
-
-        async def end() -> None:
-            reports.ended()
-            await board.close()
-
-        def now() -> PlannerNow:
-            hours = self._gpu_hours(metrics.gauges.components)
-            drift = planning.observing.drift.figures()
-            return PlannerNow(planning.state, planning.counts, board.dropped, planning.since_s, hours, drift)
-
-        def plugins() -> PluginsNow:
-            found = planning.plugins
-            return PluginsNow() if found is None else PluginsNow(found.rows(), found.counters)
-
-        metrics = PlannerMetrics(self.metrics.registry, now)
-        PluginMetrics(self.metrics.registry, plugins)
-        planning.observers += [board, metrics]
-        planning.before_start, planning.after_stop = begin, end
-        planning.onlookers_say = lambda: {
-            "tensorboard": None if board.folder is None else str(board.folder),
-            "reports": str(reports.folder) if planning.options.report_interval_hours is not None else None,
-            **planning.observing.drift.status(),
-        }
-
-    def _gpu_hours(self, components: Iterable[str]) -> float | None:
-        self.on_fleet(self._shell.fleet)
+    def gpu_hours(self, components: Iterable[str]) -> float | None:
+        """Hours that the workers of these components have held GPUs so far; None if they have held none."""
+        self._on_fleet(self._controller.fleet)
         totals = self._gpu_seconds.totals()
         held_s = [totals[component] for component in components if component in totals]
         return sum(held_s) / 3600 if held_s else None
 
     async def start(self) -> None:
-        """Listen. Raises `ConfigError` where port, socket or keys cannot be had."""
+        """Raises `ConfigError` if port, socket or keys are not available."""
         from dynamo_local.components.openai.access import ApiKeyMiddleware
         from dynamo_local.components.openai.server import HttpServer, PrivateServer, bind_socket
 
@@ -161,25 +109,18 @@ class Exporter:
             server = HttpServer(app, bind_socket(LOOPBACK, place.port, option=PORT_OPTION), idle=True)
         self._server = server
         await server.start()
-        if self._reports is not None:
-            self._tasks.keep("planner's reports", self._reports.run)
 
     async def stop(self) -> None:
-        """When the planner's last report is written, stop listening. Does nothing if `start` was not called, or
-        failed."""
-        if self._reports is not None:
-            await self._reports.close()
+        """Does nothing if `start` was not called, or failed."""
         server, self._server = self._server, None
         if server is not None:
             await server.stop()
 
     @property
     def socket_files(self) -> tuple[Path, ...]:
-        """See `arbiter.runtime_folder.Listener`."""
         return () if self._private is None else self._private.socket_files
 
     async def renew_sockets(self) -> None:
-        """See `arbiter.runtime_folder.Listener`."""
         if self._private is not None:
             await self._private.renew_sockets()
 
@@ -191,8 +132,8 @@ class Exporter:
 
     def now(self) -> Now:
         """The values of the gauges at this moment."""
-        fleet = self._shell.fleet
-        self.on_fleet(fleet)
+        fleet = self._controller.fleet
+        self._on_fleet(fleet)
         workers = fleet.workers.values()
         queue = self._sampling.queue.as_json()
         return Now(

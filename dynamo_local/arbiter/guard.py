@@ -1,7 +1,7 @@
-"""The arbiter's side of the guardian: starts it before all others, starts it again when it dies, ends it last.
+"""The arbiter's side of the guardian: starts it before all others, restarts it if it dies, ends it last.
 
-No parent-death signal: it exists to outlive the arbiter. Its environment is allow-listed further than a worker's: it
-needs to find our code, what etcd knows us by, and the marks by which a successor finds it.
+It gets no parent-death signal, because it must outlive the arbiter. Its environment is smaller than a worker's: the
+path of our code, its credentials for etcd, and the marks by which a successor finds it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ STOP_TIMEOUT_S = 2.0
 PLUGIN = "dynamo_local.circus_plugins.guardian.Guardian"
 
 
-class Guarding:
-    """Keeps one guardian running. `files` says which files it has to write again if they go with the arbiter."""
+class GuardianProcess:
+    """Keeps one guardian running. `files` names the files that it restores after the arbiter's death."""
 
     def __init__(
         self, host: ProcessHost, deployment: Deployment, clock: Clock, files: Callable[[], Iterable[Path]]
@@ -71,7 +71,7 @@ class Guarding:
                     **marks(self._paths.namespace, self._paths.statefile, self._run_id, self.name),
                     **guardian_marks(os.getpid()),
                 },
-                cwd="/",  # a folder without any of the user's Python modules
+                cwd="/",  # a folder without the user's Python modules
                 log_file=self.log_file,
                 graceful_timeout_s=STOP_TIMEOUT_S,
                 death_signal=None,
@@ -95,13 +95,13 @@ class Guarding:
         return file
 
     async def replace(self) -> None:
-        """Start ours, then end the guardian that watches our dead predecessor: the workers are watched all the time."""
+        """Start our guardian, then end that of the dead predecessor. So the workers are watched all the time."""
         await self.start()
         before = partial(leftovers.end_guardian, self._paths, but=self.pid)
         await SWEEPS.run(before, SWEEP_DEADLINE_S, what="ending the previous guardian")
 
     def exited(self, name: str, code: int | None) -> bool:
-        """Called with every exit. False if it was not the guardian's; one that dies is started again."""
+        """The host calls this for every exit. Returns False if it was not the guardian's. A dead one is restarted."""
         if name != self.name:
             return False
         self.pid = None
@@ -125,7 +125,7 @@ class Guarding:
                 return
 
     async def stop(self) -> None:
-        """End it: from here on nobody acts if the arbiter dies."""
+        """End it. From now on nobody acts if the arbiter dies."""
         self._leaving = True
         if self._restarting is not None:
             self._restarting.cancel()
@@ -144,7 +144,7 @@ class Guarding:
 
 
 def guardian_argv(paths: Paths, guarded_file: Path) -> tuple[str, ...]:
-    """circus's own way to run a plugin, as `circus.plugins.get_plugin_cmd` builds it, without a shell's quoting."""
+    """circus's command for a plugin, as `circus.plugins.get_plugin_cmd` builds it, without a shell's quoting."""
     return (
         sys.executable,
         "-c",

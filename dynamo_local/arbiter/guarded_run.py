@@ -1,4 +1,9 @@
-"""What a guardian is told of the run that it watches: a small file, which the arbiter writes before it starts one."""
+"""Describes a run for its guardian, in a small file that the arbiter writes before it starts the guardian.
+
+The guardian also keeps the run's indispensable files: clearing the runtime folder must not end the run. A live arbiter
+restores them itself (`arbiter.runtime_folder`). After its death nobody else knows the certificates and the token by
+which the running etcd and NATS are reached.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +17,14 @@ from pathlib import Path
 from dynamo_local.system.paths import Paths, write_private
 
 OPTION = "guarded"
-"""The plugin's one option: the path of a `GuardedRun`'s file (circus does not quote options on the command line)."""
+"""The plugin's one option: the path of a `GuardedRun`'s file. circus does not quote options on the command line."""
 
 
 @dataclass(frozen=True, slots=True)
 class GuardedRun:
-    """What a guardian watches: an arbiter (started so many seconds after boot), and what it would leave behind.
+    """The arbiter that a guardian watches (started so many seconds after boot), and the run that it would leave.
 
-    `files` are those that the guardian writes again if they go with the arbiter.
+    The guardian restores `files` if they disappear after the arbiter's death.
     """
 
     namespace: str
@@ -33,7 +38,7 @@ class GuardedRun:
     files: tuple[str, ...] = ()
 
     def write(self, path: Path) -> None:
-        """Write it for the guardian to read; the file appears whole or not at all."""
+        """Write the file, whole or not at all."""
         temporary = path.with_suffix(".tmp")
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump(asdict(self), file)
@@ -41,7 +46,7 @@ class GuardedRun:
 
     @classmethod
     def read(cls, path: Path) -> GuardedRun:
-        """What `write` wrote."""
+        """Read the file of `write`."""
         read = json.loads(path.read_text())
         return cls(**{**read, "files": tuple(read["files"])})
 
@@ -51,18 +56,11 @@ class GuardedRun:
         return Paths(self.namespace, Path(self.runtime), Path(self.statefile), Path(self.logs))
 
 
-# --- kept_files
-# The files that a run cannot do without, kept by its guardian: who clears the runtime folder must not end the run.
-#
-# A live arbiter writes them again itself (`arbiter.runtime_folder`). With the arbiter gone nobody else knows what was
-# in
-# them: the certificates and the token with which the running etcd and NATS are reached are written nowhere else.
-
 log = logging.getLogger(__name__)
 
 
 class KeptFiles:
-    """What is in these files now; one that cannot be read is not kept."""
+    """The contents of these files now. An unreadable file is not kept."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._texts: dict[Path, str] = {}
@@ -73,7 +71,7 @@ class KeptFiles:
                 log.warning("%s is not kept: %s", path, error)
 
     def restore(self) -> list[Path]:
-        """Write what is missing again, private to the user; returns what was. Raises `OSError`."""
+        """Write missing files again, private to the user. Returns their paths. Raises `OSError`."""
         missing = {path: text for path, text in self._texts.items() if not path.exists()}
         write_private(missing)
         return list(missing)

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class System(Protocol):
-    """What is asked of the operating system. The simulation has its own."""
+    """Requests to the operating system. The simulation has its own."""
 
     def send_signal(self, pid: int, signum: int) -> None:
         """To the process; one that is gone is no error."""
@@ -49,25 +49,21 @@ class HostSystem:
         self._sweep_all = sweep_all
 
     def send_signal(self, pid: int, signum: int) -> None:
-        """See `System`."""
         send_signal(pid, signal.Signals(signum))
 
     async def end_session(self, pid: int) -> None:
-        """See `System`."""
         await aend_session(pid)
 
     def start_time_s(self, pid: int) -> float | None:
-        """See `System`."""
         return start_time_s(pid)
 
     async def end_children(self, name: str) -> list[str]:
-        """See `System`."""
         return await SWEEPS.run(
             lambda: self._sweep(name), SWEEP_DEADLINE_S, what=f"looking for what {name} left behind"
         )
 
     async def end_what_is_left(self) -> None:
-        """End what any worker left behind outside of its session. What cannot be ended is logged."""
+        """End what any worker left behind outside of its session. A process that cannot be ended is logged."""
         try:
             ended = await SWEEPS.run(self._sweep_all, SWEEP_DEADLINE_S, what="looking for what workers left behind")
         except DynamoError as error:
@@ -77,5 +73,4 @@ class HostSystem:
             log.warning("left behind by a worker that is gone, ended: %s", what)
 
     def put_log_aside(self, plan: WatcherPlan) -> None:
-        """See `System`."""
         set_aside(plan.log_file)

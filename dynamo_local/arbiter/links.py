@@ -89,7 +89,7 @@ class Links:
         from dynamo_local.transport.prefill_queue import JetStreamPrefillQueue
 
         queue = JetStreamPrefillQueue(self.nats, self._namespace, self._run_id)
-        await queue.start(purge_stale=True)  # lesson 18: a stale queue from the last run jams the next
+        await queue.start(purge_stale=True)  # a stale queue of the last run would jam this one
         self.queue = self._queue = queue
 
     async def revoke(self, lease: str) -> None:

@@ -1,4 +1,4 @@
-"""The planner's decision log and tick log, written beside the processes' logs, in threads."""
+"""Writes the planner's decisions and observations beside the processes' logs, in threads."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ UNWRITABLE = Trouble("the log of decisions")
 TICKS_UNWRITABLE = Trouble("the log of ticks")
 
 GO_ON_EVERY = 200
-"""Ticks after which the options are written again: in each of the log's files several times."""
+"""The tick log repeats the options after this many ticks, so that each of its files has them several times."""
 
 Background = Callable[[Coroutine[Any, Any, Any]], None]
 Made = Callable[[], dict[str, Any]]
-"""Makes a record: in the thread that writes it."""
+"""Makes a record, in the thread that writes it."""
 
 
-class InOrder:
-    """Writes records of a log in a thread, one after the other."""
+class OrderedWriter:
+    """Writes records of a log in a thread, in order."""
 
     def __init__(self, log: JsonLog, background: Background, tell: Tell, trouble: Trouble) -> None:
         self._log = log
@@ -47,7 +47,7 @@ class InOrder:
         self._background(self._write())
 
     async def written(self) -> None:
-        """Returns when all so far were written, or could not be."""
+        """Returns when all records so far were written, or could not be."""
         if self._waiting or self._writing.locked():
             await self._write()
 
@@ -66,54 +66,48 @@ class InOrder:
 
 
 class LoggedDecisions:
-    """The decision log as an observer of the planner. Made in a thread: it reads the last number."""
+    """The decision log as an observer of the planner. Make it in a thread: it reads the last number."""
 
     def __init__(self, make: Callable[[Path], DecisionLog], path: Path, background: Background, tell: Tell) -> None:
         self.log = make(path)
-        self._lines = InOrder(self.log, background, tell, UNWRITABLE)
+        self._lines = OrderedWriter(self.log, background, tell, UNWRITABLE)
 
     def on_observation(self, observation: Observation) -> None:
-        """Nothing: the tick log has the observations."""
+        """The tick log has the observations."""
 
     def on_decision(self, record: DecisionRecord) -> None:
-        """Write it soon."""
         logged = decisions.as_json(record)
         self._lines.put(lambda: logged)
 
     async def written(self) -> None:
-        """Returns when all decisions so far were written, or could not be."""
         await self._lines.written()
 
 
 class LoggedTicks:
-    """A `Recorder` that writes the log of ticks, for `dynamo planner replay`. Made in a thread."""
+    """A `Recorder` that writes the tick log, for `dynamo planner replay`. Make it in a thread."""
 
     def __init__(self, make: Callable[[Path], TickLog], path: Path, background: Background, tell: Tell) -> None:
-        self._lines = InOrder(make(path), background, tell, TICKS_UNWRITABLE)
+        self._lines = OrderedWriter(make(path), background, tell, TICKS_UNWRITABLE)
         self._options: PlannerConfig | None = None
         self._since = 0
 
     def began(self, options: PlannerConfig, at_s: float) -> None:
-        """See `Recorder`."""
         self._say(ticks.BEGAN, options, at_s)
 
     def changed(self, options: PlannerConfig, at_s: float) -> None:
-        """See `Recorder`."""
         self._say(ticks.CHANGED, options, at_s)
 
     def manual(self, at_s: float) -> None:
-        """See `Recorder`."""
         self._lines.put(partial(ticks.manual_record, at_s))
 
     def ticked(self, observation: Observation, decision: Decision | None) -> None:
-        """See `Recorder`. The pull is an immutable value, which the thread may read."""
+        """The observation is immutable, so the thread may read it."""
         self._since += 1
         if self._since >= GO_ON_EVERY and self._options is not None:
             self._say(ticks.GOES_ON, self._options, observation.at_s)
         self._lines.put(partial(ticks.tick_record, observation, decision))
 
     async def written(self) -> None:
-        """Returns when all ticks so far were written, or could not be."""
         await self._lines.written()
 
     def _say(self, kind: str, options: PlannerConfig, at_s: float) -> None:

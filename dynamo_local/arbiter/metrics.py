@@ -1,7 +1,7 @@
-"""`/metrics` of the arbiter: what it knows of workers, GPUs and its planner, for Prometheus.
+"""The arbiter's part of `/metrics`: workers, GPUs, tasks and dispatch, for Prometheus.
 
-Gauges are read when somebody asks: an arbiter that nobody scrapes spends nothing on them. Counters are counted where
-things happen. What is not known (a queue that could not be asked) has no sample: it is never 0.
+Gauges are computed at a scrape, so an arbiter without scrapes spends nothing on them. Counters go up when events
+happen. An unknown value (a queue that does not answer) has no sample. It is never 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from dynamo_local.core.fleet.effects import Transition
 from dynamo_local.core.fleet.fleet import Fleet, Worker
-from dynamo_local.core.fleet.lifecycle import STARTS, DrainDeadlinePassed
+from dynamo_local.core.fleet.lifecycle import STARTS
 from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.gpus import GpuLedger
 from dynamo_local.core.types import Missing, WorkerState
@@ -37,7 +37,7 @@ class GpuState(enum.StrEnum):
 
 
 def gpus_by_state(gpus: GpuLedger) -> dict[GpuState, int]:
-    """How many devices are in each place; a device that a process outside of our graphs uses is not free."""
+    """The number of devices in each place. A device that a foreign process uses is not free."""
     return {
         GpuState.FREE: len(gpus.free),
         GpuState.HELD: sum(len(held) for held in gpus.held.values()),
@@ -58,7 +58,7 @@ def residue_by_component(fleet: Fleet) -> dict[tuple[str, str], int]:
 
 
 class GpuSeconds:
-    """GPU-seconds by component, settled whenever what is held may have changed."""
+    """GPU-seconds by component. Settle them whenever the held GPUs may have changed."""
 
     def __init__(self) -> None:
         self._totals: dict[str, float] = {}
@@ -66,7 +66,7 @@ class GpuSeconds:
         self._since_s = 0.0
 
     def settle(self, now_s: float, held: Mapping[str, int]) -> None:
-        """Add what was held until now; from now on `held` is (GPUs by component)."""
+        """Add the GPU-seconds until now. From now on `held` is (GPUs by component)."""
         for component, count in self._held.items():
             self._totals[component] += count * (now_s - self._since_s)
         self._since_s, self._held = now_s, dict(held)
@@ -74,12 +74,12 @@ class GpuSeconds:
             self._totals.setdefault(component, 0.0)
 
     def totals(self) -> dict[str, float]:
-        """As of the last `settle`; a component that never held a GPU has no entry."""
+        """The totals at the last `settle`. A component that never held a GPU has no entry."""
         return dict(self._totals)
 
 
 def gpus_held(workers: Iterable[Worker]) -> dict[str, int]:
-    """GPUs by component, of all workers that hold any: starting, ready and draining ones alike."""
+    """GPUs by component, of all workers that hold any, in every state."""
     held: Tally[str] = Tally()
     for worker in workers:
         if worker.gpus:
@@ -89,20 +89,20 @@ def gpus_held(workers: Iterable[Worker]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Now:
-    """What the gauges are made of. `queue` has only what is known: `pending`, `outstanding`, `dead_letters`."""
+    """The values of the gauges. `queue` has the known ones of `pending`, `outstanding`, `dead_letters`."""
 
     state: str
     workers: Mapping[tuple[str, WorkerState], int]
-    """By component and state; components without a worker have no entry."""
+    """Workers by component and state. Components without a worker have no entry."""
     gpus: Mapping[GpuState, int]
     gpu_seconds: Mapping[str, float]
     queue: Mapping[str, int] = field(default_factory=dict)
     task_deaths: Mapping[str, int] = field(default_factory=dict)
-    """How often each task that the arbiter keeps alive has died."""
+    """How often each of the arbiter's tasks has died."""
     residue: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    """Bytes that sleeping workers keep, by component and where (`gpu`, `host`); what is not known is left out."""
+    """Bytes that sleeping workers keep, by component and place (`gpu`, `host`). Unknown ones are left out."""
     lacking: frozenset[str] = frozenset()
-    """Components that lack what they should have; see `core.fleet.degraded`."""
+    """Degraded components (`core.fleet.degraded`)."""
 
 
 NOTHING = Now("", {}, {}, {})
@@ -127,7 +127,7 @@ def _families(now: Now) -> Iterator[Metric]:
     yield state
     workers = GaugeMetricFamily(f"{PREFIX}_workers", "Workers in each state", labels=["component", "state"])
     for component in dict.fromkeys(component for component, _ in now.workers):
-        for each in WorkerState:  # all of them: a count that falls to 0 must be seen to be 0
+        for each in WorkerState:  # all of them: a count that falls to 0 must appear as 0
             workers.add_metric([component, each], now.workers.get((component, each), 0))
     yield workers
     residue = GaugeMetricFamily(
@@ -215,12 +215,12 @@ class ArbiterMetrics:
                 self.drains.labels(component, outcome)
 
     def on_transition(self, worker: Worker, transition: Transition) -> None:
-        """A change of a worker's state, just applied; `worker` as it is after the whole step."""
-        component, event = transition.component, transition.event
-        if isinstance(event, STARTS) and worker.starts > 1:
+        """Count a transition. `worker` is as it is after the whole step."""
+        component, cut = transition.component, transition.details.get("requests_cut")
+        if transition.kind in STARTS and worker.start.starts > 1:
             self.restarts.labels(component).inc()
-        if isinstance(event, DrainDeadlinePassed) and isinstance(event.requests_cut, int):
-            self.requests_cut.labels(component).inc(event.requests_cut)
+        if isinstance(cut, int):
+            self.requests_cut.labels(component).inc(cut)
         outcome = TRAITS[transition.after].drain_outcome if TRAITS[transition.before].drains else None
         if outcome is not None:
             self.drains.labels(component, outcome).inc()
@@ -230,12 +230,9 @@ class ArbiterMetrics:
         return generate_latest(self.registry)
 
 
-# --- dispatch_metrics
-# How workers dispatch requests, on `/metrics` and in words: where prompts were prefilled and why, how well estimates
-# held, what was put behind others or refused.
-#
-# Workers count (`components.remote_prefill`, `components.prefill_worker`) and tell `NAME`, `NAME.WAY` or
-# `NAME.WAY.WHY` beside their load. A name that is not known here, of a worker of another version, is left out.
+# Dispatch metrics: where prompts were prefilled and why, how good estimates were, and how many requests were deferred
+# or refused. Workers (`components.remote_prefill`, `components.prefill_worker`) report counters named `NAME`,
+# `NAME.WAY` or `NAME.WAY.WHY` beside their load. An unknown name, of another version, is left out.
 
 DISPATCH_PREFIX = "dynamo_dispatch"
 _WORKER = ("component", "worker")
@@ -243,7 +240,7 @@ _WORKER = ("component", "worker")
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """A counter of workers under another name, `labels` for what stands behind the name's dots."""
+    """A counter of workers under its public name. `labels` name the parts after the dots."""
 
     name: str
     what: str
@@ -279,7 +276,7 @@ _FAMILIES: Mapping[str, _Family] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class WorkerCounters:
     """The counters of one worker."""
 
     component: str
@@ -287,34 +284,34 @@ class Told:
     counters: Mapping[str, float]
 
 
-def dispatch_now(told: Mapping[str, Mapping[str, float]], fleet: Fleet) -> tuple[Told, ...]:
-    """Those of the workers that there are."""
+def dispatch_now(reported: Mapping[str, Mapping[str, float]], fleet: Fleet) -> tuple[WorkerCounters, ...]:
+    """The counters of the present workers."""
     return tuple(
-        Told(fleet.workers[name].component, name, counters) for name, counters in told.items() if name in fleet.workers
+        WorkerCounters(fleet.workers[name].component, name, counters)
+        for name, counters in reported.items()
+        if name in fleet.workers
     )
 
 
 class DispatchMetrics(Collector):
-    """Registered as the collector of its families. `now` is called at each scrape."""
+    """Collects the workers' counters. `now` is called at each scrape."""
 
-    def __init__(self, registry: CollectorRegistry, now: Callable[[], tuple[Told, ...]] = tuple) -> None:
+    def __init__(self, registry: CollectorRegistry, now: Callable[[], tuple[WorkerCounters, ...]] = tuple) -> None:
         self._now = now
         registry.register(self)
 
     def describe(self) -> Iterator[Metric]:
-        """All families, without samples."""
         return _dispatch_families(())
 
     def collect(self) -> Iterator[Metric]:
-        """With what workers told last."""
         return _dispatch_families(self._now())
 
 
-def _dispatch_families(told: tuple[Told, ...]) -> Iterator[Metric]:
+def _dispatch_families(counters: tuple[WorkerCounters, ...]) -> Iterator[Metric]:
     for key, family in _FAMILIES.items():
         kind: Any = GaugeMetricFamily if family.gauge else CounterMetricFamily
         metric = kind(f"{DISPATCH_PREFIX}_{family.name}", family.what, labels=[*_WORKER, *family.labels])
-        for each in told:
+        for each in counters:
             for name, value in each.counters.items():
                 head, *values = name.split(".")
                 if head == key and len(values) == len(family.labels):

@@ -1,6 +1,6 @@
-"""Dynamo's control API of a planner, on a socket that only this user can open: GET and PATCH `/v1/min-endpoints`.
+"""Dynamo's control API of a planner, on a private socket: GET and PATCH `/v1/min-endpoints`.
 
-A PATCH is the same as `dynamo planner set`: it is checked as the configuration is, and is done whole or not at all.
+A PATCH is checked like the configuration and takes effect as a whole or not at all, as `dynamo planner set` does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynamo_local.arbiter.planning import Planning
+from dynamo_local.arbiter.planning import ArbiterPlanner
 from dynamo_local.arbiter.tasks import Tasks
 from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.config.resolve import planned_components
@@ -27,11 +27,8 @@ if TYPE_CHECKING:
     from dynamo_local.components.openai.server import PrivateServer
 
 
-# --- min_endpoints
-# Floors and GPU budgets of a planner, as Dynamo's control API has them: `/v1/min-endpoints`.
-#
 # The floors depend on the policy. `throughput-load` has one for each role that it moves (`min_endpoint` in an
-# aggregated graph). `sla` has one for both (`min_endpoint`). `load` has `min_gpu_budget` alone.
+# aggregated graph). `sla` has one for both (`min_endpoint`). `load` has none besides `min_gpu_budget`.
 
 FLOORS = ("min_endpoint", "prefill_min_endpoint", "decode_min_endpoint")
 BUDGETS = ("min_gpu_budget", "max_gpu_budget")
@@ -39,21 +36,23 @@ OFF = -1
 
 
 class BadRequest(BadInput):
-    """The body is no request: no JSON, or about nothing that there is."""
+    """The body is no JSON object, is empty, or names an unknown value."""
 
     code = "bad_request"
 
 
 def mode_of(options: PlannerConfig, graph: GraphSpec) -> str:
-    """The planned roles: `disagg`, `agg`, `prefill` or `decode`. Raises `ConfigError` for a graph that nobody can
-    plan."""
+    """The planned roles: `disagg`, `agg`, `prefill` or `decode`.
+
+    Raises `ConfigError` for a graph that cannot be planned.
+    """
     prefill, _ = planned_components(graph)
     chosen = options.mode if options.policy == "throughput-load" else None
     return chosen or ("agg" if prefill is None else "disagg")
 
 
 def floors_of(options: PlannerConfig, graph: GraphSpec) -> dict[str, int]:
-    """The floors that count, by name."""
+    """The floors that have an effect, by name."""
     mode = mode_of(options, graph)
     if options.policy == "load":
         return {}
@@ -72,30 +71,30 @@ def state_of(options: PlannerConfig, graph: GraphSpec) -> dict[str, Any]:
 
 
 def read_change(body: bytes) -> dict[str, Any]:
-    """The changes, by option. Raises `BadRequest`."""
+    """The requested changes by name. Raises `BadRequest`."""
     try:
-        requested = json.loads(body)
+        changes = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is no JSON: {error}") from None
     known = (*FLOORS, *BUDGETS)
-    if not isinstance(requested, dict) or not requested:
+    if not isinstance(changes, dict) or not changes:
         raise BadRequest(f"say what to change: an object with any of {', '.join(known)}")
-    unknown = sorted(set(requested) - set(known))
+    unknown = sorted(set(changes) - set(known))
     if unknown:
         raise BadRequest(f"there is no {unknown[0][:100]!r}; there are: {', '.join(known)}")
-    return requested
+    return changes
 
 
-def checked(requested: Mapping[str, Any], options: PlannerConfig, graph: GraphSpec) -> dict[str, int]:
-    """The same, if each is a number and counts now. Raises `BadInput`; ranges are checked with all other options."""
+def checked(changes: Mapping[str, Any], options: PlannerConfig, graph: GraphSpec) -> dict[str, int]:
+    """The changes, if each is a number and has an effect. Raises `BadInput`. Ranges are checked later."""
     floors, mode = floors_of(options, graph), mode_of(options, graph)
-    for name, value in requested.items():
+    for name, value in changes.items():
         if isinstance(value, bool) or not isinstance(value, int):
             raise BadInput(f"{name} must be a whole number, not {json.dumps(value)[:100]}")
         if name in FLOORS and name not in floors:
             there = ", ".join((*floors, *BUDGETS))
             raise BadInput(f"{name} has no effect with the policy {options.policy} in mode {mode}; there are: {there}")
-    return dict(requested)
+    return dict(changes)
 
 
 log = logging.getLogger(__name__)
@@ -103,15 +102,18 @@ log = logging.getLogger(__name__)
 PATH = "/v1/min-endpoints"
 BODY_MAX = 16 * 1024
 DEADLINE_S = 10.0
-"""A change that cannot begin by then (another one is under way) is refused, and nothing is changed."""
+"""A change that cannot begin within this time, because another one is under way, is refused."""
 
 
 class ControlApi:
-    """Serves from `start` to `stop`. `ready` raises `DynamoError` while the graph is not; with `api_key` a request must
-    show a key, as a scrape of the metrics must."""
+    """Serves from `start` to `stop`.
+
+    `ready` raises `DynamoError` while the graph is not ready. With `api_key` a request must show a key, as a scrape
+    must.
+    """
 
     def __init__(
-        self, planning: Planning, socket: Path, *, ready: Callable[[], None], api_key: str | None, tasks: Tasks
+        self, planning: ArbiterPlanner, socket: Path, *, ready: Callable[[], None], api_key: str | None, tasks: Tasks
     ) -> None:
         self._planning = planning
         self._socket = socket
@@ -121,7 +123,7 @@ class ControlApi:
         self._server: PrivateServer | None = None
 
     async def start(self) -> None:
-        """Listen. Raises `ConfigError` where socket or keys cannot be had."""
+        """Raises `ConfigError` if socket or keys are not available."""
         from dynamo_local.components.openai.access import ApiKeyMiddleware
         from dynamo_local.components.openai.server import PrivateServer
 
@@ -136,22 +138,18 @@ class ControlApi:
         await self._server.start()
 
     async def stop(self) -> None:
-        """Stop listening; the socket goes."""
         if self._server is not None:
             await self._server.stop()
 
     @property
     def socket_files(self) -> tuple[Path, ...]:
-        """See `arbiter.runtime_folder.Listener`."""
         return () if self._server is None else self._server.socket_files
 
     async def renew_sockets(self) -> None:
-        """See `arbiter.runtime_folder.Listener`."""
         if self._server is not None:
             await self._server.renew_sockets()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An ASGI application."""
         from dynamo_local.components.openai.errors import ApiError
         from dynamo_local.components.openai.http_io import ClientGone, Reply, Whole, read_body
 
@@ -168,8 +166,8 @@ class ControlApi:
         except ClientGone:
             return
         except ApiError as error:
-            reported = f"the body has more than {BODY_MAX} bytes" if error.status == 413 else error.message
-            status, answer = error.status, _error(reported)
+            text = f"the body has more than {BODY_MAX} bytes" if error.status == 413 else error.message
+            status, answer = error.status, _error(text)
         await Reply(send).whole(Whole(status, json.dumps(answer).encode(), headers))
 
     async def _answered(self, body: bytes | None) -> tuple[int, dict[str, Any]]:

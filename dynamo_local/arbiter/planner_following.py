@@ -1,7 +1,7 @@
-"""`dynamo serve --follow virtual`: carries out what another planner decides, through its keys in etcd.
+"""Carries out another planner's decisions, from its keys in etcd (`dynamo serve --follow virtual`).
 
-`planner.following` decides the next step. This module reads the keys and the fleet, scales as `dynamo scale` does, and
-acknowledges. `dynamo status` and the events show its state, under the name `NAMESPACE_follow`.
+`planner.following` decides the next step. This module reads keys and fleet, scales as `dynamo scale` does, and
+acknowledges. `dynamo status` and the event log show its progress under the name `NAMESPACE_follow`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from dynamo_local.arbiter.statefile import Statefile
 from dynamo_local.clock import Clock
 from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.config.resolve import planned_components
+from dynamo_local.core.fleet.events import Change, Scale
 from dynamo_local.core.fleet.fleet import Fleet
 from dynamo_local.core.notes import Elsewhere, Tell
 from dynamo_local.core.types import GraphSpec
 from dynamo_local.core.virtual import Layout, PlannerDecision
 from dynamo_local.errors import DynamoError, EtcdUnavailable
-from dynamo_local.planner.connectors import Scales, VirtualConnector, VirtualKeys
+from dynamo_local.planner.connectors import Run, VirtualConnector, VirtualKeys
 from dynamo_local.planner.following import Next, Phase, next_step
 from dynamo_local.planner.values import WorkerPools
 from dynamo_local.ports import KeyValueStore
@@ -36,13 +37,13 @@ log = logging.getLogger(__name__)
 ENVIRONMENT = "virtual"
 NAME = "follow"
 AGAIN_S = 2.0
-"""A refused step is tried again when the fleet changes, and this often: a stranger's GPU comes free unseen."""
+"""A refused step is tried again when the fleet changes, and at this interval: a foreign process frees a GPU unseen."""
 _TRIED_AGAIN = frozenset({Phase.REFUSED, Phase.UNDER_WAY})
-"""In every other phase only a change of the keys or of the fleet can be anything to it."""
+"""In every other phase only a change of the keys or of the fleet makes a difference."""
 
 
-class Following:
-    """The follower of one namespace, from `start` to `stop`. `fleet` are the workers of both roles, counted now."""
+class DecisionFollower:
+    """Follows the keys of one namespace from `start` to `stop`. `fleet` counts the workers of both roles."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class Following:
         fleet: Callable[[], WorkerPools],
         waiting: Waiting,
         record: Callable[[dict[str, Any]], Awaitable[None]],
-        scaler: Scales,
+        run: Run,
         clock: Clock,
         tell: Tell,
     ) -> None:
@@ -65,7 +66,7 @@ class Following:
         self._waiting = waiting
         self._record = record
         self._clock = clock
-        self._scaler = scaler
+        self._run_command = run
         self._tell = tell
         self._now = Next(Phase.WAITING, reason="etcd was not read yet")
         self._troubled = False
@@ -73,11 +74,11 @@ class Following:
         self._tasks: tuple[asyncio.Task[None], ...] = ()
 
     def start(self) -> None:
-        """Follow from now on; the workers must be ready."""
+        """Follow from now on. The workers must be ready."""
         self._tasks = (asyncio.ensure_future(self._keys.follow()), asyncio.ensure_future(self._run()))
 
     async def stop(self) -> None:
-        """Returns when a step that was under way has ended: nothing is done half."""
+        """Returns when the present step has ended."""
         self._stopping = True
         self._waiting.notify()
         tasks, self._tasks = self._tasks, ()
@@ -87,7 +88,7 @@ class Following:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def status(self) -> dict[str, Any]:
-        """`follow` in `dynamo status --json`. `scaled_decision_id` is what was acknowledged last."""
+        """`follow` in `dynamo status --json`. `scaled_decision_id` is the last acknowledged one."""
         decision = self._now.decision
         return {
             "environment": ENVIRONMENT,
@@ -109,13 +110,13 @@ class Following:
             try:
                 await self._step()
                 again = self._now.phase in _TRIED_AGAIN
-            except Exception as error:  # a bug: the following goes on, and says so
+            except Exception as error:  # a defect: keep following, and report it
                 self._failed(error)
             deadline_s = self._clock.now_s() + AGAIN_S if again else None
             await self._waiting.until(partial(self._moved, seen), deadline_s)
 
     def _failed(self, error: Exception) -> None:
-        log.error("a step of --follow failed; another try follows", exc_info=error)
+        log.error("a step of --follow failed, and is tried again", exc_info=error)
         reason = f"a step failed ({type(error).__name__}: {error}); the arbiter's log says more"
         if self._now.reason != reason:
             self._tell(f"follow: {reason}", Elsewhere())
@@ -125,11 +126,10 @@ class Following:
         return self._stopping or self._seen() != seen
 
     def _seen(self) -> tuple[Any, ...]:
-        """The facts that a step depends on, except GPUs that other processes hold."""
+        """The inputs of a step, without GPUs that foreign processes hold."""
         return (self._keys.current, self._keys.reported, self._fleet())
 
     async def _step(self) -> None:
-        """Do what is to be done now."""
         if not self._keys.current:
             reason = "etcd does not answer; what was decided last stays"
             self._now = replace(self._now, reason=reason)
@@ -155,17 +155,18 @@ class Following:
     async def _scale(self, component: str, target: int, decision: PlannerDecision) -> None:
         """As `dynamo scale COMPONENT =N`, but a planner's: it never forces, restarts nothing that is faulted, and may
         wait for the GPUs of workers that leave."""
-        await self._scaler.scale(
-            component,
-            f"={target}",
+        command = Scale(
             stimulus_id=f"{ENVIRONMENT}:{decision.decision_id}",
+            component=component,
+            target=Change(target, relative=False),
             by_person=False,
             wait_for_gpus=True,
         )
+        await self._run_command(command)
         log.info("%s: %s=%d is under way", decision, component, target)
 
     async def _at(self, now: Next) -> None:
-        """Note how far it has come; told and logged when the phase or the decision is another one than before."""
+        """Note the progress. A new phase or decision is logged and told."""
         before, self._now = self._now, now
         if _same(before, now):
             return
@@ -193,7 +194,7 @@ class Following:
 
 
 def _same(before: Next, now: Next) -> bool:
-    """Nobody need be told again. A value that cannot be read stays, whatever is written beside it."""
+    """Whether both mean the same. For unreadable keys the reason decides."""
     if before.phase is now.phase is Phase.UNREADABLE:
         return before.reason == now.reason
     return (before.phase, before.decision) == (now.phase, now.decision)
@@ -202,8 +203,10 @@ def _same(before: Next, now: Next) -> bool:
 async def layout_to_follow(
     statefile: Statefile, fleet: Callable[[], Fleet], requested: Layout | None, *, plans: bool
 ) -> Layout | None:
-    """Whose decisions to carry out: as the command line says (`asked`), else as an adopted run did, unless it `plans`
-    itself now. Kept in the statefile."""
+    """Which keys to follow, kept in the statefile.
+
+    The command line (`requested`) wins. Otherwise an adopted run goes on following, unless it `plans` itself.
+    """
     head = statefile.head
     before, layout = head.follow, requested
     if layout is None and before is not None and not plans:
@@ -214,14 +217,10 @@ async def layout_to_follow(
     return layout
 
 
-# --- connecting
-# Decisions are carried out in another environment by a connector on this run's etcd.
-
-
 async def connected_virtually(
     options: PlannerConfig, graph: GraphSpec, world: ArbiterWorld, *, links: Links, clock: Clock, tell: Tell
 ) -> VirtualConnector:
-    """It follows the keys from now on; `world` says from now on whether a decision waits. Raises `EtcdUnavailable`."""
+    """A connector that follows the keys from now on. Raises `EtcdUnavailable`."""
     prefill, decode = planned_components(graph)
     virtual = VirtualConnector(
         VirtualKeys(links.kv, graph.namespace, Layout(options.virtual_keys)),
@@ -234,5 +233,4 @@ async def connected_virtually(
         tell=tell,
     )
     await virtual.start()
-    world.pending = virtual.pending
     return virtual

@@ -1,7 +1,7 @@
-"""The planner's gauges on `/metrics`, under Dynamo's names: what it saw, expects, estimates and decided.
+"""The planner's part of `/metrics`, under Dynamo's names: observed, predicted, estimated and decided values.
 
-A gauge has the value of the last decision that was about it. Where that decision did not know it, or the planner does
-not run, there is no sample: a dashboard shows a gap, not a 0.
+A gauge has the value of the last decision that concerned it. If that decision did not know it, or the planner does not
+run, there is no sample. A dashboard then shows a gap, not a 0.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -76,8 +76,11 @@ ENUMS = {
 
 @dataclass(frozen=True, slots=True)
 class PlannerNow:
-    """The planner at a scrape. It has been in `state` since `since_s` (its clock). GPU-hours are those of the planned
-    components (None: none observed yet). The rest says how far engines are off their profile."""
+    """The planner at a scrape.
+
+    `since_s` is when it entered its state, on its clock. `gpu_hours` are those of the components that it plans (None
+    before the first observation). `drift` says how far engines are off their profile.
+    """
 
     state: PlannerState = PlannerState.STOPPED
     counts: Counts = field(default_factory=Counts)
@@ -89,7 +92,7 @@ class PlannerNow:
 
 @dataclass(slots=True)
 class _Group:
-    """Figures of the last decision that was about them, made at `at_s`."""
+    """Figures of the last decision that concerned them, made at `at_s`."""
 
     at_s: float = 0.0
     values: Figures = field(default_factory=dict)
@@ -103,7 +106,7 @@ class _Group:
 
 
 class PlannerGauges(Collector):
-    """A `PlannerObserver`, registered as the collector of its gauges."""
+    """A `PlannerObserver` that is the collector of its gauges."""
 
     def __init__(self, registry: CollectorRegistry, now: Callable[[], PlannerNow]) -> None:
         self._now = now
@@ -114,33 +117,29 @@ class PlannerGauges(Collector):
 
     @property
     def components(self) -> tuple[str, ...]:
-        """Those that are planned, as far as they were seen."""
+        """The planned components of the last pull."""
         return () if self._observation is None else tuple(pool.component for pool in self._observation.pools.all)
 
     def on_observation(self, observation: Observation) -> None:
-        """See `PlannerObserver`."""
         self._observation = observation
 
     def on_decision(self, record: DecisionRecord) -> None:
-        """See `PlannerObserver`."""
         line, at_s = as_json(record), record.decision.now_s
         self._window.take(at_s, figures.window_figures(line))
         self._latency.take(at_s, figures.latency_figures(line))
         self._decided.take(at_s, figures.fleet_figures(line))
         decided = figures.scaling_decisions(line)
         for name, states in self._states.items():
-            # A tick in which that loop was not due says nothing of it.
+            # A tick in which that loop was not due says nothing about it.
             due = {component: both for component, both in decided.items() if both[name] != "unset"}
             self._states[name] = {
                 component: due.get(component, states.get(component, decided[component])) for component in decided
             }
 
     def describe(self) -> Iterator[Metric]:
-        """All families, without samples."""
         return self._families(PlannerNow())
 
     def collect(self) -> Iterator[Metric]:
-        """With what is known now."""
         return self._families(self._now())
 
     def _families(self, now: PlannerNow) -> Iterator[Metric]:
@@ -158,9 +157,9 @@ class PlannerGauges(Collector):
         yield from _engines(observation)
 
     def _enums(self, known: bool) -> Iterator[Metric]:
-        for name, reported in ENUMS.items():
+        for name, text in ENUMS.items():
             label = f"{PREFIX}_{name}"
-            family = GaugeMetricFamily(label, reported, labels=["component", label])
+            family = GaugeMetricFamily(label, text, labels=["component", label])
             for component, both in self._states[name].items() if known else ():
                 for state in figures.STATES[name]:
                     family.add_metric([component, state], float(both[name] == state))
@@ -172,16 +171,16 @@ def _replicas(observation: Observation) -> Figures:
 
 
 def _gauges(names: Mapping[str, str], values: Figures) -> Iterator[Metric]:
-    for name, reported in names.items():
-        family = GaugeMetricFamily(f"{PREFIX}_{name}", reported, labels=[])
+    for name, text in names.items():
+        family = GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=[])
         if name in values:
             family.add_metric([], values[name])
         yield family
 
 
 def _drift(drift: Iterable[Drifted]) -> Metric:
-    reported = "How far the engines' passes are off the profile that is planned by, as a share (0.2: a fifth longer)"
-    family = GaugeMetricFamily(f"{PREFIX}_profile_drift_ratio", reported, labels=["component", "kind", "quantile"])
+    text = "How far the engines' passes are off the profile that is planned by, as a share (0.2: a fifth longer)"
+    family = GaugeMetricFamily(f"{PREFIX}_profile_drift_ratio", text, labels=["component", "kind", "quantile"])
     for each in drift:
         for quantile, share in (("0.5", each.p50), ("0.9", each.p90)):
             family.add_metric([each.component, each.kind, quantile], share)
@@ -189,22 +188,94 @@ def _drift(drift: Iterable[Drifted]) -> Metric:
 
 
 def _engines(observation: Observation | None) -> Iterator[Metric]:
-    """One sample for each rank of each worker that the last pull had: a worker that has gone has none."""
+    """One sample for each rank of each worker in the last pull."""
     engines = {} if observation is None else observation.engines
-    for name, (reported, tokens) in ENGINE.items():
-        family = GaugeMetricFamily(f"{PREFIX}_{name}", reported, labels=["worker_id", "dp_rank"])
+    for name, (text, tokens) in ENGINE.items():
+        family = GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=["worker_id", "dp_rank"])
         for engine, seen in engines.items():
             if not isinstance(seen.last, Missing):
                 family.add_metric([engine.worker_id, str(engine.dp_rank)], tokens(seen.last))
         yield family
 
 
-# --- plugin_metrics
-# The planner's plugins on `/metrics`, under Dynamo's names. A plugin's samples go with it.
-#
-# One name departs: Dynamo's `tick_lag_seconds` is `plugin_tick_lag_seconds` here: the planner's own ticks have had
-# that
-# name for longer.
+LAG_BUCKETS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+
+
+class PlannerMetrics:
+    """All metrics of a planner in one registry. A `PlannerObserver`."""
+
+    def __init__(self, registry: CollectorRegistry, now: Callable[[], PlannerNow] = PlannerNow) -> None:
+        self.registry = registry
+        self._now = now
+        registry.register(_Gauges(now))
+        self.gauges = PlannerGauges(registry, now)
+        self.tick_lag = Histogram(
+            f"{PREFIX}_tick_lag_seconds", "By how much each tick came late", buckets=LAG_BUCKETS, registry=registry
+        )
+        self.decisions = Counter(
+            f"{PREFIX}_decisions",
+            "Decisions about each component, by the rule that decided; a hold is one, too",
+            ["component", "rule"],
+            registry=registry,
+        )
+        self.scale_actions = Counter(
+            f"{PREFIX}_scale_actions",
+            "Steps that were decided, and what came of them: committed, refused, no_operation or deferred; "
+            "in a virtual environment written or skipped",
+            ["component", "direction", "outcome"],
+            registry=registry,
+        )
+
+    def on_observation(self, observation: Observation) -> None:
+        self.gauges.on_observation(observation)
+        self.tick_lag.observe(self._now().counts.lag_s)
+
+    def on_decision(self, record: DecisionRecord) -> None:
+        self.gauges.on_decision(record)
+        for reason in record.decision.reasons:
+            self.decisions.labels(reason.component, reason.rule).inc()
+        for component, outcome in record.outcomes.items():
+            direction = "up" if record.decision.steps[component] > 0 else "down"
+            self.scale_actions.labels(component, direction, outcome.outcome).inc()
+
+
+class _Gauges(Collector):
+    def __init__(self, now: Callable[[], PlannerNow]) -> None:
+        self._now = now
+
+    def describe(self) -> Iterator[Metric]:
+        return _loop_families(PlannerNow())
+
+    def collect(self) -> Iterator[Metric]:
+        return _loop_families(self._now())
+
+
+def _loop_families(now: PlannerNow) -> Iterator[Metric]:
+    state = GaugeMetricFamily(f"{PREFIX}_state", "1 for the state that the planner is in", labels=["state"])
+    for each in PlannerState:
+        state.add_metric([each], float(each is now.state))
+    yield state
+    ticks, failed = now.counts.pulls, now.counts.failed_ticks
+    yield CounterMetricFamily(f"{PREFIX}_ticks", "Ticks: pulls of the metrics, failed ones included", ticks)
+    yield CounterMetricFamily(f"{PREFIX}_failed_ticks", "Ticks that raised; each was tried again", failed)
+    held = GaugeMetricFamily(
+        f"{PREFIX}_loop_held_max_seconds",
+        "The longest that one step of a tick, or of asking a source, held the arbiter's loop so far; on a busy host "
+        "the wall clock counts what others had of the core",
+        labels=["work", "clock"],
+    )
+    for work, longest in now.counts.latency.longest.items():
+        held.add_metric([work, "wall"], longest.elapsed_s)
+        held.add_metric([work, "cpu"], longest.cpu_s)
+    yield held
+    yield CounterMetricFamily(
+        f"{PREFIX}_tensorboard_dropped_points", "TensorBoard points that never reached the disk", now.dropped
+    )
+
+
+# The planner's plugins, under Dynamo's names. One name differs: Dynamo's `tick_lag_seconds` is
+# `plugin_tick_lag_seconds` here, because the planner's own ticks had that name before. A plugin's samples disappear
+# with it.
 
 TOLD = {
     "plugin_evaluations_total": "Calls of a plugin, by what it answered",
@@ -226,25 +297,23 @@ TOLD = {
 
 @dataclass(frozen=True, slots=True)
 class PluginsNow:
-    """The plugins at a scrape, and what was counted of them."""
+    """The plugins at a scrape, and their counters."""
 
     rows: tuple[PluginRow, ...] = ()
     counters: Counters = field(default_factory=Counters)
 
 
 class PluginMetrics(Collector):
-    """Registered as the collector of its families. `now` is called at each scrape."""
+    """Collects the plugins' metrics. `now` is called at each scrape."""
 
     def __init__(self, registry: CollectorRegistry, now: Callable[[], PluginsNow] = PluginsNow) -> None:
         self._now = now
         registry.register(self)
 
     def describe(self) -> Iterator[Metric]:
-        """All families, without samples."""
         return _families(PluginsNow())
 
     def collect(self) -> Iterator[Metric]:
-        """With what is known now."""
         return _families(self._now())
 
 

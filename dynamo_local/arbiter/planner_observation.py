@@ -1,7 +1,7 @@
-"""Observation of the arbiter's workers for the planner: requests, and forward passes.
+"""Observes workers for the arbiter's planner: requests, forward passes, loads and the prefill queue.
 
-The planner asks for all of it (`transport.observation`); workers send nothing by themselves. Requests are counted every
-five seconds while a policy needs them. Passes are asked for when a policy needs them.
+Workers answer questions (`transport.observation`). They send nothing by themselves. Requests are counted every five
+seconds while a policy needs them, and passes are read when a policy wants them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from dynamo_local.arbiter.controller import Shell
+from dynamo_local.arbiter.controller import FleetController
 from dynamo_local.arbiter.links import Links
 from dynamo_local.arbiter.planner_options import prometheus_options
-from dynamo_local.arbiter.profile_check import DriftCheck
+from dynamo_local.arbiter.profile_check import ProfileDrift
 from dynamo_local.arbiter.sampler import Sampling
 from dynamo_local.clock import Clock, Turns
 from dynamo_local.components.commands.launch import DYNAMO_1X
@@ -37,42 +37,44 @@ log = logging.getLogger(__name__)
 
 ENGINES = frozenset({Role.PREFILL, Role.DECODE, Role.AGGREGATED})
 ANSWER = frozenset({None, DYNAMO_1X})
-"""The runtimes whose frontends and engines tell (None: our own components)."""
+"""The runtimes whose frontends and engines answer. None stands for our own components."""
 
 
-class ArbiterObserver:
-    """`TrafficSource`, `RequestSource` and `PassSource` of one graph. `follow` says for what kind of planner, `close`
-    that there is none any more. `background` runs what nobody waits for."""
+class ObservationSources:
+    """The `TrafficSource`, `RequestSource` and `PassSource` of one graph.
+
+    `follow` prepares for a planner's options, `close` ends that. `background` runs coroutines that nobody awaits.
+    """
 
     def __init__(
         self,
         graph: Callable[[], GraphSpec],
-        shell: Shell,
+        controller: FleetController,
         links: Links,
         clock: Clock,
         background: Callable[[Coroutine[Any, Any, None]], None],
         tell: Tell,
     ) -> None:
         self._graph = graph
-        self._shell = shell
+        self._controller = controller
         self._links = links
         self._clock = clock
         self._background = background
         self._history = CounterHistory()
         self._tracker = PassTracker()
         self._measured: dict[str, dict[str, Any]] = {}
-        """The answers, by component and by the configuration (`Worker.launched`) of a worker. The newest is last."""
+        """Answers by component and by a worker's configuration (`Worker.launched`). The newest is last."""
         self._learns = False
         self._observer: Any = None
         self._counting: asyncio.Task[None] | None = None
         self._asking = asyncio.Lock()
         self._elsewhere: PrometheusTraffic | None = None
-        self.drift = DriftCheck(self._passes_for, clock, tell)
+        self.drift = ProfileDrift(self._passes_for, clock, tell)
 
     # --- what is wanted ----------------------------------------------------------------------------
 
     def follow(self, options: PlannerConfig) -> None:
-        """Be ready for what a planner with these options will ask: a window can only be told of what was counted."""
+        """Prepare for a planner with these options: a window needs counts from before its end."""
         self.drift.follow(options)
         self._learns = options.policy == "throughput-load" and options.optimization_target == "sla"
         prometheus = prometheus_options(options, self._graph().namespace)
@@ -88,7 +90,7 @@ class ArbiterObserver:
             self._counting = asyncio.create_task(self._count(), name="counting requests")
 
     def close(self) -> None:
-        """Ask nobody any more."""
+        """Ask no worker any more."""
         self.drift.close()
         self._stop_counting()
         self._leave_elsewhere()
@@ -106,42 +108,39 @@ class ArbiterObserver:
     # --- the sources ---------------------------------------------------------------------------------
 
     async def traffic(self, window_s: float) -> Traffic | Missing:
-        """See `TrafficSource`."""
         if self._elsewhere is not None:
             return await self._elsewhere.traffic(window_s)
         await self._scrape()
         return self._history.traffic(window_s, self._clock.now_s())
 
     async def requests(self, window_s: float) -> Requests | Missing:
-        """See `RequestSource`: of our own frontends, all of which must tell."""
         from dynamo_local.transport.observation import Question
 
         if self._elsewhere is not None:
             return Missing("Prometheus counts requests together")
-        workers = self._shell.fleet.workers.values()
+        workers = self._controller.fleet.workers.values()
         expected = frozenset(worker.name for worker in workers if worker.ready and worker.role is Role.FRONTEND)
         heard = await self._ask(Question(requests_s=window_s), expected)
-        reported = {name: one for name, one in heard.items() if one.requests is not None}
-        if not expected or expected - reported.keys():
-            return Missing(f"{', '.join(sorted(expected - reported.keys())) or 'nobody'} told no single requests")
+        answers = {name: one for name, one in heard.items() if one.requests is not None}
+        if not expected or expected - answers.keys():
+            return Missing(f"{', '.join(sorted(expected - answers.keys())) or 'nobody'} told no single requests")
         now_s = self._clock.now_s()
-        began = sorted(one.at_s - age_s for one in reported.values() for age_s in one.requests.began_s)
+        began = sorted(one.at_s - age_s for one in answers.values() for age_s in one.requests.began_s)
         ended = [
             Ended(one.at_s - each.age_s, each.isl, each.osl, each.ttft_s, each.itl_s)
-            for one in reported.values()
+            for one in answers.values()
             for each in one.requests.answered
         ]
         ended.sort(key=lambda each: each.at_s)
         return Requests(now_s - window_s, now_s, tuple(began), tuple(ended))
 
     async def passes(self) -> Engines:
-        """See `PassSource`."""
         ready = self._ready()
         await self._ask_passes(ready)
         return self._tracker.take(_serving(ready), self._clock.now_s())
 
     async def _passes_for(self, tracker: PassTracker) -> Engines:
-        """Those since that tracker's last, whoever else has asked. Raises `NatsUnavailable`."""
+        """The passes since that tracker's last ones, independent of other readers. Raises `NatsUnavailable`."""
         from dynamo_local.transport.observation import Question
 
         ready = self._ready()
@@ -152,7 +151,6 @@ class ArbiterObserver:
         return tracker.take(_serving(ready), self._clock.now_s())
 
     def capabilities(self) -> Mapping[str, Capabilities]:
-        """See `PassSource`."""
         return self._tracker.capabilities()
 
     # --- asking --------------------------------------------------------------------------------------
@@ -164,16 +162,18 @@ class ArbiterObserver:
             try:
                 await self._scrape()
                 await self._ask_benchmarks()
-            except Exception:  # a bug must not end the counting in silence
-                log.exception("counting the requests failed; another try follows")
+            except Exception:  # a defect must not end the counting in silence
+                log.exception("counting the requests failed, and is tried again")
             next_s = max(next_s + SCRAPE_EVERY_S, self._clock.now_s())
 
     async def _scrape(self) -> None:
-        """Read all counters once; who comes while that is done waits for it."""
+        """Read all counters once. A concurrent caller waits and reads again."""
         from dynamo_local.transport.observation import Question
 
         async with self._asking:
-            ready = [worker for worker in self._shell.fleet.workers.values() if worker.ready and self._counts(worker)]
+            ready = [
+                worker for worker in self._controller.fleet.workers.values() if worker.ready and self._counts(worker)
+            ]
             expected = frozenset(worker.name for worker in ready)
             try:
                 heard = await self._ask(Question(counters=True), expected)
@@ -181,14 +181,14 @@ class ArbiterObserver:
                 self._history.failed(str(error))
                 return
             counted = [self._counted(name, one) for name, one in heard.items() if one.counters is not None]
-            reported = {one.name for one in counted}
-            absent = [w.name for w in ready if w.role is Role.FRONTEND and w.name not in reported]
+            answers = {one.name for one in counted}
+            absent = [w.name for w in ready if w.role is Role.FRONTEND and w.name not in answers]
             self._history.add(self._clock.now_s(), counted, absent=absent)
 
     def _counted(self, name: str, one: Any) -> Counted:
-        """The frontends, draining ones included: their requests are the clients'."""
+        """A draining frontend counts, too: clients made its requests."""
         frontends = {spec.name for spec in self._graph().services if spec.role is Role.FRONTEND}
-        prefills = next(filter(None, planned_components(self._graph())))  # in an aggregated graph there is one kind
+        prefills = next(filter(None, planned_components(self._graph())))  # an aggregated graph has one kind
         return Counted(
             frontend=one.component in frontends,
             prefills=one.component == prefills,
@@ -199,12 +199,12 @@ class ArbiterObserver:
         )
 
     def _ready(self) -> dict[str, Worker]:
-        """The workers with an engine that serve, by name."""
-        workers = self._shell.fleet.workers
+        """The ready workers with an engine, by name."""
+        workers = self._controller.fleet.workers
         return {name: worker for name, worker in workers.items() if worker.ready and self._has_engine(worker)}
 
     async def _ask_benchmarks(self) -> None:
-        """Before the first passes are wanted, so that a first decision minutes from now has them."""
+        """Ask for benchmarks before the first passes are wanted, so that the first decision has them."""
         from dynamo_local.transport.observation import Question
 
         ready = self._ready()
@@ -219,7 +219,7 @@ class ArbiterObserver:
 
     def _measured_itself(self, worker: Worker, one: Any) -> None:
         if one.benchmark is not None:
-            self._measured.setdefault(worker.component, {})[worker.launched] = one.benchmark
+            self._measured.setdefault(worker.component, {})[worker.start.launched] = one.benchmark
 
     async def _ask_passes(self, expected: Mapping[str, Worker]) -> None:
         from dynamo_local.transport.observation import Question
@@ -244,14 +244,14 @@ class ArbiterObserver:
             self._tracker.heard(name, one.passes, ranks=can.dp_size, missed=one.missed)
 
     def _unmeasured(self, ready: Iterable[Worker]) -> list[str]:
-        """One worker of each component and configuration that has not said yet what it measured of itself."""
+        """One worker of each component and configuration whose benchmark is unknown."""
         by_component: dict[str, dict[str, str]] = {}
         for worker in ready:
-            by_component.setdefault(worker.component, {}).setdefault(worker.launched, worker.name)
+            by_component.setdefault(worker.component, {}).setdefault(worker.start.launched, worker.name)
         for component, current in by_component.items():
             known = self._measured.get(component, {})
             self._measured[component] = {
-                launched: reported for launched, reported in known.items() if launched in current
+                launched: answers for launched, answers in known.items() if launched in current
             }
         return [
             name
@@ -282,87 +282,92 @@ def _serving(ready: Mapping[str, Worker]) -> Iterable[ReadyWorker]:
 
 
 def _worker_id(worker: Worker) -> str:
-    """The name of its engine: a command's own lease, else the worker's."""
+    """The engine's id: a command's own lease, else the worker's."""
     lease = next(iter(worker.other_leases), worker.lease)
     return "" if lease is None else str(int(lease, 16))
 
 
-# --- arbiter_world
-# The arbiter for the planner: the fleet counted, loads and the prefill queue, and whether it can see at all.
-
-
 class ArbiterWorld:
-    """The arbiter for the planner: `loop.World`, and both sources of metrics."""
+    """The planner's view of its arbiter: `loop.World`, and both sources of metrics.
+
+    `pending` says whether another environment has yet to carry a decision out, `actuators` how decisions may be
+    carried out. Prefill workers that are commands have no queue of ours. For them `waiting_in` has, by component, the
+    field of a worker's load that counts requests waiting for a prefill.
+    """
 
     def __init__(
         self,
-        shell: Shell,
+        controller: FleetController,
         sampling: Sampling,
         links: Links,
         prefill: str | None,
         decode: str,
         clock: Clock,
         times: ScalingTimes,
+        *,
+        waiting_in: Mapping[str, str] = {},
+        actuators: Callable[[], frozenset[Actuator]] = lambda: WAKES,
+        pending: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._shell = shell
+        self._controller = controller
         self._sampling = sampling
         self._links = links
         self._prefill = prefill
         self._decode = decode
         self._clock = clock
         self._times = times
-        self.pending: Callable[[], bool] = lambda: False
-        """Whether another environment has yet to carry a decision out."""
-        self.actuators: Callable[[], frozenset[Actuator]] = lambda: WAKES
-        """The ways to carry the planner's decisions out."""
-        self.waiting_in: Mapping[str, str] = {}
-        """Where prefill workers are commands there is no queue of ours: component -> the field of its workers' loads
-        that says what waits there for a prefill."""
+        self._waiting_in = waiting_in
+        self._actuators = actuators
+        self._pending = pending
 
     def worker_pools(self) -> WorkerPools:
-        """Counted now. A draining worker whose keys are still in etcd can be given requests yet."""
-        workers = self._shell.fleet.workers.values()
+        """The present counts. A draining worker whose keys are still in etcd may still get requests."""
+        workers = self._controller.fleet.workers.values()
         routed = {w.name for w in workers if TRAITS[w.state].drains and w.lease is not None}
         pools = pools_of(
-            self._shell.fleet, decode=self._decode, prefill=self._prefill, routed=routed, actuators=self.actuators()
+            self._controller.fleet,
+            decode=self._decode,
+            prefill=self._prefill,
+            routed=routed,
+            actuators=self._actuators(),
         )
-        return replace(self._times.reported(pools), pending=self.pending())
+        return replace(self._times.reported(pools), pending=self._pending())
 
     def ready(self) -> tuple[str, ...]:
         """Names of the ready decode workers."""
-        return tuple(worker.name for worker in self._shell.fleet.ready(self._decode))
+        return tuple(worker.name for worker in self._controller.fleet.ready(self._decode))
 
     def blind(self) -> str | None:
-        """While etcd is away nobody knows who serves; while NATS is, nobody can be asked."""
+        """Why the planner cannot see: without etcd the ready workers are unknown, without NATS none can be asked."""
         if not self._links.etcd_answers:
-            return "etcd does not answer, so who serves is not known"
+            return "etcd does not answer, so the ready workers are not known"
         if not self._links.answer:
             return "NATS is not connected, so loads and the prefill queue are not known"
         return None
 
     async def loads(self) -> Mapping[str, Sampled[Load]] | Missing:
-        """See `LoadSource`."""
         sample = await self._sampling.loads()
         if sample.failed is not None:
             return sample.failed
         return {name: Sampled(load, at_s) for name, (load, at_s) in sample.loads.items()}
 
     async def depth(self) -> Sampled[int] | Missing:
-        """See `QueueSource`."""
-        if self.waiting_in:
+        if self._waiting_in:
             return await self._prefills_waiting()
         depth = await self._sampling.depth()
         return depth if isinstance(depth, Missing) else Sampled(depth.pending, self._clock.now_s())
 
     async def _prefills_waiting(self) -> Sampled[int] | Missing:
-        """Requests that wait in the prefill workers, and in the frontends' routers for one. All must say it: a part
-        of the sum is no sum."""
+        """Requests that wait in prefill workers, and in the frontends' routers for one.
+
+        If one of them does not answer, the sum is missing.
+        """
         sample = await self._sampling.loads()
         if sample.failed is not None:
             return sample.failed
         waiting, taken_s = 0, self._clock.now_s()
-        for worker in [worker for worker in self._shell.fleet.workers.values() if worker.ready]:
-            field = self.waiting_in.get(worker.component)
+        for worker in [worker for worker in self._controller.fleet.workers.values() if worker.ready]:
+            field = self._waiting_in.get(worker.component)
             if field is None:
                 continue
             if worker.name not in sample.loads:
@@ -376,7 +381,9 @@ class ArbiterWorld:
 
 
 def prefills_wait_in(graph: GraphSpec, prefill: str | None) -> dict[str, str]:
-    """`ArbiterWorld.waiting_in`: prefill workers that are commands, and Dynamo's frontends, whose routers hold back."""
+    """`ArbiterWorld.waiting_in`: prefill workers that are commands, and Dynamo's frontends, whose routers hold
+    requests.
+    """
     if prefill is None or graph.service(prefill).runtime is None:
         return {}
     fields = {DYNAMO_1X: "prefills_waiting"}

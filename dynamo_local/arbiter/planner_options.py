@@ -1,4 +1,4 @@
-"""The `Planner` section as the value that its policy takes."""
+"""Turns the `Planner` section into the values that its policy takes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from dynamo_local.planner.prometheus import PrometheusOptions
 
 
 def changed_options(before: PlannerConfig, given: Mapping[str, Any], graph: GraphSpec) -> PlannerConfig:
-    """These over the options of before, checked as a whole. Raises `ConfigError` that names the option.
+    """These options over the previous ones, checked as a whole. Raises `ConfigError` that names the option.
 
-    Another policy begins with the defaults of its own options. Targets choose one as in a section: where nobody has
-    named any.
+    Another policy begins with the defaults of its own options. Targets choose a policy if none is named, as in a
+    section.
     """
     found = {key.replace("-", "_"): value for key, value in given.items()}
     named = "policy" in before.model_fields_set
@@ -38,12 +38,12 @@ def changed_options(before: PlannerConfig, given: Mapping[str, Any], graph: Grap
 
 
 def actuators(config: PlannerConfig) -> frozenset[Actuator]:
-    """The ways to carry decisions out. Starts are always possible. Flips must be named."""
+    """The actuators for its decisions. Starts are always possible, flips only if an option allows them."""
     return WAKES if config.actuators is None else frozenset(each for each in EVERY if each in config.actuators)
 
 
 def prometheus_options(config: PlannerConfig, namespace: str) -> PrometheusOptions | None:
-    """The server that is asked for the traffic; None where the graph's own frontends are. Raises `ConfigError`."""
+    """The Prometheus server to ask for traffic. None if the graph's own frontends are asked. Raises `ConfigError`."""
     if config.metric_pulling_prometheus_endpoint is None:
         return None
     return PrometheusOptions(

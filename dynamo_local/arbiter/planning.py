@@ -1,6 +1,6 @@
-"""The load planner in its arbiter: options checked and kept, its view of the fleet, its log, and what commands ask.
+"""The planner in its arbiter: keeps its options, starts and stops its loop, and answers `dynamo planner`.
 
-`planner.loop` plans; this starts and stops it, and is the only one that knows both it and the rest of the arbiter.
+`planner.loop` plans. Only this module knows both the loop and the rest of the arbiter.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
-from dynamo_local.arbiter.commands import Orders
-from dynamo_local.arbiter.controller import Shell
+from dynamo_local.arbiter.commands import Commands
+from dynamo_local.arbiter.controller import FleetController
 from dynamo_local.arbiter.links import Links
 from dynamo_local.arbiter.logged_decisions import LoggedDecisions, LoggedTicks
 from dynamo_local.arbiter.planner_following import connected_virtually
-from dynamo_local.arbiter.planner_observation import ArbiterObserver, ArbiterWorld, prefills_wait_in
+from dynamo_local.arbiter.planner_observation import ArbiterWorld, ObservationSources, prefills_wait_in
 from dynamo_local.arbiter.planner_options import actuators, changed_options
-from dynamo_local.arbiter.planner_plugins import NOBODY, PlannerPlugins
 from dynamo_local.arbiter.sampler import Sampling
 from dynamo_local.arbiter.statefile import Statefile
 from dynamo_local.clock import Clock
@@ -31,6 +30,9 @@ from dynamo_local.planner.collector import Collector
 from dynamo_local.planner.connectors import Connector, LocalConnector, VirtualConnector
 from dynamo_local.planner.forecasting.answers import ArbiterForecaster
 from dynamo_local.planner.loop import Counts, PlannerLoop, PlannerObserver, PlannerState
+from dynamo_local.planner.plugins.pipeline import PluginPipeline
+from dynamo_local.planner.plugins.registry import Counters, PluginRow
+from dynamo_local.planner.plugins.service import PluginService
 from dynamo_local.planner.policies.protocol import Policy
 from dynamo_local.planner.records import decision_log as decisions
 from dynamo_local.planner.records.decision_log import DecisionLog, decision_log_path
@@ -43,7 +45,7 @@ log = logging.getLogger(__name__)
 NOT_STARTED = Trouble("the planner's start")
 
 NOT_OPTIONS = frozenset({"enabled", "namespace"})
-"""Keys of the section that say where and whether, not how."""
+"""Keys of the section that are no options of a policy."""
 AT_START = {
     "log_dir": "--log-dir",
     "environment": "--environment",
@@ -51,19 +53,19 @@ AT_START = {
     "scheduling": "another configuration",
     "plugin_registration": "another configuration",
 }
-"""Options that can be chosen at a start only, with their names on the command line."""
+"""Options that can be chosen at a start only, and how."""
 
 
-class Planning:
-    """The planner of one run. Made stopped; its commands raise `DynamoError`s fit for a person."""
+class ArbiterPlanner:
+    """The planner of one run, stopped at first. Its commands raise `DynamoError`s for people."""
 
     def __init__(
         self,
         graph: GraphSpec,
         options: PlannerConfig,
         *,
-        orders: Orders,
-        shell: Shell,
+        commands: Commands,
+        controller: FleetController,
         statefile: Statefile,
         sampling: Sampling,
         links: Links,
@@ -71,17 +73,19 @@ class Planning:
         logs: Path,
         background: Callable[[Coroutine[Any, Any, Any]], None],
         tell: Tell,
+        times: ScalingTimes | None = None,
+        follows: Callable[[], dict[str, Any] | None] = lambda: None,
         plugins: PlannerPlugins | None = None,
     ) -> None:
         self._graph = graph
-        self._shell = shell
+        self._controller = controller
         self._statefile = statefile
         self._clock = clock
-        self._orders = orders
+        self._commands = commands
         self._sampling = sampling
         self._links = links
         self._background = background
-        self.observing = ArbiterObserver(lambda: self._graph, shell, links, clock, background, tell)
+        self.sources = ObservationSources(lambda: self._graph, controller, links, clock, background, tell)
         self._tell = tell
         self._refused = False
         self._forecaster = ArbiterForecaster()
@@ -92,25 +96,38 @@ class Planning:
         self._world: ArbiterWorld | None = None
         self._virtual: VirtualConnector | None = None
         self._changing = asyncio.Lock()
-        self.times = ScalingTimes(clock.now_s)
-        shell.observers.append(self.times)  # from the first start on
+        self._times = ScalingTimes(clock.now_s) if times is None else times
+        controller.subscribe(on_transition=self._times.on_transition)  # from the first start on
         self._log_path = decision_log_path(logs)
         self.options = options
-        self.observers: list[PlannerObserver] = []
-        """Called with every reading and decision; whoever wants to look on adds itself before the graph is ready."""
-        self.before_start: Callable[[PlannerConfig], Awaitable[None]] = _nothing
-        """Called with the options of each start; a `DynamoError` refuses it."""
-        self.after_stop: Callable[[], Awaitable[None]] = _nothing
-        self.onlookers_say: Callable[[], dict[str, Any]] = dict
-        """The fields that observers add to the status."""
-        self.follows: Callable[[], dict[str, Any] | None] = lambda: None
-        """The name of another planner whose decisions the run carries out. This planner then stays stopped."""
+        self.follows = follows
+        self._observers: list[PlannerObserver] = []
+        self._on_start: list[Callable[[PlannerConfig], Awaitable[None]]] = []
+        self._on_stop: list[Callable[[], Awaitable[None]]] = []
+        self._status_parts: list[Callable[[], dict[str, Any]]] = []
 
-    # --- with the run ----------------------------------------------------------------------------
+    def subscribe(
+        self,
+        *observers: PlannerObserver,
+        on_start: Callable[[PlannerConfig], Awaitable[None]] | None = None,
+        on_stop: Callable[[], Awaitable[None]] | None = None,
+        status: Callable[[], dict[str, Any]] | None = None,
+    ) -> None:
+        """Only before the first start. `observers` get every pull and decision; `status` adds to the planner's status.
+
+        `on_start` gets the options of each start, and refuses it with a `DynamoError`.
+        """
+        self._observers += observers
+        self._on_start += [] if on_start is None else [on_start]
+        self._on_stop += [] if on_stop is None else [on_stop]
+        self._status_parts += [] if status is None else [status]
 
     async def begin(self, *, starts: bool | None, by_default: bool) -> None:
-        """The graph is ready. `starts` is what the command line says; else an adopted run's planner goes on as it
-        was, and a new run's starts if the configuration asks for it."""
+        """The graph is ready: start the planner, if it is to run.
+
+        `starts` is the command line's choice. Without one, an adopted planner keeps its state, and a new run's planner
+        starts if the configuration asks for it.
+        """
         entry = self._statefile.head.planner  # of the arbiter whose run was adopted
         before = None if entry is None else PlannerState(entry.state)
         wanted = starts if starts is not None else by_default if before is None else before is not PlannerState.STOPPED
@@ -121,19 +138,17 @@ class Planning:
                 await self._start(self.options, paused=starts is None and before is PlannerState.PAUSED)
             elif before not in (None, PlannerState.STOPPED):
                 await self._keep()
-        except DynamoError as error:  # the graph serves all the same
+        except DynamoError as error:  # the graph serves without a planner
             self._tell(f"the planner was not started: {error}; `dynamo planner start` tries again", NOT_STARTED)
             self._refused = True
 
     async def halt(self) -> None:
-        """The run is leaving: nothing is planned any more."""
+        """The run leaves: plan no more."""
         if self._loop is not None and self._loop.state is not PlannerState.STOPPED:
             await self._stop(self._loop)
 
-    # --- commands --------------------------------------------------------------------------------
-
     async def start(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """`dynamo planner start`: with the options of now, and these over them."""
+        """`dynamo planner start`: start with these options over the present ones."""
         async with self._changing:
             if self.state is not PlannerState.STOPPED:
                 raise DynamoError(
@@ -144,14 +159,14 @@ class Planning:
             return self.status()
 
     async def stop(self) -> dict[str, Any]:
-        """`dynamo planner stop`: returns when a tick that was under way has ended."""
+        """`dynamo planner stop`: returns when the present tick has ended."""
         async with self._changing:
             await self._stop(self._running("stop"))
             await self._keep()
             return self.status()
 
     async def pause(self) -> dict[str, Any]:
-        """`dynamo planner pause`: it goes on observing."""
+        """`dynamo planner pause`: the planner goes on observing."""
         async with self._changing:
             loop = self._running("pause")
             if loop.state is not PlannerState.PAUSED:
@@ -160,7 +175,7 @@ class Planning:
             return self.status()
 
     async def resume(self) -> dict[str, Any]:
-        """`dynamo planner resume`: its interval begins anew."""
+        """`dynamo planner resume`: its interval begins again."""
         async with self._changing:
             loop = self._running("resume")
             if loop.state is not PlannerState.RUNNING:
@@ -169,9 +184,10 @@ class Planning:
             return self.status()
 
     async def set(self, options: Mapping[str, Any], *, within_s: float | None = None) -> dict[str, Any]:
-        """`dynamo planner set KEY=VALUE …`: all of them, or none. On a stopped planner they apply at its next start.
+        """`dynamo planner set KEY=VALUE …`: change all of these options, or none.
 
-        TimeoutError, with nothing changed, where that cannot begin within so many seconds.
+        A stopped planner takes them at its next start. Raises TimeoutError, with nothing changed, if the change cannot
+        begin within `within_s`.
         """
         if not options:
             raise BadInput("say what to change: KEY=VALUE, for example decode-kv-scale-up-threshold=0.8")
@@ -182,22 +198,21 @@ class Planning:
                     why = f"{name} can be chosen at the start only: stop the planner, and start it with {option}"
                     raise BadInput(why)
             policy = await self.prepared(merged)
-            deadline.reschedule(None)  # from here on it is done whole
+            deadline.reschedule(None)  # from here on it takes effect as a whole
             self._change(merged, policy)
             await self._keep()
             return self.status()
 
     async def prepared(self, options: PlannerConfig) -> Policy[Any]:
-        """The policy of these options. Raises `ConfigError` where it cannot be made."""
+        """The policy of these options. Raises `ConfigError`."""
         return await asyncio.to_thread(_policy_of, options)
 
     def reconfigure(
         self, graph: GraphSpec, options: PlannerConfig | None = None, policy: Policy[Any] | None = None
     ) -> None:
-        """`dynamo apply`: another graph and, where given, other options with their policy, which were checked against
-        it.
+        """`dynamo apply`: take another graph, and other options with their policy, which was checked against it.
 
-        Noted in the statefile's head; the caller has that written.
+        This notes them in the head of the statefile, which the caller writes.
         """
         self._graph = graph
         if options is not None and policy is not None:
@@ -205,13 +220,13 @@ class Planning:
             self._note()
 
     async def written(self) -> None:
-        """Returns when decisions and ticks so far are in their logs, as far as these can be written."""
+        """Returns when all decisions and ticks so far are in their logs, or could not be written."""
         for logged in (self._logged, self._ticks):
             if logged is not None:
                 await logged.written()
 
     async def history(self, count: int) -> list[dict[str, Any]]:
-        """The last so many decisions, as logged."""
+        """The last `count` decisions, as logged."""
         found = await asyncio.to_thread(decisions.read, self._log_path, last=count)
         return [dict(record) for record in found]
 
@@ -219,58 +234,53 @@ class Planning:
         """The last `count` decisions in words."""
         return [decisions.describe(record) for record in await self.history(count)]
 
-    # --- answering -------------------------------------------------------------------------------
-
     @property
     def graph(self) -> GraphSpec:
-        """The graph that is planned."""
         return self._graph
 
     @property
     def state(self) -> PlannerState:
-        """Stopped, until somebody has started it."""
         return PlannerState.STOPPED if self._loop is None else self._loop.state
 
     @property
     def since_s(self) -> float:
-        """When it came into that state, on its clock."""
+        """When it entered its state, on its clock."""
         return 0.0 if self._loop is None else self._loop.since_s
 
     @property
     def counts(self) -> Counts:
-        """The counters of the loop since this arbiter made it."""
+        """The loop's counters since this arbiter made it."""
         return Counts() if self._loop is None else self._loop.counts
 
     def status(self) -> dict[str, Any]:
         """The object of `dynamo planner status --json`, and `planner` in `dynamo status --json`. Never waits."""
         options = self.options.model_dump(mode="json", include=set(self.options.named) - NOT_OPTIONS)
-        reported: dict[str, Any] = {
+        status: dict[str, Any] = {
             "state": str(self.state),
             "no_operation": self.options.no_operation,
             "options": options,
             "follow": self.follows(),
             "virtual": None if self._virtual is None else self._virtual.status(),
             "plugins": dict(NOBODY) if self.plugins is None else self.plugins.status(),
-            **self.onlookers_say(),
         }
+        for part in self._status_parts:
+            status |= part()
         loop, now_s = self._loop, self._clock.now_s()
         if loop is None:
-            return {**reported, "last_decision": None, "trouble": None}
-        status = loop.status
-        next_s = None if status is None else status.next_tick_at
+            return {**status, "last_decision": None, "trouble": None}
+        policy_status = loop.status
+        next_s = None if policy_status is None else policy_status.next_tick_at
         return {
-            **reported,
+            **status,
             "for_s": round(now_s - loop.since_s, 3),
-            "adjusting": status is not None and status.adjusting,
+            "adjusting": policy_status is not None and policy_status.adjusting,
             "next_decision_s": None if next_s is None else round(next_s - now_s, 3),
-            "waiting_for_gpus": [] if status is None else list(status.deferred),
-            "models": {} if status is None else dict(status.models),
+            "waiting_for_gpus": [] if policy_status is None else list(policy_status.deferred),
+            "models": {} if policy_status is None else dict(policy_status.models),
             **loop.counts.as_json(),
             "trouble": loop.trouble,
             "last_decision": None if loop.last is None else decisions.as_json(loop.last),
         }
-
-    # --- inside ----------------------------------------------------------------------------------
 
     async def _start(self, options: PlannerConfig, *, paused: bool = False) -> None:
         if self.follows() is not None:
@@ -285,12 +295,13 @@ class Planning:
         connector = await self._connected(options, self._world)
         try:
             pipeline = None if self.plugins is None else await self.plugins.start(options)
-            await self.before_start(options)
+            for on_start in self._on_start:
+                await on_start(options)
         except BaseException:
             await self._disconnect()
             raise
         self.options = options
-        self.observing.follow(options)
+        self.sources.follow(options)
         self._loop.act_through(connector, pipeline)
         self._loop.start(options, policy, no_operation=options.no_operation, paused=paused)
         await self._keep()
@@ -299,10 +310,10 @@ class Planning:
             self._tell("the planner is started", Over(NOT_STARTED.name))
 
     async def _connected(self, options: PlannerConfig, world: ArbiterWorld) -> Connector:
-        """The connector that carries decisions out. Raises `EtcdUnavailable`."""
+        """The connector that carries its decisions out. Raises `EtcdUnavailable`."""
         match options.environment:
             case "local":
-                return LocalConnector(self._orders, actuators=lambda: actuators(self.options))
+                return LocalConnector(self._commands.run, actuators=lambda: actuators(self.options))
             case "virtual":
                 self._virtual = await connected_virtually(
                     options, self._graph, world, links=self._links, clock=self._clock, tell=self._tell
@@ -314,11 +325,12 @@ class Planning:
     async def _stop(self, loop: PlannerLoop) -> None:
         if self._virtual is not None:
             self._virtual.release()
-        # Together: a tick that waits for a forecast ends with the process that makes it, not at its deadline.
+        # Together: a tick that waits for a forecast ends with the forecasting process, not at its deadline.
         await asyncio.gather(loop.stop(), self._forecaster.close())
-        self.observing.close()
+        self.sources.close()
         await self._disconnect()
-        await self.after_stop()
+        for on_stop in self._on_stop:
+            await on_stop()
 
     async def _disconnect(self) -> None:
         virtual, self._virtual = self._virtual, None
@@ -326,16 +338,22 @@ class Planning:
             await virtual.close()
         if self.plugins is not None:
             await self.plugins.stop()
-        if self._world is not None:
-            self._world.pending = lambda: False
 
     def world(self) -> ArbiterWorld:
-        """The observer of the arbiter for the planner. Raises `ConfigError` for a graph that no planner can scale."""
+        """Raises `ConfigError` for a graph that no planner can scale."""
         prefill, decode = planned_components(self._graph)
-        world = ArbiterWorld(self._shell, self._sampling, self._links, prefill, decode, self._clock, self.times)
-        world.waiting_in = prefills_wait_in(self._graph, prefill)
-        world.actuators = lambda: actuators(self.options)
-        return world
+        return ArbiterWorld(
+            self._controller,
+            self._sampling,
+            self._links,
+            prefill,
+            decode,
+            self._clock,
+            self._times,
+            waiting_in=prefills_wait_in(self._graph, prefill),
+            actuators=lambda: actuators(self.options),
+            pending=lambda: self._virtual is not None and self._virtual.pending(),
+        )
 
     async def _made(self, world: ArbiterWorld) -> PlannerLoop:
         prefill, _ = planned_components(self._graph)
@@ -349,20 +367,19 @@ class Planning:
                 world,
                 world if prefill is not None else None,
                 self._clock,
-                traffic=self.observing,
-                passes=self.observing,
-                requests=self.observing,
+                traffic=self.sources,
+                passes=self.sources,
+                requests=self.sources,
             ),
-            LocalConnector(self._orders),
+            LocalConnector(self._commands.run),
             self._clock,
             last_number=logged.log.last_seq,
             tell=self._tell,
             forecaster=self._forecaster,
             recorder=self._ticks,
+            observers=[logged, *self._observers],
         )
-        loop.observers = self.observers
-        self.observers.insert(0, logged)
-        self._orders.on_manual.append(lambda _: loop.on_manual_change())
+        self._commands.on_manual.append(lambda _: loop.on_manual_change())
         return loop
 
     def _running(self, what: str) -> PlannerLoop:
@@ -376,24 +393,71 @@ class Planning:
     def _change(self, options: PlannerConfig, policy: Policy[Any]) -> None:
         self.options = options
         if self.state is not PlannerState.STOPPED:
-            self.observing.follow(options)
+            self.sources.follow(options)
         if self._loop is not None:
             self._loop.change(options, policy, no_operation=options.no_operation)
         if self._virtual is not None:
             self._virtual.change(max_wait_s=options.virtual_max_wait, blocking=options.virtual_blocking)
 
     async def _keep(self) -> None:
-        """The planner's part of the statefile: an arbiter that adopts the run goes on from there."""
+        """Write the planner's state, with which a later arbiter goes on."""
         self._note()
-        await self._statefile.write_head(lambda: self._shell.fleet)
+        await self._statefile.write_head(lambda: self._controller.fleet)
 
     def _note(self) -> None:
         options = self.options.model_dump(mode="json", exclude_unset=True, exclude={"enabled"})
         self._statefile.head.planner = PlannerEntry(state=self.state.value, options=options)
 
 
-async def _nothing(*_: Any) -> None:
-    """Nobody else cares."""
+NOBODY: Mapping[str, Any] = {"plugins": [], "not_taken": {}, "gateway": None, "last_tick": None}
+
+
+class PlannerPlugins:
+    """The plugins of one run. `runtime` has the gateway's socket. Secrets come from `environ` and files."""
+
+    def __init__(self, clock: Clock, *, environ: Mapping[str, str], runtime: Path, tell: Tell) -> None:
+        self._clock = clock
+        self._environ = environ
+        self._runtime = runtime
+        self._tell = tell
+        self._service: PluginService | None = None
+
+    async def start(self, options: PlannerConfig) -> PluginPipeline:
+        """Start the plugins of these options.
+
+        Raises `ConfigError` if the gateway cannot listen, or a secret is unreadable.
+        """
+        service = PluginService(
+            options.scheduling,
+            options.plugin_registration,
+            clock=self._clock,
+            environ=self._environ,
+            runtime=self._runtime,
+            tell=self._tell,
+        )
+        try:
+            await service.start()
+        except BaseException:
+            await service.stop()
+            raise
+        self._service = service
+        return service.pipeline
+
+    async def stop(self) -> None:
+        service, self._service = self._service, None
+        if service is not None:
+            await service.stop()
+
+    def status(self) -> dict[str, Any]:
+        return dict(NOBODY) if self._service is None else self._service.status()
+
+    def rows(self) -> tuple[PluginRow, ...]:
+        return () if self._service is None else self._service.rows()
+
+    @property
+    def counters(self) -> Counters:
+        """The counters since the planner's last start."""
+        return Counters() if self._service is None else self._service.registry.counters
 
 
 def _policy_of(options: PlannerConfig) -> Policy[Any]:

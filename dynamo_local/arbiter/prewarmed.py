@@ -1,4 +1,8 @@
-"""Spares, joined to a run: whom they serve, what they are marked with, and when they are started."""
+"""Prewarmed processes: started in advance with their modules imported, they become workers within milliseconds.
+
+A new one is started when no worker is starting, because its imports would take the processors from that worker. A dead
+one is replaced with back-off. A start that needs one takes it at once, or starts a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -7,56 +11,49 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
-from dynamo_local.arbiter.controller import Shell
 from dynamo_local.arbiter.deployment import Deployment, Launcher
 from dynamo_local.arbiter.marks import marks
-from dynamo_local.arbiter.prewarmed_kinds import Kind, Kinds, secrets_of
 from dynamo_local.arbiter.tasks import Tasks
 from dynamo_local.clock import Clock
-from dynamo_local.core.fleet.effects import Transition
-from dynamo_local.core.fleet.events import Stimulus
-from dynamo_local.core.fleet.fleet import Fleet, Worker
-from dynamo_local.core.fleet.states import TRAITS
+from dynamo_local.components.text.model import TINY_MODEL
+from dynamo_local.core.fleet.fleet import Fleet
+from dynamo_local.core.fleet.states import ROLES, TRAITS
+from dynamo_local.core.gpus import GpuDevice, cuda_visible_devices
 from dynamo_local.core.notes import Elsewhere, Tell
-from dynamo_local.core.prewarmed import SOCKET_FD, SPARE
-from dynamo_local.core.types import how_it_ended, watcher_name
+from dynamo_local.core.prewarmed import ROOM, ROOM_BYTES, SOCKET_FD, SPARE, EngineName, early, engine_of
+from dynamo_local.core.secrets import is_secret_variable
+from dynamo_local.core.types import ServiceSpec, how_it_ended, watcher_name
 from dynamo_local.state.schema import SpareEntry
 from dynamo_local.system import fd_messages
 from dynamo_local.system.log_files import set_aside
 from dynamo_local.system.paths import Paths
-from dynamo_local.system.process_host import ExitCallback, ProcessHost, ProcessSpec, SpareHost
+from dynamo_local.system.process_host import PrewarmingHost, ProcessHost, ProcessSpec
 from dynamo_local.system.processes import aend_session, start_time_s, wait_exit
-
-# --- pool
-# Keeps spares running, and makes workers of them.
-#
-# A new spare is started when no worker is coming up: its imports would take the processors from that one. One that
-# dies,
-# or cannot be started, is replaced with back-off. Whoever takes one gets it at once, or none.
 
 log = logging.getLogger(__name__)
 
 ORDER_TIMEOUT_S = 10.0
-"""To change the environment and to answer takes milliseconds."""
+"""Changing the environment and answering takes milliseconds."""
 ENDED_TIMEOUT_S = 5.0
 DELAY_S, DELAY_MAX_S = 1.0, 60.0
 RAN_WELL_S = 60.0
 CALM_BOUND_S = 10.0
-"""Where workers come up all the time, or one takes its time, spares are started all the same."""
+"""If workers start all the time, prewarmed processes are started after this time anyway."""
 
 
 @dataclass(slots=True, eq=False)
-class Spare:
-    """One process. `warm_s` is when its modules were imported, of the arbiter's clock."""
+class PrewarmedProcess:
+    """One prewarmed process. `warm_s` is when its modules were imported, on the arbiter's clock."""
 
     name: str
-    kind: Kind
+    kind: PrewarmedKind
     connection: socket.socket
     started_s: float
     pid: int | None = None
@@ -66,13 +63,13 @@ class Spare:
 
     @property
     def state(self) -> str:
-        """`warming`, `warm` or `taken`, for people."""
+        """`warming`, `warm` or `taken`."""
         return "taken" if self.taken else "warming" if self.warm_s is None else "warm"
 
 
 @dataclass(frozen=True, slots=True)
-class SpareRules:
-    """How spares are run: so many of each kind, with these marks by which a run's processes are found."""
+class PrewarmedRules:
+    """How prewarmed processes run: `count` of each kind, with the `marks` of a run's processes."""
 
     count: int
     marks: Callable[[str], Mapping[str, str]]
@@ -83,25 +80,29 @@ class SpareRules:
 
 
 async def end_process(pid: int) -> None:
-    """End it with its session; returns when it is gone, or has not gone for some seconds."""
+    """End a process with its session. Returns when it is gone, or after `ENDED_TIMEOUT_S`."""
     await aend_session(pid)
     await wait_exit(pid, ENDED_TIMEOUT_S)
 
 
-class Spares:
-    """`wanted` are the kinds, `calm` says that no worker is coming up; `on_change` is called, as a task of
-    `background`, when there is another spare, or one less. `end` ends a process, and returns when it is gone."""
+class PrewarmedProcesses:
+    """Keeps prewarmed processes of the `wanted` kinds.
+
+    `calm` says that no worker is starting. `on_change` is called when a process is added or removed. `end` ends a
+    process and returns when it is gone.
+    """
 
     def __init__(
         self,
-        host: SpareHost,
+        host: PrewarmingHost,
         paths: Paths,
-        rules: SpareRules,
+        rules: PrewarmedRules,
         clock: Clock,
         *,
-        wanted: Callable[[], tuple[Kind, ...]],
+        wanted: Callable[[], tuple[PrewarmedKind, ...]],
         calm: Callable[[], bool],
         background: Callable[[Coroutine[Any, Any, None]], object],
+        on_change: Callable[[], Coroutine[Any, Any, None]],
         tell: Tell,
         end: Callable[[int], Awaitable[None]] = end_process,
     ) -> None:
@@ -114,18 +115,16 @@ class Spares:
         self._background = background
         self._tell = tell
         self._end_process = end
-        self.on_change: Callable[[], Coroutine[Any, Any, None]] | None = None
-        self._spares: dict[str, Spare] = {}
+        self._on_change = on_change
+        self._processes: dict[str, PrewarmedProcess] = {}
         self._failures = 0
         self._next_try_s = 0.0
         self._reason: str | None = None
         self._woken = asyncio.Event()
         self._leaving = False
 
-    # --- keeping them ----------------------------------------------------------------------------
-
     async def run(self) -> None:
-        """Start what is missing, for as long as the run lives."""
+        """Start missing processes, for as long as the run lives."""
         while not self._leaving:
             self._woken.clear()
             missing = self._missing()
@@ -137,21 +136,24 @@ class Spares:
                 await self._start(missing)
 
     def wake(self) -> None:
-        """What is wanted may have changed."""
+        """The wanted kinds may have changed."""
         self._woken.set()
 
-    def _missing(self) -> Kind | None:
+    def _missing(self) -> PrewarmedKind | None:
         wanted = self._wanted()
-        for spare in list(self._spares.values()):
-            if spare.kind not in wanted and not spare.taken:
-                self._dismiss(spare)
+        for process in list(self._processes.values()):
+            if process.kind not in wanted and not process.taken:
+                self._dismiss(process)
         for kind in wanted:
-            if sum(spare.kind == kind and not spare.taken for spare in self._spares.values()) < self._rules.count:
+            if (
+                sum(process.kind == kind and not process.taken for process in self._processes.values())
+                < self._rules.count
+            ):
                 return kind
         return None
 
     async def _until_calm(self) -> float:
-        """Now, once no worker is coming up, or has been for long."""
+        """Returns when no worker is starting, or after `CALM_BOUND_S`."""
         bound_s = self._clock.now_s() + CALM_BOUND_S
         while not self._calm() and self._clock.now_s() < bound_s:
             await self._clock.sleep_until(self._clock.now_s() + 0.1)
@@ -159,23 +161,23 @@ class Spares:
 
     def _free_name(self) -> str:
         n = 0
-        while (name := watcher_name(self._paths.namespace, SPARE, n)) in self._spares:
+        while (name := watcher_name(self._paths.namespace, SPARE, n)) in self._processes:
             n += 1
         return name
 
-    async def _start(self, kind: Kind) -> None:
-        """One spare, until it is warm or has failed."""
+    async def _start(self, kind: PrewarmedKind) -> None:
+        """Start one process and wait until it is warm or has failed."""
         name = self._free_name()
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        spare = self._spares[name] = Spare(name, kind, ours, self._clock.now_s())
+        process = self._processes[name] = PrewarmedProcess(name, kind, ours, self._clock.now_s())
         rules = self._rules
         env = kind.environment(rules.marks(name), rules.visible, rules.log_level)
         log_file = self._paths.log_file(name)
         try:
             with theirs:
                 await asyncio.to_thread(set_aside, log_file)
-                spare.pid = await self._host.start_process(
+                process.pid = await self._host.start_process(
                     ProcessSpec(
                         name,
                         kind.argv,
@@ -187,23 +189,23 @@ class Spares:
                         inherited_fds=(theirs.fileno(),),
                     )
                 )
-            await self._changed()
+            await self._on_change()
             async with asyncio.timeout(rules.start_deadline_s):
                 answer = await fd_messages.areceive(ours)
             if "error" in answer:
                 raise OSError(answer["error"])
         except (OSError, ValueError, TimeoutError) as error:
             why = f"it was not warm within {rules.start_deadline_s:g} s" if isinstance(error, TimeoutError) else error
-            await self._give_up(spare, f"{why}")
+            await self._give_up(process, f"{why}")
             return
-        spare.warm_s = self._clock.now_s()
-        await self._changed()
+        process.warm_s = self._clock.now_s()
+        await self._on_change()
 
-    async def _give_up(self, spare: Spare, why: str) -> None:
-        """It is of no use: end it, and try again later."""
-        if self._spares.get(spare.name) is spare:
-            self._failed(f"{spare.name}: {why}")
-        await self._end(spare)
+    async def _give_up(self, process: PrewarmedProcess, why: str) -> None:
+        """End a useless process, and try again later."""
+        if self._processes.get(process.name) is process:
+            self._failed(f"{process.name}: {why}")
+        await self._end(process)
 
     def _failed(self, why: str) -> None:
         delay_s = min(DELAY_MAX_S, DELAY_S * 2.0 ** min(self._failures, 10))
@@ -213,16 +215,16 @@ class Spares:
             self._tell(f"a spare failed ({why}); the next one is started in {delay_s:g} s", Elsewhere())
 
     def exited(self, name: str, pid: int, code: int | None) -> bool:
-        """Called with every exit. False if it was no spare."""
-        spare = self._spares.get(name)
-        if spare is None:
+        """The host calls this for every exit. Returns False if the process was not prewarmed."""
+        process = self._processes.get(name)
+        if process is None:
             return False
-        del self._spares[name]
-        spare.ended.set()
-        spare.connection.close()
-        if spare.warm_s is not None and self._clock.now_s() - spare.warm_s > RAN_WELL_S:
+        del self._processes[name]
+        process.ended.set()
+        process.connection.close()
+        if process.warm_s is not None and self._clock.now_s() - process.warm_s > RAN_WELL_S:
             self._failures = 0
-        if not spare.taken and not self._leaving:
+        if not process.taken and not self._leaving:
             self._failed(f"{name} {how_it_ended(code)}")
         self._woken.set()
         self._background(self._forgotten(name))
@@ -230,118 +232,110 @@ class Spares:
 
     async def _forgotten(self, name: str) -> None:
         await self._host.forget(name)
-        await self._changed()
+        await self._on_change()
 
-    def _dismiss(self, spare: Spare) -> None:
-        """It is not wanted any more: it ends when its socket is closed."""
-        spare.taken = True
-        spare.connection.close()
+    def _dismiss(self, process: PrewarmedProcess) -> None:
+        """Its kind is not wanted any more. It ends when its socket is closed."""
+        process.taken = True
+        process.connection.close()
 
-    async def _end(self, spare: Spare) -> None:
-        """End it, and return when it is gone."""
-        spare.taken = True
-        if spare.pid is not None:
-            await self._end_process(spare.pid)
-        spare.connection.close()
-        if self._spares.get(spare.name) is spare and spare.pid is None:
-            del self._spares[spare.name]
+    async def _end(self, process: PrewarmedProcess) -> None:
+        process.taken = True
+        if process.pid is not None:
+            await self._end_process(process.pid)
+        process.connection.close()
+        if self._processes.get(process.name) is process and process.pid is None:
+            del self._processes[process.name]
         self._woken.set()
-
-    async def _changed(self) -> None:
-        if self.on_change is not None:
-            await self.on_change()
 
     async def close(self) -> None:
-        """End all of them."""
         self._leaving = True
         self._woken.set()
-        for spare in list(self._spares.values()):
-            await self._end(spare)
+        for process in list(self._processes.values()):
+            await self._end(process)
 
-    # --- using one -------------------------------------------------------------------------------
-
-    async def become(self, spec: ProcessSpec, kind: Kind) -> int | None:
-        """The pid of a process that is that worker now, and was a spare; None if there is none, or it failed."""
-        spare = next((each for each in self._spares.values() if each.kind == kind and each.state == "warm"), None)
-        if spare is None or self._leaving:
+    async def become(self, spec: ProcessSpec, kind: PrewarmedKind) -> int | None:
+        """Make a prewarmed process that worker. Returns its pid, or None without a suitable process."""
+        process = next((each for each in self._processes.values() if each.kind == kind and each.state == "warm"), None)
+        if process is None or self._leaving:
             return None
-        spare.taken = True
+        process.taken = True
         try:
-            await self._order(spare, spec)
-            pid = self._host.rename_process(spare.name, spec)
+            await self._order(process, spec)
+            pid = self._host.rename_process(process.name, spec)
         except (OSError, ValueError, TimeoutError) as error:
-            log.warning("%s did not become %s (%s): another process is started", spare.name, spec.name, error)
-            self._failed(f"{spare.name} did not become {spec.name}: {error or 'it did not answer'}")
-            await self._end(spare)
+            log.warning("%s did not become %s (%s): another process is started", process.name, spec.name, error)
+            self._failed(f"{process.name} did not become {spec.name}: {error or 'it did not answer'}")
+            await self._end(process)
             return None
-        except BaseException:  # given up: a process that may be a worker by now must not run without an owner
-            await asyncio.shield(self._end(spare))
+        except BaseException:  # cancelled: a process that may be a worker by now must not run without an owner
+            await asyncio.shield(self._end(process))
             raise
-        self._spares.pop(spare.name, None)
-        spare.connection.close()
+        self._processes.pop(process.name, None)
+        process.connection.close()
         self._woken.set()
-        self._background(self._changed())
+        self._background(self._on_change())
         return pid
 
-    async def _order(self, spare: Spare, spec: ProcessSpec) -> None:
-        """Tell it what it is now, and hear that it is. Raises OSError, TimeoutError, ValueError."""
+    async def _order(self, process: PrewarmedProcess, spec: ProcessSpec) -> None:
+        """Send its new identity, and wait for its confirmation. Raises OSError, TimeoutError, ValueError."""
         order = {"argv": list(spec.argv), "env": dict(spec.env), "cwd": spec.cwd, "secret": secrets_of(spec.env)}
         log_fd = os.open(spec.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             async with asyncio.timeout(ORDER_TIMEOUT_S):
-                await fd_messages.asend(spare.connection, order, [log_fd, *spec.inherited_fds])
-                answer = await fd_messages.areceive(spare.connection)
+                await fd_messages.asend(process.connection, order, [log_fd, *spec.inherited_fds])
+                answer = await fd_messages.areceive(process.connection)
         finally:
             os.close(log_fd)
         if answer.get("became") != spec.name:
             raise OSError(str(answer.get("error", answer)))
 
-    # --- answering -------------------------------------------------------------------------------
-
     def records(self) -> dict[str, SpareEntry]:
         """For the statefile."""
         return {
-            spare.name: SpareEntry(engine=spare.kind.engine, pid=spare.pid, pid_start_time=start_time_s(spare.pid))
-            for spare in self._spares.values()
-            if spare.pid is not None
+            process.name: SpareEntry(
+                engine=process.kind.engine, pid=process.pid, pid_start_time=start_time_s(process.pid)
+            )
+            for process in self._processes.values()
+            if process.pid is not None
         }
 
     def status(self) -> dict[str, Any]:
-        """For `dynamo status --json`: each spare, and why the latest failed."""
+        """For `dynamo status --json`: each process, and why the latest failed."""
         now_s = self._clock.now_s()
         return {
             "count": self._rules.count,
-            "spares": [_status(spare, now_s) for spare in self._spares.values()],
+            "spares": [_status(process, now_s) for process in self._processes.values()],
             "failures": self._failures,
             "reason": self._reason if self._failures else None,
             "next_try_s": round(left_s, 3) if (left_s := self._next_try_s - now_s) > 0 else None,
         }
 
     def counts(self) -> dict[tuple[str, str], int]:
-        """How many there are, by engine and state."""
+        """Counts by engine and state."""
         found: dict[tuple[str, str], int] = {
             (kind.engine, state): 0 for kind in self._wanted() for state in ("warming", "warm")
         }
-        for spare in self._spares.values():
-            if not spare.taken:
-                found[spare.kind.engine, spare.state] = found.get((spare.kind.engine, spare.state), 0) + 1
+        for process in self._processes.values():
+            if not process.taken:
+                found[process.kind.engine, process.state] = found.get((process.kind.engine, process.state), 0) + 1
         return found
 
 
-def _status(spare: Spare, now_s: float) -> dict[str, Any]:
+def _status(process: PrewarmedProcess, now_s: float) -> dict[str, Any]:
     return {
-        "watcher_name": spare.name,
-        "engine": spare.kind.engine,
-        "state": spare.state,
-        "pid": spare.pid,
-        "uptime_s": round(now_s - spare.started_s, 3),
-        "warm_after_s": None if spare.warm_s is None else round(spare.warm_s - spare.started_s, 3),
-        "memory_bytes": None if spare.pid is None else resident_bytes(spare.pid),
+        "watcher_name": process.name,
+        "engine": process.kind.engine,
+        "state": process.state,
+        "pid": process.pid,
+        "uptime_s": round(now_s - process.started_s, 3),
+        "warm_after_s": None if process.warm_s is None else round(process.warm_s - process.started_s, 3),
+        "memory_bytes": None if process.pid is None else resident_bytes(process.pid),
     }
 
 
 def resident_bytes(pid: int) -> int | None:
-    """The memory of a process that is in RAM, shared pages included; None where it is gone."""
+    """The resident memory of a process, shared pages included. None if it is gone."""
     try:
         with open(f"/proc/{pid}/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -349,108 +343,102 @@ def resident_bytes(pid: int) -> int | None:
         return None
 
 
-# --- starting
-# Starts processes for the shell: of a spare where one fits, else anew.
-
 REMEMBERED = 1024
 
 
-class SparedHost:
-    """A `ProcessHost` before another one. `kind_of` says of which kind of spare a worker of that name can be made."""
+class PrewarmedHost:
+    """A `ProcessHost` that takes a prewarmed process where one fits. `kind_of` gives the kind for a watcher's name."""
 
-    def __init__(self, host: ProcessHost, spares: Spares | None, kind_of: Callable[[str], Kind | None]) -> None:
+    def __init__(
+        self, host: ProcessHost, spares: PrewarmedProcesses | None, kind_of: Callable[[str], PrewarmedKind | None]
+    ) -> None:
         self._host = host
-        self._spares = spares
+        self._processes = spares
         self._kind_of = kind_of
         self._warm: deque[int] = deque(maxlen=REMEMBERED)
 
-    @property
-    def on_exit(self) -> ExitCallback | None:
-        """Who hears of exits: of this host and of the other one alike."""
-        return self._host.on_exit
-
-    @on_exit.setter
-    def on_exit(self, callback: ExitCallback | None) -> None:
-        """Hear of exits."""
-        self._host.on_exit = callback
-
     async def start_process(self, spec: ProcessSpec) -> int:
-        """See `ProcessHost`."""
-        kind = None if self._spares is None else self._kind_of(spec.name)
-        if self._spares is not None and kind is not None:
-            pid = await self._spares.become(spec, kind)
+        kind = None if self._processes is None else self._kind_of(spec.name)
+        if self._processes is not None and kind is not None:
+            pid = await self._processes.become(spec, kind)
             if pid is not None:
                 self._warm.append(pid)
                 return pid
         return await self._host.start_process(spec)
 
     async def forget(self, name: str) -> None:
-        """See `ProcessHost`."""
         await self._host.forget(name)
 
     def rename(self, was: str, name: str, pid: int) -> None:
-        """See `ProcessHost`."""
         self._host.rename(was, name, pid)
 
     def was_spare(self, pid: int | None) -> bool:
-        """Whether that process was a spare before it became a worker."""
+        """Whether that process was prewarmed before it became a worker."""
         return pid in self._warm
 
 
-class Spared:
-    """The spares of one run, and the host of its workers, which uses them. An observer of its shell."""
+class PrewarmedPool:
+    """The prewarmed processes of one run, and the host of its workers, which uses them.
+
+    `fleet` and `env` are called after the run has begun. `env` has the variables for etcd and NATS.
+    """
 
     def __init__(
-        self, deployment: Deployment, launcher: Launcher, host: ProcessHost, clock: Clock, tasks: Tasks, tell: Tell
+        self,
+        deployment: Deployment,
+        launcher: Launcher,
+        host: ProcessHost,
+        clock: Clock,
+        tasks: Tasks,
+        tell: Tell,
+        *,
+        fleet: Callable[[], Fleet],
+        env: Callable[[], Mapping[str, str]],
+        on_change: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
         self._launcher = launcher
-        self._shell: Shell | None = None
-        self._env: Callable[[], Mapping[str, str]] = dict
-        self._kinds = Kinds(launcher, lambda: self._env(), deployment.gpus)
+        self._fleet = fleet
+        self._kinds = PrewarmedKinds(launcher, env, deployment.gpus)
         self._impossible = not hasattr(host, "rename_process")
         self._tell = tell
-        self.spares = self._pool(deployment, host, clock, tasks, tell) if deployment.settings.spares else None
-        self.host = SparedHost(host, self.spares, self._kind_of)
-
-    def _pool(self, deployment: Deployment, host: ProcessHost, clock: Clock, tasks: Tasks, tell: Tell) -> Spares | None:
-        if self._impossible:
-            return None
         settings, paths = deployment.settings, deployment.paths
-        rules = SpareRules(
-            count=settings.spares,
-            marks=partial(marks, deployment.graph.namespace, paths.statefile, deployment.run_id),
-            visible=self._kinds.visible,
-            log_level=os.environ.get("DYN_LOG"),
-            death_signal=None if settings.keep_on_arbiter_death else signal.SIGKILL,
-            start_deadline_s=settings.start_deadline_s,
-        )
-        spare_host = cast(SpareHost, host)
-        return Spares(
-            spare_host,
-            paths,
-            rules,
-            clock,
-            wanted=self._kinds.wanted,
-            calm=self._calm,
-            background=tasks.run,
-            tell=tell,
-        )
+        self.spares: PrewarmedProcesses | None = None
+        if settings.spares and not self._impossible:
+            rules = PrewarmedRules(
+                count=settings.spares,
+                marks=partial(marks, deployment.graph.namespace, paths.statefile, deployment.run_id),
+                visible=self._kinds.visible,
+                log_level=os.environ.get("DYN_LOG"),
+                death_signal=None if settings.keep_on_arbiter_death else signal.SIGKILL,
+                start_deadline_s=settings.start_deadline_s,
+            )
+            self.spares = PrewarmedProcesses(
+                cast(PrewarmingHost, host),
+                paths,
+                rules,
+                clock,
+                wanted=self._kinds.wanted,
+                calm=self._calm,
+                background=tasks.run,
+                on_change=on_change,
+                tell=tell,
+            )
+        self.host = PrewarmedHost(host, self.spares, self._kind_of)
 
-    def connect(self, shell: Shell, env: Callable[[], Mapping[str, str]]) -> None:
-        """Whose workers these are, and what those are told of etcd and NATS."""
-        self._shell, self._env = shell, env
-        shell.observers.append(self)
-
-    def begin(self, tasks: Tasks, on_change: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """The run is ready: from now on spares are started. `on_change` writes them down."""
+    def begin(self, tasks: Tasks) -> None:
+        """The run is ready: start prewarmed processes from now on."""
         if self.spares is not None:
-            self.spares.on_change = on_change
             tasks.keep("spares", self.spares.run)
         elif self._launcher.factory.settings.spares:
             self._tell("Host: spares has no effect under a stock circusd, whose watchers cannot be renamed")
 
+    def wake(self) -> None:
+        """The fleet has changed: an apply may want other kinds."""
+        if self.spares is not None:
+            self.spares.wake()
+
     def exited(self, name: str, pid: int, code: int | None) -> bool:
-        """Called with every exit. False if it was no spare."""
+        """The host calls this for every exit. Returns False if the process was not prewarmed."""
         return self.spares is not None and self.spares.exited(name, pid, code)
 
     def records(self) -> dict[str, SpareEntry]:
@@ -458,36 +446,85 @@ class Spared:
         return {} if self.spares is None else self.spares.records()
 
     def status(self) -> dict[str, Any] | None:
-        """For `dynamo status --json`; None where there are none."""
+        """For `dynamo status --json`. None without prewarmed processes."""
         return None if self.spares is None else self.spares.status()
 
     def counts(self) -> dict[tuple[str, str], int]:
-        """How many there are, by engine and state."""
+        """Counts by engine and state."""
         return {} if self.spares is None else self.spares.counts()
 
     async def close(self) -> None:
-        """End them."""
         if self.spares is not None:
             await self.spares.close()
 
-    def _kind_of(self, name: str) -> Kind | None:
-        worker = None if self._shell is None else self._shell.fleet.workers.get(name)
+    def _kind_of(self, name: str) -> PrewarmedKind | None:
+        worker = self._fleet().workers.get(name)
         return None if worker is None else self._kinds.of(self._launcher.factory.service(worker.component))
 
     def _calm(self) -> bool:
-        return self._shell is None or not any(
-            TRAITS[worker.state].comes_up and TRAITS[worker.state].runs for worker in self._shell.fleet.workers.values()
-        )
+        workers = self._fleet().workers.values()
+        return not any(TRAITS[worker.state].comes_up and TRAITS[worker.state].runs for worker in workers)
 
-    # --- control.effects.Observer ------------------------------------------------------------------
 
-    def on_stimulus(self, stimulus: Stimulus) -> None:
-        """Of no interest here."""
+MODULE = "dynamo_local.worker.prewarmed"
+WORDS_ROOM = 160
+"""Padding after the command line, so that `ps` can show the worker's."""
 
-    def on_transition(self, worker: Worker, transition: Transition) -> None:
-        """Of no interest here."""
 
-    def on_fleet(self, fleet: Fleet) -> None:
-        """An apply may have changed what is wanted."""
-        if self.spares is not None:
-            self.spares.wake()
+@dataclass(frozen=True, slots=True)
+class PrewarmedKind:
+    """The properties of a prewarmed process that cannot be changed later. `env` is its early environment."""
+
+    engine: EngineName
+    cwd: str
+    env: tuple[tuple[str, str], ...]
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        return (sys.executable, "-m", MODULE, self.engine, "." * WORDS_ROOM)
+
+    def environment(self, marks: Mapping[str, str], visible: str | None, log_level: str | None) -> dict[str, str]:
+        """The environment of such a process. `visible` are the run's devices (None: the user pins GPUs)."""
+        env = {**dict(self.env), **marks, ROOM: "." * ROOM_BYTES}
+        if visible is not None:
+            env["CUDA_VISIBLE_DEVICES"] = visible
+        if log_level is not None:
+            env["DYN_LOG"] = log_level
+        return env
+
+
+class PrewarmedKinds:
+    """The kinds that a run's services need. `env` has the variables that every worker gets besides the factory's."""
+
+    def __init__(self, launcher: Launcher, env: Callable[[], Mapping[str, str]], gpus: Sequence[GpuDevice]) -> None:
+        self._launcher = launcher
+        self._env = env
+        self._alike = len({device.name for device in gpus}) <= 1
+        self.visible = cuda_visible_devices(gpus) if launcher.factory.settings.pin_gpus else None
+
+    def wanted(self) -> tuple[PrewarmedKind, ...]:
+        """One kind for each engine and environment of the graph's services, in its order."""
+        found = (self.of(spec) for spec in self._launcher.factory.graph.services)
+        return tuple(dict.fromkeys(kind for kind in found if kind is not None))
+
+    def of(self, spec: ServiceSpec) -> PrewarmedKind | None:
+        """The kind that can become a worker of that service, or None.
+
+        None fits a command, or a service without an engine. None fits vLLM on different devices, because its imports
+        keep facts of one device.
+        """
+        if spec.runtime is not None or not ROLES[spec.role].computes:
+            return None
+        named = cast("EngineName | None", spec.config.get("engine"))
+        engine = engine_of(named, spec.config.get("model"), TINY_MODEL)
+        if engine == "vllm" and not self._alike:
+            return None
+        factory = self._launcher.factory
+        plan = factory.plan(spec, "", ())
+        kept = early({**plan.env, **self._env()}, factory.key_env.get(spec.name, {}))
+        return PrewarmedKind(engine, plan.cwd, tuple(sorted(kept.items())))
+
+
+def secrets_of(env: Mapping[str, str]) -> list[str]:
+    """Names of the variables that /proc must not show."""
+    return [name for name in env if is_secret_variable(name)]

@@ -1,4 +1,4 @@
-"""Whether the profile that a planner is to go by was measured of the engines that run: else it is refused."""
+"""Checks that a planner's profile fits the running engines: before a start, and while the planner runs."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from dynamo_local.profile.judgement import Drift, Drifted, words
 from dynamo_local.profile.reading import DEFAULT_PROFILE, nearest_shipped, profile_folder
 
 MEASURED = ("sla", "slo", "throughput-load")
-"""Policies that go by a profile."""
+"""Policies that use a profile."""
 SIMULATED = "Simulated"
-"""So the names of simulated devices begin."""
+"""Names of simulated devices begin with this."""
 
 
 def profile_of(config: PlannerConfig) -> str | None:
-    """Name or folder of the profile that a planner with these options goes by; None: it goes by none."""
+    """Name or folder of the profile of these options. None without one."""
     if config.policy not in MEASURED or (config.policy == "throughput-load" and config.optimization_target != "sla"):
         return None
     if config.profile_results_dir is not None:
@@ -38,8 +38,10 @@ def profile_of(config: PlannerConfig) -> str | None:
 
 
 def with_nearest(config: PlannerConfig, graph: GraphSpec, devices: Iterable[GpuDevice]) -> PlannerConfig:
-    """The options with the profile that `slo` begins with if none is given. Simulated engines have a profile of their
-    own. Otherwise it is the shipped one that is nearest to the GPUs of this host."""
+    """The options with a profile for `slo` if none is given.
+
+    Simulated engines have a profile of their own. Otherwise it is the shipped one that is nearest to this host's GPUs.
+    """
     if config.policy != "slo" or config.profile_results_dir is not None:
         return config
     device = next(iter(devices), None)
@@ -54,9 +56,9 @@ def with_nearest(config: PlannerConfig, graph: GraphSpec, devices: Iterable[GpuD
 
 
 def check_profile(config: PlannerConfig, graph: GraphSpec, gpus: Iterable[str] | None = None) -> None:
-    """Raise `ConfigError` with all that differs; `gpus` are the names of the devices, where they are known.
+    """Raise `ConfigError` with all differences. `gpus` are the names of the devices, if known.
 
-    A profile without `profile.json` (Dynamo's own, and those that ship) says nothing of what it was measured on.
+    A profile without `profile.json` (Dynamo's own, and the shipped ones) does not say where it was measured.
     """
     if config.policy not in MEASURED or config.profile_results_dir is None or config.profile_anyway:
         return
@@ -66,7 +68,7 @@ def check_profile(config: PlannerConfig, graph: GraphSpec, gpus: Iterable[str] |
         return
     from dynamo_local.components.engine_facts import (
         engine_version,
-        engines_of,  # the workers' libraries come with it
+        engines_of,  # the workers' libraries need these devices
     )
 
     running = engines_of(graph)
@@ -79,20 +81,17 @@ def check_profile(config: PlannerConfig, graph: GraphSpec, gpus: Iterable[str] |
         )
 
 
-# --- drifting
-# The profile that a planner goes by, compared on line with the passes of the engines that serve.
-#
-# Only while a planner with a profile runs; every ten seconds the workers are asked for at most 64 of their passes
-# each.
-
 log = logging.getLogger(__name__)
 
 EVERY_S = 10.0
 
 
-class DriftCheck:
-    """`ask` gives the ready engines' passes since the tracker's last ones. `follow` says by which options a planner
-    runs, `close` that none does."""
+class ProfileDrift:
+    """Compares a planner's profile with the passes of serving engines, while such a planner runs.
+
+    Every ten seconds each worker is asked for at most 64 of its passes. `ask` gives the passes since the tracker's last
+    ones. `follow` begins for a planner's options, `close` ends.
+    """
 
     def __init__(self, ask: Callable[[PassTracker], Awaitable[Engines]], clock: Clock, tell: Tell) -> None:
         self._ask = ask
@@ -104,7 +103,7 @@ class DriftCheck:
         self._task: asyncio.Task[None] | None = None
 
     def follow(self, options: PlannerConfig) -> None:
-        """Compare with the profile of these options; the same profile goes on."""
+        """Compare with the profile of these options. The comparison goes on if the profile is the same."""
         name = profile_of(options)
         if name == self._name:
             return
@@ -114,7 +113,7 @@ class DriftCheck:
             self._task = asyncio.create_task(self._watch(name), name="comparing engines with their profile")
 
     def close(self) -> None:
-        """Nothing is compared any more, and what was noted of it is over."""
+        """Stop comparing, and remove its note."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -123,24 +122,21 @@ class DriftCheck:
         self._name = self._document = self._drift = None
 
     def figures(self) -> tuple[Drifted, ...]:
-        """The drift of the last minutes; empty until there were enough passes."""
+        """The drift of the last minutes. Empty before there were enough passes."""
         return () if self._drift is None else self._drift.figures(self._clock.now_s())
 
     def status(self) -> dict[str, Any]:
-        """`profile` and `drift` of the planner's status."""
         if self._name is None:
             return {"profile": None, "drift": []}
         state = None if self._document is None else self._document.certificate.state
         profile = {"name": self._name, "measured": self._document is not None, "certificate": state}
         return {"profile": profile, "drift": [asdict(each) for each in self.figures()]}
 
-    # --- inside ----------------------------------------------------------------------------------
-
     async def _watch(self, name: str) -> None:
         try:
             model = await asyncio.to_thread(ProfileModel.load, name)
             self._document = await asyncio.to_thread(read_document, profile_folder(name))
-        except DynamoError as error:  # the policy says so, too, and did not start
+        except DynamoError as error:  # the policy reports it, too, and did not start
             log.warning("nothing is compared with the profile %s: %s", name, error)
             return
         self._drift, tracker = Drift(model), PassTracker()
@@ -150,8 +146,8 @@ class DriftCheck:
                 await self._look(self._drift, tracker)
             except DynamoError as error:  # NATS is away
                 log.debug("nothing was compared with the profile: %s", error)
-            except Exception:  # a bug must not end the comparison in silence
-                log.exception("comparing the engines with their profile failed; another try follows")
+            except Exception:  # a defect must not end the comparison in silence
+                log.exception("comparing the engines with their profile failed, and is tried again")
 
     async def _look(self, drift: Drift, tracker: PassTracker) -> None:
         turns = Turns()

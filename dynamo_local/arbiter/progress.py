@@ -1,4 +1,4 @@
-"""How a start, a run and a leave look: to a person at a terminal, to a log, and to the parent of `--detach`."""
+"""Shows a start, a run and its end: on a terminal, in a log, or to the parent of `--detach`. It also rotates logs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from dynamo_local.system.log_files import colour_of
+from dynamo_local.clock import Clock, sleep_to_next
+from dynamo_local.system.executors import FILES, CallOverdue
+from dynamo_local.system.log_files import Interleaver, colour_of, discard_old, rotate_all
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +32,11 @@ class Row:
 
 
 class View(Protocol):
-    """Where the supervisor tells what happens. Calls are cheap; `LastingView` makes that they never raise."""
+    """The display of a supervisor. Calls are cheap. `LastingView` makes sure that they never raise."""
 
     @property
     def wants_logs(self) -> bool:
-        """Whether `log_line` does anything: the files need not be read otherwise."""
+        """Whether `log_line` has an effect. If not, the log files need not be read."""
         ...
 
     def rows(self, title: str, rows: Sequence[Row]) -> None:
@@ -150,9 +153,9 @@ class TerminalView:
 
 
 class BootReport:
-    """JSON lines by which a detached arbiter tells `dynamo serve --detach` how it goes.
+    """JSON lines by which a detached arbiter reports to `dynamo serve --detach`.
 
-    `when_ready` is called once it has nothing more to say: nobody reads our output from then on.
+    `when_ready` is called after the last line. Nobody reads our output from then on.
     """
 
     wants_logs = False
@@ -177,7 +180,7 @@ class BootReport:
         self._write("event", text=text)
 
     def log_line(self, name: str, line: str, names: Sequence[str]) -> None:
-        """Ignored: the line is in the process's own log file."""
+        """Ignored: the process's own log file has the line."""
 
     def ready(self, facts: dict[str, Any]) -> None:
         self._plain.ready(facts)
@@ -194,10 +197,9 @@ class BootReport:
 
 
 class LastingView:
-    """A view that outlives what it is shown on: a terminal that was closed, a pipe that nobody reads, a full disk.
+    """A view that survives its output: a closed terminal, a broken pipe, a full disk.
 
-    The first failure is the last: from then on our output goes nowhere. What others print, and the interpreter at its
-    end, would fail in the same way.
+    After the first failure our output goes nowhere, because later prints would fail in the same way.
     """
 
     def __init__(self, view: View, silence: Callable[[], None]) -> None:
@@ -206,7 +208,7 @@ class LastingView:
 
     @property
     def wants_logs(self) -> bool:
-        """Not where nobody sees them."""
+        """False once the output is gone."""
         return self._view is not None and self._view.wants_logs
 
     def rows(self, title: str, rows: Sequence[Row]) -> None:
@@ -239,7 +241,7 @@ class LastingView:
 
 
 def silence_output() -> None:
-    """stdout and stderr go nowhere from now on."""
+    """Send stdout and stderr to nowhere from now on."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for fd in (sys.stdout.fileno(), sys.stderr.fileno()):
         os.dup2(nowhere, fd)
@@ -247,7 +249,91 @@ def silence_output() -> None:
 
 
 def open_view(boot_report: Path | None = None) -> View:
-    """The view that fits where our output goes; the report is a detached run's."""
+    """The view for the present output. A detached run has a boot report."""
     if boot_report is not None:
         return LastingView(BootReport(boot_report, silence_output), silence_output)
     return LastingView(TerminalView() if sys.stdout.isatty() else PlainView(), silence_output)
+
+
+log = logging.getLogger(__name__)
+
+LOG_POLL_S, QUIET_LOG_POLL_S = 0.15, 1.0
+"""How often 66 log files are read: while they grow, and after a quiet time."""
+ROTATE_EVERY_S = 30.0
+OF_THE_RUN = ("_arbiter", "_guardian")
+"""Logs of the run itself, which may be written to seldom."""
+LOGS_DEADLINE_S = 10.0
+ROTATE_DEADLINE_S = 120.0
+"""Many files of 64 MiB may have to be copied at once."""
+
+
+class ShownLogs:
+    """Shows the lines that workers log, and rotates all log files.
+
+    `names` are the present workers. `rows` updates the display. Lines of `servers` (etcd and NATS) are not shown: their
+    files have them.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        clock: Clock,
+        names: Callable[[], Iterable[str]],
+        servers: Callable[[], Iterable[str]],
+        log_file: Callable[[str], Path],
+        rows: Callable[[], None],
+    ) -> None:
+        self._view = view
+        self._clock = clock
+        self._names = names
+        self._servers = servers
+        self._log_file = log_file
+        self._rows = rows
+        self._logs = Interleaver()
+        self._known: dict[str, Path] = {}
+
+    def skip_to_end(self) -> None:
+        """Do not show lines from before now."""
+        self._logs.skip(self._files())
+
+    async def run(self, *, changing: Callable[[], bool]) -> None:
+        """Read and rotate until cancelled, in threads. The display is updated while `changing()`."""
+        rotated_s = self._clock.now_s()
+        every_s = LOG_POLL_S
+        while True:
+            await sleep_to_next(self._clock, every_s)
+            files = self._files()
+            lines = await self._read(files) if self._view.wants_logs else []
+            for name, line in lines:
+                self._view.log_line(name, line, list(files))
+            busy = changing()
+            every_s = LOG_POLL_S if lines or busy else min(every_s * 1.5, QUIET_LOG_POLL_S)
+            if busy:
+                self._rows()
+            if self._clock.now_s() - rotated_s > ROTATE_EVERY_S:
+                rotated_s = self._clock.now_s()
+                await self._rotate([*files.values(), *map(self._log_file, self._servers())])
+
+    def _files(self) -> dict[str, Path]:
+        """The log file of each worker. Paths are kept, because this is called several times a second."""
+        self._known = {name: self._known.get(name) or self._log_file(name) for name in self._names()}
+        return self._known
+
+    async def _read(self, files: Mapping[str, Path]) -> list[tuple[str, str]]:
+        try:
+            return await FILES.run(partial(self._logs.poll, files), LOGS_DEADLINE_S, what="reading the logs")
+        except CallOverdue as error:
+            log.warning("%s", error)
+            return []
+
+    async def _rotate(self, current: list[Path]) -> None:
+        def rotate() -> None:
+            rotate_all(current)
+            for folder in {file.parent for file in current}:
+                ours = {folder / each.name for each in folder.glob("*.log") if each.stem.endswith(OF_THE_RUN)}
+                discard_old(folder, ours.union(current), time.time())
+
+        try:
+            await FILES.run(rotate, ROTATE_DEADLINE_S, what="rotating the logs")
+        except CallOverdue as error:
+            log.warning("%s", error)

@@ -1,4 +1,4 @@
-"""What the registry says of our workers: who is ready, under which lease, and who has left it.
+"""The registry of our workers: which are ready, under which lease, and which have left.
 
 A worker's last key, `{ns}/workers/{watcher}:{lease}`, says that all of its endpoints are registered.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from dynamo_local.arbiter.links import Links
 from dynamo_local.arbiter.statefile import facts_of
-from dynamo_local.core.fleet.events import KeyGone, KeyPut, RegistryListed, Stimulus
+from dynamo_local.core.fleet.events import Event, KeyGone, KeyPut, RegistryListed
 from dynamo_local.core.types import LEASE
 from dynamo_local.errors import EtcdUnavailable
 from dynamo_local.ports import DeleteEvent, KeyValue, PutEvent, SnapshotEvent, WatchEvent
@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 
 
 class Registrations:
-    """Follows the registry and feeds what it sees to the shell."""
+    """Follows the registry and feeds what it sees to the controller."""
 
-    def __init__(self, namespace: str, feed: Callable[[Stimulus], Any], links: Links) -> None:
+    def __init__(self, namespace: str, feed: Callable[[Event], Any], links: Links) -> None:
         self._prefix = f"{namespace}/workers/"
         self._feed = feed
         self._links = links

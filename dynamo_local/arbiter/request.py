@@ -1,4 +1,4 @@
-"""The command line of `dynamo serve`, and what is understood by it: graph and configuration, loaded and checked."""
+"""The command line of `dynamo serve`, and the graph and configuration that it names, loaded and checked."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from dynamo_local.system.gpus import pinning_disabled
 from dynamo_local.system.paths import Paths
 
 LEASE_TTL_MAX_S = 3600
-"""So long a worker that hangs, or whose host is lost, would stay in the registry."""
+"""The longest lease: a hanging worker, or one on a lost host, stays in the registry for this long."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """The command line of `dynamo serve`, parsed but not yet understood. `on_arbiter_death` is "end" or "keep".
+    """The command line of `dynamo serve`, parsed only. `on_arbiter_death` is "end" or "keep".
 
-    `target` is None where the file says it all: a graph of commands. `planner` is None where the configuration decides.
+    `target` is None if the file says everything: a graph of commands. `planner` is None if the configuration decides.
     `follow` is "virtual" or None, `follow_keys` "v1", "v0" or None.
     """
 
@@ -54,7 +54,7 @@ class ServeOptions:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The command line understood: graph and configuration checked, no GPU looked at yet."""
+    """A checked command line with its graph and configuration. GPUs are not read yet."""
 
     graph: GraphSpec
     config: Config
@@ -70,9 +70,9 @@ class Request:
 
 
 def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, only_plan: bool = False) -> Request:
-    """Load the graph and its configuration. Raises `BadInput` errors; touches nothing.
+    """Load the graph and its configuration. Raises `BadInput` errors and changes nothing.
 
-    `only_plan`: what this host lacks, but the plan's host may have, becomes a note.
+    With `only_plan` a fault of this host, which the plan's host may not have, becomes a note.
     """
     if options.adopt and options.replace:
         raise BadInput("--adopt takes the running workers back, --replace ends them: say one of the two")
@@ -111,7 +111,7 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, 
 
 
 def _followed(options: ServeOptions, graph: GraphSpec, planner_starts: bool) -> Layout | None:
-    """Where the keys are that `--follow` names. Raises `BadInput` where it cannot be followed."""
+    """The layout of the keys that `--follow` names. Raises `BadInput` if the graph cannot follow."""
     if options.follow is None:
         if options.follow_keys is not None:
             raise BadInput("--follow-keys says where the keys of --follow are: say --follow virtual, too")

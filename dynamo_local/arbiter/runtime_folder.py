@@ -1,7 +1,7 @@
-"""Keeps the sockets and files of a live run in their place: somebody may clear the folder that they lie in.
+"""Restores the sockets and files of a live run in its runtime folder.
 
-logind removes a user's runtime folder at the last logout, tmpfiles and people clear temporary ones. The run goes on;
-but nobody could ask it anything any more, and no new worker could read the token of NATS.
+logind removes a user's runtime folder at the last logout, and tmpfiles or people clear temporary ones. Without this the
+run would go on, but no command could reach it, and no new worker could read the token of NATS.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ FILES_DEADLINE_S = 10.0
 
 
 class Listener(Protocol):
-    """Whoever listens on sockets in the runtime folder: the host of the processes, the planner's control API, …"""
+    """A part of the arbiter with sockets in the runtime folder: the process host, the exporter, the control API."""
 
     @property
     def socket_files(self) -> tuple[Path, ...]:
-        """The files of the sockets that it listens on now."""
+        """The present files of its sockets."""
         ...
 
     async def renew_sockets(self) -> None:
-        """Listen again where such a file is missing. OSError or `DynamoError` says why that cannot be."""
+        """Listen again if such a file is missing. OSError or `DynamoError` gives the reason if that fails."""
         ...
 
 
 class RuntimeFolder:
-    """`run` for as long as the run lives."""
+    """Call `run` for as long as the run lives."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class RuntimeFolder:
         self._trouble: str | None = None
 
     async def run(self) -> None:
-        """For ever: what is missing is made again. Where that fails it is told once, and tried at every look."""
+        """Restore missing files until cancelled. A failure is told once, and tried again at each look."""
         while True:
             await sleep_to_next(self._clock, LOOK_EVERY_S)
             try:
@@ -67,7 +67,7 @@ class RuntimeFolder:
                 self._trouble = str(error)
 
     async def look(self) -> None:
-        """Once. Raises `DynamoError` or `OSError` where something is missing and cannot be made."""
+        """Look once. Raises `DynamoError` or `OSError` if something is missing and cannot be restored."""
         missing = await FILES.run(self._missing, FILES_DEADLINE_S, what=f"looking at {self._paths.runtime}")
         if not missing:
             return

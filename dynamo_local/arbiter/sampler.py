@@ -1,6 +1,6 @@
-"""What the workers say of themselves, once a second: their load, and that they are alive.
+"""Workers' loads, asked for once a second; an answer also shows that a worker is alive.
 
-One scatter request for all (64 pushes a second cost ten times as much, circus-facts). A worker that does not
+One scatter request asks all (64 pushes a second cost ten times as much, measured). A worker that does not
 answer has *no* load, not a load of zero; one that stays silent while etcd and NATS answer is hung.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from dynamo_local.arbiter.controller import Shell
+from dynamo_local.arbiter.controller import FleetController
 from dynamo_local.arbiter.links import Links
 from dynamo_local.clock import Clock
 from dynamo_local.core.fleet.events import InfraSeen, LoadsHeard
@@ -62,12 +62,12 @@ class LoadsSample:
 class Sampling:
     """Samples all running workers and the prefill queue: once a second by itself, and whenever somebody asks.
 
-    Who asks while a sample is under way gets that one's; and by itself it asks nobody whom somebody else asks.
+    A caller that asks while a sample is under way gets that one. The loop skips workers that a caller has just asked.
     """
 
-    def __init__(self, namespace: str, shell: Shell, links: Links, clock: Clock) -> None:
+    def __init__(self, namespace: str, controller: FleetController, links: Links, clock: Clock) -> None:
         self._namespace = namespace
-        self._shell = shell
+        self._controller = controller
         self._links = links
         self._clock = clock
         self._sampler: Any = None
@@ -109,19 +109,19 @@ class Sampling:
             self._sampler = LoadSampler(self._links.nats, self._namespace)
         failed, reports = None, {}
         try:
-            reports = await self._sampler.sample(expected=len(self._shell.fleet.running()))
+            reports = await self._sampler.sample(expected=len(self._controller.fleet.running()))
         except DynamoError as error:
             log.debug("no load sample: %s", error)
             failed = Missing(str(error))
         now_s = self._clock.now_s()
         answer = self._links.answer
-        if answer is not self._shell.fleet.infra_ok:
-            self._shell.feed(InfraSeen(stimulus_id="sample", ok=answer))
+        if answer is not self._controller.fleet.infra_ok:
+            self._controller.feed(InfraSeen(stimulus_id="sample", ok=answer))
         blameless = failed is not None or not answer  # while we cannot ask, silence is nobody's fault
         loads = {name: report.load for name, report in reports.items()}
-        self._shell.feed(LoadsHeard(stimulus_id="sample", loads=loads, blameless=blameless))
+        self._controller.feed(LoadsHeard(stimulus_id="sample", loads=loads, blameless=blameless))
         told = {name: report.dispatch for name, report in reports.items() if report.dispatch is not None}
-        known = self._shell.fleet.workers
+        known = self._controller.fleet.workers
         self.dispatch = {name: each for name, each in {**self.dispatch, **told}.items() if name in known}
         return LoadsSample({name: (report.load, now_s - report.age_s) for name, report in reports.items()}, failed)
 

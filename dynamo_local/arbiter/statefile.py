@@ -1,7 +1,7 @@
 """The arbiter's side of the statefile: the entries of a fleet, written and kept right.
 
-Each worker writes its own lease and endpoints; all else of an entry is the arbiter's. What somebody broke, edited or
-removed is brought back from memory; a full disk is told, and tried again with the next write. Neither stops it.
+Each worker writes its own lease and endpoints; the rest of an entry is the arbiter's. A file that somebody broke,
+edited or removed is written again from memory. A full disk is reported, and tried again with the next write.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from dynamo_local.arbiter.deployment import Deployment
-from dynamo_local.core.fleet.fleet import Course, Fleet, RestartPlan, Standby, StandbyFacts, Worker
+from dynamo_local.core.fleet.fleet import Fleet, Intent, RestartPlan, Standby, StandbyFacts, Worker
 from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.gpus import GpuLedger, Sleeper
 from dynamo_local.core.notes import Over, Tell, Trouble
@@ -76,7 +76,7 @@ def _or_none(value: int | Missing) -> int | None:
 
 
 def entry_of_standby(worker: Worker, fleet: Fleet) -> StandbyEntry | None:
-    """What the statefile keeps; None of a worker that has nothing to do with it."""
+    """The statefile's part about standby; None for a worker that has nothing to do with it."""
     standby, sleeper = worker.standby, fleet.gpus.sleepers.get(worker.name)
     if sleeper is None and not standby.wanted and not standby.order:
         return None
@@ -88,14 +88,14 @@ def entry_of_standby(worker: Worker, fleet: Fleet) -> StandbyEntry | None:
 
 
 def standby_of_entry(entry: StandbyEntry | None) -> Standby:
-    """What `entry_of_standby` kept of the worker's record."""
+    """The worker's record, from `entry_of_standby`."""
     if entry is None:
         return Standby()
     return Standby(wanted=entry.wanted, order=entry.order, level=entry.level, drained=entry.drained)
 
 
 def sleeper_of_entry(entry: StandbyEntry | None) -> Sleeper | None:
-    """What it kept of the devices; None of a worker that did not sleep."""
+    """The ledger's record, from `entry_of_standby`; None for a worker that did not sleep."""
     if entry is None or entry.gpu_uuids is None:
         return None
     vram, host = _bytes(entry.vram_bytes), _bytes(entry.host_bytes)
@@ -128,7 +128,7 @@ HEAD_FIELDS = (
     "revoked",
     "spares",
 )
-"""Of the statefile as a whole, what changes in the life of a run."""
+"""Fields of the statefile's head that change in the life of a run."""
 
 
 class Launch(Protocol):
@@ -208,7 +208,7 @@ class Statefile:
             await self._update(change, now)
 
     async def write_head(self, fleet: Callable[[], Fleet]) -> None:
-        """What `head` says of the run as a whole."""
+        """Write the facts of the run as a whole."""
         await self.write((), fleet, head=True)
 
     async def heal(self, fleet: Callable[[], Fleet]) -> None:
@@ -295,19 +295,19 @@ class Statefile:
         entry.role, entry.gpus_per_worker = worker.role, launch.gpus_per_worker
         entry.state, entry.reason = _state_in_file(worker, entry.state), worker.reason
         process = worker.process
-        if process is not None and entry.pid != process.pid and worker.born is not None:
+        if process is not None and entry.pid != process.pid and worker.start.spawned_as is not None:
             _write_lease(state, worker)  # it was made under another name, and has written them there
         entry.flip = None
         if worker.flip is not None:
             entry.flip = FlipEntry(watcher_name=worker.flip.name, component=worker.flip.component)
-        entry.born = worker.born
+        entry.born = worker.start.spawned_as
         entry.pid = None if process is None else process.pid
         entry.pid_start_time = None if process is None else process.start_time
         entry.started_at = None if process is None else process.started_at
-        entry.launched = worker.launched or None
+        entry.launched = worker.start.launched or None
         entry.restarts, entry.resources = worker.restarts, _resources(worker, fleet)
-        entry.course = None if worker.course is Course.STEADY else str(worker.course)
-        entry.asked_s = worker.asked_s
+        entry.course = None if worker.intent is Intent.STEADY else str(worker.intent)
+        entry.asked_s = worker.leave.requested_at_s
         entry.standby = entry_of_standby(worker, fleet)
         entry.failures_s = list(worker.history.failures_s) or None
         entry.failures_streak = worker.history.streak or None
@@ -331,7 +331,7 @@ def entry_of_restart(plan: RestartPlan) -> RestartEntry:
 
 
 def restart_of_entry(entry: RestartEntry) -> RestartPlan:
-    """What `entry_of_restart` kept."""
+    """The plan, from `entry_of_restart`."""
     return RestartPlan(
         entry.stimulus_id,
         tuple(entry.todo.items()),
@@ -345,7 +345,7 @@ def restart_of_entry(entry: RestartEntry) -> RestartPlan:
 
 
 def _write_lease(state: State, worker: Worker) -> None:
-    """What is the worker's own to write, as far as we know it."""
+    """Write the fields that the worker owns, as far as we know them."""
     entry = state.components[worker.name]
     entry.endpoints = []  # before the lease: they must be under it
     entry.lease, entry.endpoints = worker.lease, list(worker.endpoints)
@@ -357,7 +357,7 @@ def _state_in_file(worker: Worker, written: WorkerState) -> WorkerState:
     The worker reads it there to tell a revoked lease from one that expired while it was stopped. Where all that we have
     is the missing key, `draining` is a guess of ours; the worker would take it for an order, and leave.
     """
-    guessed = worker.lease_gone and worker.asked_s is None and worker.state is WorkerState.DRAINING
+    guessed = worker.leave.lease_gone and worker.leave.requested_at_s is None and worker.state is WorkerState.DRAINING
     if guessed:
         return WorkerState.DRAINING if written is WorkerState.DRAINING else WorkerState.READY
     return worker.state
@@ -377,7 +377,7 @@ def _resources(worker: Worker, fleet: Fleet) -> EntryResources:
 
 
 def arbiter_facts(deployment: Deployment) -> dict[str, Any]:
-    """What the statefile's head says of this very arbiter: a successor's differ."""
+    """The head's facts of this very arbiter: a successor's differ."""
     return {
         "circus_endpoint": deployment.paths.circus_endpoint,
         "arbiter_pid": os.getpid(),
@@ -386,7 +386,7 @@ def arbiter_facts(deployment: Deployment) -> dict[str, Any]:
 
 
 def policy(deployment: Deployment) -> Literal["end", "keep"]:
-    """What becomes of the workers when the arbiter is killed, as the statefile says it."""
+    """The fate of the workers if the arbiter is killed, as the statefile says it."""
     return "keep" if deployment.settings.keep_on_arbiter_death else "end"
 
 

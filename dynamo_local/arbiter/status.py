@@ -1,4 +1,4 @@
-"""What `dynamo status --json` says of one worker and one GPU, and a start's progress: from the arbiter's memory."""
+"""The values of `dynamo status --json`, from the arbiter's memory, without waiting."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_local.arbiter.composition import Parts
-from dynamo_local.arbiter.planner_following import Following
+from dynamo_local.arbiter.planner_following import DecisionFollower
 from dynamo_local.arbiter.progress import Row
 from dynamo_local.core.fleet import draining as drains
 from dynamo_local.core.fleet.degraded import READY, lacking, shown_state
@@ -20,7 +20,7 @@ from dynamo_local.transport.certificates import Certificates
 
 
 def row(worker: Worker, fleet: Fleet, now_s: float, waits_for: str | None = None) -> Row:
-    """Its line while the graph starts or leaves."""
+    """The worker's line while the graph starts or leaves."""
     active = 0 if isinstance(worker.load, Missing) else worker.load.request_active_slots
     return Row(
         name=worker.name,
@@ -39,8 +39,11 @@ def worker_status(
     waits_for: str | None = None,
     dispatch: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Its part of `workers`; `now_s` is of the arbiter's monotonic clock, `waits_for` what it told at its start, and
-    `dispatch` the counters that it told last."""
+    """The worker's part of `workers`.
+
+    `now_s` is on the arbiter's monotonic clock. `waits_for` is the worker's own answer during a start, `dispatch` its
+    last counters.
+    """
     process = worker.process
     return {
         "watcher_name": worker.name,
@@ -65,7 +68,7 @@ def worker_status(
 
 
 def _reason(worker: Worker, waits_for: str | None) -> str | None:
-    """Why it is in its state; of one that takes long to start, what it waits for."""
+    """The reason of its state. For a long start it is what the worker waits for."""
     if worker.state is WorkerState.STARTING and waits_for is not None:
         return f"waits for {waits_for}"
     return worker.reason
@@ -77,7 +80,7 @@ def _gpus(worker: Worker, fleet: Fleet) -> list[str]:
 
 
 def standby_status(worker: Worker, fleet: Fleet) -> dict[str, Any] | None:
-    """Of one that sleeps, or is to; None for others. What it keeps is in bytes, None where it is not known."""
+    """For a sleeping worker, or one that is to sleep, else None. Kept memory is in bytes, None if unknown."""
     sleeper = fleet.gpus.sleepers.get(worker.name)
     if sleeper is None and not worker.standby.wanted and not TRAITS[worker.state].standby:
         return None
@@ -92,16 +95,18 @@ def standby_status(worker: Worker, fleet: Fleet) -> dict[str, Any] | None:
 
 
 def load_status(load: Load) -> dict[str, Any]:
-    """Its numbers by name; None where one is not known."""
+    """Its load by name, None for unknown values."""
     return load.numbers()
 
 
 def _drain_status(worker: Worker, fleet: Fleet, now_s: float) -> dict[str, Any] | None:
-    """What a draining worker has left, and how long it may and will probably take, seconds from now."""
+    """The remaining requests of a draining worker, and how long the drain may and probably will take, in seconds."""
     if not TRAITS[worker.state].drains:
         return None
-    allowed_s = drains.leave_deadline_s(fleet.template_of(worker).drain_deadline_s, served=worker.served)
-    deadline_s = None if worker.asked_s is None else round(worker.asked_s + allowed_s - now_s, 3)
+    allowed_s = drains.leave_deadline_s(fleet.template_of(worker).drain_deadline_s, served=worker.health.served)
+    deadline_s = (
+        None if worker.leave.requested_at_s is None else round(worker.leave.requested_at_s + allowed_s - now_s, 3)
+    )
     left = drains.left(worker.load)
     if isinstance(left, Missing):
         return {"left_requests": None, "left_tokens": None, "eta_s": None, "deadline_s": deadline_s}
@@ -114,7 +119,7 @@ def _drain_status(worker: Worker, fleet: Fleet, now_s: float) -> dict[str, Any] 
 
 
 def gpu_status(gpus: GpuLedger) -> list[dict[str, Any]]:
-    """`gpus`: every device by index, in which of the ledger's four places it is, and who has it or why."""
+    """`gpus`: every device by index, its place in the ledger, and its holder or the reason."""
     holder = gpus.holder_of
     rows = []
     for device in gpus.devices:
@@ -140,12 +145,8 @@ def gpu_status(gpus: GpuLedger) -> list[dict[str, Any]]:
     return rows
 
 
-# --- status
-# What `dynamo status --json` says of a run: put together from the arbiter's memory, without waiting for anything.
-
-
 def _change(plan: RestartPlan) -> dict[str, Any]:
-    """A restart or an apply that is under way: which workers it has come to, and which it has not."""
+    """A restart or an apply that is under way: finished and remaining workers."""
     return {
         "stimulus_id": plan.stimulus_id,
         "left": [*plan.awaited, *plan.removed, *(name for name, _ in plan.todo)],
@@ -155,14 +156,14 @@ def _change(plan: RestartPlan) -> dict[str, Any]:
 
 
 def ready_facts(parts: Parts, seconds: float) -> dict[str, Any]:
-    """What is told when a run is ready, after so many seconds."""
+    """The facts to show when a run is ready, after so many seconds."""
     namespace, url = parts.deployment.graph.namespace, parts.registrations.frontend_url
     return {"namespace": namespace, "frontend_url": url, "seconds": round(seconds, 3)}
 
 
-def run_status(parts: Parts, state: str, following: Following | None) -> dict[str, Any]:
-    """`state` is the run's own: starting, adopting, ready (told as degraded where something is missing), leaving."""
-    head, fleet = parts.statefile.head, parts.shell.fleet
+def run_status(parts: Parts, state: str, following: DecisionFollower | None) -> dict[str, Any]:
+    """`state` is the run's: starting, adopting, ready (shown as degraded if something is missing), leaving."""
+    head, fleet = parts.statefile.head, parts.controller.fleet
     waits_for = parts.starts.waits_for.get
     now_s, log_file = parts.clock.now_s(), parts.deployment.paths.log_file
     return {
@@ -171,7 +172,7 @@ def run_status(parts: Parts, state: str, following: Following | None) -> dict[st
         "state": shown_state(state, fleet),
         "missing": [lack.what for lack in lacking(fleet)] if state == READY else [],
         "arbiter_pid": os.getpid(),
-        "guardian_pid": parts.guarding.pid,
+        "guardian_pid": parts.guardian.pid,
         "on_arbiter_death": head.on_arbiter_death,
         "circus_endpoint": head.circus_endpoint,
         "etcd_endpoints": head.etcd_endpoints,
@@ -187,13 +188,18 @@ def run_status(parts: Parts, state: str, following: Following | None) -> dict[st
         "changes": [_change(plan) for plan in fleet.restarts],
         "planner": parts.planning.status(),
         "follow": None if following is None else following.status(),
-        "spares": parts.spared.status(),
-        "lead_times": parts.leads.status(),
+        "spares": parts.prewarmed.status(),
+        "lead_times": parts.lead_times.status(),
         "tasks": parts.tasks.status(),
         "notes": parts.notes.as_json(fleet),
         "workers": [
             worker_status(
-                each, fleet, log_file(each.born_as), now_s, waits_for(each.name), parts.sampling.dispatch.get(each.name)
+                each,
+                fleet,
+                log_file(each.spawn_name),
+                now_s,
+                waits_for(each.name),
+                parts.sampling.dispatch.get(each.name),
             )
             for each in fleet.workers.values()
         ],
@@ -201,7 +207,7 @@ def run_status(parts: Parts, state: str, following: Following | None) -> dict[st
 
 
 def _etcd_shell_file(parts: Parts) -> str | None:
-    """What a shell reads before `etcdctl`; None where etcd is the user's, who knows how."""
+    """The file that a controller reads before `etcdctl`. None for the user's etcd."""
     folder = parts.statefile.head.certificates
     if folder is None or parts.deployment.etcd_endpoints is not None:
         return None

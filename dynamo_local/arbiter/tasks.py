@@ -69,7 +69,7 @@ class Tasks:
         self.run(self._kept(state, work, on_death))
 
     def run(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Something that ends by itself. What it raises is logged and told."""
+        """Run something that ends by itself. An exception is logged and reported."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -85,7 +85,7 @@ class Tasks:
             log.error("did not end within %g s: %s", END_WITHIN_S, left)
 
     def status(self) -> list[dict[str, Any]]:
-        """Of those that are kept alive."""
+        """The status of the tasks that are kept alive."""
         now_s = self._clock.now_s()
         return [state.as_json(now_s) for state in self.kept.values()]
 

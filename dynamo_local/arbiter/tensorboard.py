@@ -1,11 +1,12 @@
-"""TensorBoard's event files, written in a thread: a slow or full disk costs points, never the arbiter's loop.
+"""TensorBoard's event files, written in a thread: a slow or full disk loses points and never blocks the arbiter.
 
-It uses `EventsWriter`, not `SummaryWriter`. A `SummaryWriter` hands points to a thread of its own by a queue that
-blocks when full, and dies silently of the first `OSError`.
+This uses `EventsWriter`, not `SummaryWriter`. The latter passes points to its own thread through a queue that blocks
+when full, and that thread dies silently at the first `OSError`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import logging
@@ -20,18 +21,22 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from dynamo_local.clock import Clock
 from dynamo_local.errors import ConfigError, how_to_install
+from dynamo_local.planner.records import figures
+from dynamo_local.planner.records.decision_log import DecisionRecord
+from dynamo_local.planner.values import Observation
 
 log = logging.getLogger(__name__)
 
 CAPACITY = 4096
-"""Groups of points that wait for the disk: over an hour of pulls. Past it new ones are dropped, and counted."""
+"""Groups of points that may wait for the disk: over an hour of pulls. Later ones are dropped and counted."""
 
 FLUSH_S = 2.0
-"""How old a point may be before a reader of the file sees it."""
+"""The age at which a point must be visible in the file."""
 
 RETRY_S = 10.0
-"""After a failed write everything is dropped for so long, then a new file is begun."""
+"""After a failed write all points are dropped for this long. Then a new file begins."""
 
 CLOSE_S = 2.0
 _FILES = itertools.count(1)
@@ -40,7 +45,7 @@ _Group = tuple[Mapping[str, float], int, float]
 
 
 def available() -> bool:
-    """The extra `tensorboard` is installed."""
+    """Whether the extra `tensorboard` is installed."""
     return find_spec("tensorboardX") is not None
 
 
@@ -55,10 +60,10 @@ def missing_library(log_dir: Path | None) -> str | None:
 
 
 def folder_for(log_dir: Path | None, *, base: Path, logs: Path, now: datetime) -> Path | None:
-    """The folder of the scalars of a planner that starts `now`: `log_dir`, below `base` if it is relative.
+    """The folder for the scalars of a planner that starts `now`: `log_dir`, below `base` if it is relative.
 
-    The default is `tensorboard/<MMDD_HHMMSS>` in the log folder of the run. Dynamo's `logs/<MMDD_HHMMSS>` would be in
-    the folder from which the arbiter was started. None if the extra is not installed.
+    Without `log_dir` it is `tensorboard/<MMDD_HHMMSS>` in the run's own log folder. Dynamo's `logs/<MMDD_HHMMSS>` would
+    be in whatever folder the arbiter was started from. It is None if the extra is not installed.
     """
     if not available():
         return None
@@ -66,7 +71,7 @@ def folder_for(log_dir: Path | None, *, base: Path, logs: Path, now: datetime) -
 
 
 class ScalarFile:
-    """A folder's event file, open for points. Making one blocks (import, disk); raises `ConfigError`.
+    """A folder's event file, open for points. Making one blocks (import, disk). Raises `ConfigError`.
 
     `dropped` counts the points that never reached the disk.
     """
@@ -89,7 +94,10 @@ class ScalarFile:
         self._thread.start()
 
     def add(self, points: Mapping[str, float], *, step: int, wall_s: float) -> None:
-        """Points of one moment: `step` is seconds since the planner's start, `wall_s` since 1970. Never waits."""
+        """Add the points of one moment. Never waits.
+
+        `step` is seconds since the planner's start, `wall_s` seconds since 1970.
+        """
         if not points or self._closed:
             return
         try:
@@ -98,7 +106,7 @@ class ScalarFile:
             self.dropped += len(points)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Write what waits, within the time-out. Blocks: call it in a thread."""
+        """Write the waiting points, within the timeout. Blocks, so call it in a thread."""
         if self._closed:
             return
         self._closed = True
@@ -140,7 +148,7 @@ class ScalarFile:
         self._unflushed, self._flushed_s = 0, time.monotonic()
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """Run `work`; after an OSError drop the open file and its unflushed points. A new file is begun later."""
+        """Run `work`. After an OSError drop the file and its unflushed points. A new file begins later."""
         try:
             work()
         except OSError as error:
@@ -149,7 +157,7 @@ class ScalarFile:
             self._unflushed, self._broken_s = 0, time.monotonic()
             broken, self._file = self._file, None
             if broken is not None:
-                with contextlib.suppress(OSError):  # what could not be written cannot be written now
+                with contextlib.suppress(OSError):  # an unwritable file cannot be closed cleanly
                     broken.close()
 
 
@@ -166,3 +174,68 @@ def _event(points: Mapping[str, float], step: int, wall_s: float) -> Any:
 
     values = [Summary.Value(tag=name, simple_value=value) for name, value in points.items()]
     return Event(wall_time=wall_s, step=step, summary=Summary(value=values))
+
+
+class Board:
+    """Writes a planner's TensorBoard scalars from `open` to `close`. A `PlannerObserver`.
+
+    `base` is the folder that a relative log_dir is in, `logs` the run's own.
+    """
+
+    def __init__(self, base: Path, logs: Path, clock: Clock, tell: Callable[[str], None]) -> None:
+        self._base = base
+        self._logs = logs
+        self._clock = clock
+        self._tell = tell
+        self._log_dir: Path | None = None
+        self._file: ScalarFile | None = None
+        self._began_s = 0.0
+        self._dropped_before = 0
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the scalars. None while there is none."""
+        return None if self._file is None else self._file.folder
+
+    @property
+    def dropped(self) -> int:
+        """Points that never reached the disk, in all files so far."""
+        return self._dropped_before + (0 if self._file is None else self._file.dropped)
+
+    async def open(self, log_dir: Path | None) -> None:
+        """The planner starts, or its log_dir changes. Raises `ConfigError`. The old file then stays open."""
+        if self._file is not None and log_dir == self._log_dir:
+            return
+        now = datetime.fromtimestamp(self._clock.wall_s()).astimezone()
+        if (why := missing_library(log_dir)) is not None:
+            self._tell(why)
+        folder = folder_for(log_dir, base=self._base, logs=self._logs, now=now)
+        try:
+            file = None if folder is None else await asyncio.to_thread(ScalarFile, folder)
+        except ConfigError as error:
+            if log_dir is not None:
+                raise
+            self._tell(f"no TensorBoard scalars: {error}")  # no log_dir was named: no reason to fail
+            file = None
+        await self.close()
+        self._file, self._log_dir, self._began_s = file, log_dir, self._clock.now_s()
+
+    async def close(self) -> None:
+        """Write the buffered points, and close the file."""
+        file, self._file = self._file, None
+        if file is not None:
+            await asyncio.to_thread(file.close)
+            self._dropped_before += file.dropped
+
+    def on_observation(self, observation: Observation) -> None:
+        if self._file is not None:
+            points = figures.of_reading(observation.reading, observation.pools)
+            self._file.add(points, step=self._second(observation.at_s), wall_s=self._clock.wall_s())
+
+    def on_decision(self, record: DecisionRecord) -> None:
+        if self._file is not None:
+            points = figures.of_decision(record.decision.reasons, record.inputs.fleet)
+            self._file.add(points, step=self._second(record.decision.now_s), wall_s=record.wall_s)
+
+    def _second(self, at_s: float) -> int:
+        return max(0, int(at_s - self._began_s))

@@ -1,4 +1,4 @@
-"""What the arbiter asks of a worker itself, over its control endpoint: to take a drain back, what it still holds."""
+"""Requests to a worker's control endpoint: take a drain back, name the requests that are left, sleep, wake, flip."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from dynamo_local.arbiter.links import Links
 from dynamo_local.clock import Clock
 from dynamo_local.core.fleet.effects import CallBack, CallOffFlip, CountRequests, FlipRole, OrderSleep, OrderWake
-from dynamo_local.core.fleet.events import CalledBack, FlipAnswered, OrderAnswered, RequestsCounted, Stimulus
+from dynamo_local.core.fleet.events import CalledBack, Event, FlipAnswered, OrderAnswered, RequestsCounted
 from dynamo_local.core.fleet.fleet import Worker
 from dynamo_local.core.types import LEASE, Missing
 from dynamo_local.errors import (
@@ -38,11 +38,11 @@ class WorkerAsks:
         self._namespace = namespace
         self._clock = clock
 
-    async def call_back(self, act: CallBack, worker: Worker | None) -> Stimulus:
+    async def call_back(self, act: CallBack, worker: Worker | None) -> Event:
         """Have it take its drain back, once it knows that it was to drain."""
         error: str | None = None
         try:
-            if act.told:
+            if act.signalled:
                 await self._until_it_knows(act.name, worker)
             await self.control(act.name, "cancel_drain")
         except (RequestError, DynamoError) as refused:
@@ -65,7 +65,7 @@ class WorkerAsks:
                 return
             await self._clock.sleep_until(self._clock.now_s() + SIGN_POLL_S)
 
-    async def order(self, act: OrderSleep | OrderWake) -> Stimulus:
+    async def order(self, act: OrderSleep | OrderWake) -> Event:
         """Give it an order to sleep or to wake. A worker that answers with an error will not carry it out."""
         cause = f"control:{act.name}"
         answered = partial(OrderAnswered, stimulus_id=cause, name=act.name, pid=act.pid, order=act.order)
@@ -81,7 +81,7 @@ class WorkerAsks:
             return answered(error=str(error))
         return answered()
 
-    async def count_requests(self, act: CountRequests) -> Stimulus:
+    async def count_requests(self, act: CountRequests) -> Event:
         """How many requests it holds, and the ids of some; missing where it does not answer."""
         requests: tuple[str, ...] = ()
         in_flight: int | Missing
@@ -103,7 +103,7 @@ class WorkerAsks:
 
 
 # --- flip_asks
-# What the arbiter asks of a worker that is to change its role.
+# Requests to a worker that is to change its role.
 
 FLIP_TIMEOUT_S = 15.0
 """A flip takes some 100 ms; a canary that waits behind a long prefill takes as long as that."""
@@ -147,7 +147,7 @@ class FlipAsks:
         return FlipAnswered(stimulus_id=cause, name=act.name, pid=act.pid, to=act.to, error=why, unknown=True)
 
     async def call_off(self, act: CallOffFlip) -> None:
-        """Have it stay what it is. What came of it is the answer to the other question."""
+        """Have it stay what it is. The answer to `ask` says whether it did."""
         try:
             await self._asks.control(act.name, "cancel_flip")
         except DynamoError as error:

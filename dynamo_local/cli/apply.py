@@ -89,11 +89,11 @@ def _applied(
 
 
 def deployment_of(paths: Paths, file: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """What `dynamo serve` would make of the file and the words, for the graph that runs and in its folder.
+    """The deployment that `dynamo serve` would make of this file and these words, for the running graph, in its folder.
 
     Raises `NotRunning`, `StateError`, and all that `serve` refuses.
     """
-    from dynamo_local.arbiter.deployment_spec import Wish
+    from dynamo_local.arbiter.deployment_spec import DeploymentSpec
     from dynamo_local.arbiter.request import ServeOptions, understand
     from dynamo_local.config.loading import DEPLOYMENT_ENV
     from dynamo_local.state.store import load
@@ -105,7 +105,7 @@ def deployment_of(paths: Paths, file: Path, overrides: tuple[str, ...]) -> dict[
     environ = {name: value for name, value in os.environ.items() if name != DEPLOYMENT_ENV}
     options = ServeOptions(target=target, file=file.resolve(), overrides=overrides, namespace=state.namespace)
     request = understand(options, environ, folder)
-    wish = Wish(
+    wish = DeploymentSpec(
         graph=request.graph,
         host=dict(request.config.sections.get("Host", {})),
         sections=json.loads(request.config.service_config_json()),

@@ -1,4 +1,4 @@
-"""What several commands share: the namespace option, and a client for the arbiter's control endpoint."""
+"""Shared by the commands: the namespace option, and a client of the arbiter's control endpoint."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def arbiter_is_dead(paths: Paths, timeout_s: float) -> bool:
 def end_leftovers(paths: Paths, *, now: bool) -> None:
     """End what a killed arbiter left. Serving workers first finish their streams, unless `now`."""
     from dynamo_local.arbiter import leftovers
-    from dynamo_local.arbiter.orphans import drain_without_arbiter
+    from dynamo_local.arbiter.leftovers import drain_without_arbiter
 
     prepare_folder(paths.statefile.parent)
     held = living.claim(paths, "`dynamo down` in place of a killed arbiter")

@@ -48,7 +48,9 @@ BOUNDARIES = {
     "--lines", "-l", default=100, show_default=True, type=click.IntRange(min=0), help="How many to begin with."
 )
 @click.option(
-    "--worker", metavar="NAME", help="Of one worker only (or etcd, nats), with or without the namespace in front."
+    "--worker",
+    metavar="NAME",
+    help="Only events of this worker (or of etcd, nats). The namespace prefix may be left out.",
 )
 @click.option("--story", metavar="NAME", help="One worker's life: each event, its cause, and what was done about it.")
 @click.option("--json", "as_json", is_flag=True, help="JSON lines, as in the file.")

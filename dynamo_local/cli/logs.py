@@ -41,10 +41,10 @@ LINES = 20
 def logs(
     names: tuple[str, ...], follow: bool, lines: int | None, since_text: str | None, namespace: str | None
 ) -> None:
-    """Show the end of every process's log by time, or of those that are named.
+    """Show the end of the processes' logs, ordered by time.
 
     NAME is a component (VllmWorker: all of its workers), one worker (dynamo_VllmWorker, VllmWorker_1), or arbiter,
-    etcd, nats, guardian. What was written before a restart is there, too.
+    etcd, nats, guardian. Without a name: all. Lines from before a restart are included.
     """
     paths, now = find_paths(namespace), datetime.now().astimezone()
     since_s = None if since_text is None else since(since_text, now)
@@ -60,8 +60,7 @@ def logs(
 
 
 def _files(paths: Paths) -> dict[str, Path]:
-    """Of each process that has written something that is still kept, under the name that it has now: one that has
-    changed its role writes where it began."""
+    """The log file of each process, by its present name. A worker that changed its role keeps its first file."""
     found = {file.name.partition(".log")[0] for file in paths.logs.glob("*.log*")}
     born = {worker.born: worker.name for worker in recorded(paths.statefile).workers if worker.born is not None}
     return {born.get(name, name): paths.log_file(name) for name in sorted(found)}
@@ -93,7 +92,7 @@ def _elsewhere(paths: Paths) -> str:
 
 
 def _begin(file: Path, lines: int | None, since_s: float | None, now: datetime) -> Iterator[tuple[float, str]]:
-    """What is shown of one process first, with its times."""
+    """The last lines of one process, with their times."""
     try:
         written_s = file.stat().st_mtime
     except OSError:

@@ -66,7 +66,7 @@ def begun(env: Mapping[str, str]) -> list[str]:
 
 
 def look(paths: Paths) -> Run | None:
-    """What there is of a namespace; None where it is nothing of ours."""
+    """The summary of one namespace. None if the folder is not one of ours."""
     if lives(paths):
         try:
             return of_status(ask_arbiter(paths, "dynamo_status", timeout_s=ANSWER_TIMEOUT_S)["graph"])

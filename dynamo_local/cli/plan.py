@@ -1,4 +1,4 @@
-"""`dynamo plan`: how many workers keep targets under a load, by a profile and the twin."""
+"""`dynamo plan`: how many workers keep targets under a load, found with a measured profile in the simulator."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ TOKENS = click.IntRange(1, 1_000_000)
 def plan(as_json: bool, write: Path | None, **words: Any) -> int:
     """Find the smallest fleet that keeps targets under a load, and the best split of its GPUs.
 
-    Nothing has to run: fleets are tried in the twin with the profile. With profiles of several engines (other GPUs per
-    worker, other settings) the better one is named. Exit code 1 if none keeps the targets.
+    Nothing has to run: the simulator tries fleets with the profile. Given profiles of several engines (other GPUs per
+    worker, other settings), the command names the better one. Exit code 1 if no fleet keeps the targets.
     """
     import yaml
 

@@ -245,7 +245,7 @@ def report(since: str | None, output: Path | None, log: Path | None, as_json: bo
     It stands alone, and reads the decision log: it works when the graph is gone, too. The default file is
     planner_report.html in this folder.
     """
-    from dynamo_local.arbiter.planner_report.writing import title_of, write_report
+    from dynamo_local.arbiter.planner_report_page import title_of, write_report
     from dynamo_local.planner.records.decision_log import decision_log_path
     from dynamo_local.system.log_files import since as time_of
 

@@ -54,7 +54,7 @@ class Budget(click.ParamType):
 @click.option("--budget", type=Budget(), default="15m", show_default=True, help="For everything that is measured.")
 @click.option("--roles", default=None, help="Only these: prefill, decode, or agg.  [all of the graph]")
 @click.option("--gpus", default=None, help="As for `dynamo serve`.")
-@click.option("--namespace", "-n", default="profile", show_default=True, help="Of the graph while it is measured.")
+@click.option("--namespace", "-n", default="profile", show_default=True, help="Namespace of the measured graph.")
 @click.option(
     "--max-context",
     type=click.IntRange(min=256),
@@ -63,9 +63,9 @@ class Budget(click.ParamType):
     help="Longest sequence that is measured, tokens.",
 )
 @click.option("--start-deadline", type=click.FloatRange(min=0.1, max=SECONDS_MAX), help="As for `dynamo serve`.")
-@click.option("--kv-tokens", type=click.IntRange(min=1), help="Of a command: tokens that its KV cache holds.")
-@click.option("--context-length", type=click.IntRange(min=1), help="Of a command: its longest sequence, tokens.")
-@click.option("--max-num-seqs", type=click.IntRange(min=1), help="Of a command: requests that it runs at once.")
+@click.option("--kv-tokens", type=click.IntRange(min=1), help="For a command: size of its KV cache, tokens.")
+@click.option("--context-length", type=click.IntRange(min=1), help="For a command: its longest sequence, tokens.")
+@click.option("--max-num-seqs", type=click.IntRange(min=1), help="For a command: requests that it runs at once.")
 @click.option(
     "--prefill-interpolation-granularity",
     "--prefillInterpolationGranularity",
@@ -92,7 +92,7 @@ def profile(graph: str | None, as_json: bool, report: Path | None, **words: Any)
     The graph is started as `dynamo serve` would, in a namespace of its own, and ended. Any `--Service.key=value`
     overrides the configuration. Ctrl-C keeps what is there; --resume goes on.
     """
-    from dynamo_local.measuring.profile import Asked
+    from dynamo_local.measuring.profile import ProfileRequest
     from dynamo_local.measuring.profile import profile as measure
     from dynamo_local.measuring.target import understood
     from dynamo_local.profile.outside import Given
@@ -113,8 +113,9 @@ def profile(graph: str | None, as_json: bool, report: Path | None, **words: Any)
         words["start_deadline"],
         Given(words["kv_tokens"], words["context_length"], words["max_num_seqs"]),
     )
-    asked = Asked(
-        *(words["output"], words["budget"]),
+    asked = ProfileRequest(
+        words["output"],
+        words["budget"],
         context_max=words["max_context"],
         small=words["small"],
         resume=words["resume"],

@@ -22,7 +22,7 @@ from dynamo_local.system.host_errors import host_refused
 
 if TYPE_CHECKING:
     from dynamo_local.arbiter.deployment import Deployment
-    from dynamo_local.system.process_host import SupervisedHost
+    from dynamo_local.system.process_host import ExitCallback, SupervisedHost
 
 POLL_S = 0.02
 
@@ -39,12 +39,12 @@ POLL_S = 0.02
     "--on-arbiter-death",
     type=click.Choice(["end", "keep"]),
     default=None,
-    help="What becomes of the workers when this process is killed: ended (the default), or kept serving for --adopt.",
+    help="If this process is killed: end the workers (the default), or keep them serving for --adopt.",
 )
 @click.option(
     "--planner/--no-planner",
     default=None,
-    help="Scale the graph by its load, or do not. By default it is if the configuration has a `Planner` section.",
+    help="Scale the graph by its load, or not. Default: on if the configuration has a `Planner` section.",
 )
 @click.option(
     "--follow",
@@ -102,12 +102,17 @@ def serve(
     return _run_detached(options, boot_report)
 
 
-def own_arbiter(deployment: Deployment) -> SupervisedHost:
+def own_arbiter(deployment: Deployment, supervisor: Any, on_exit: ExitCallback) -> SupervisedHost:
     """The arbiter of `dynamo serve`: this process itself."""
     from dynamo_local.circus_plugins.arbiter import DynamoArbiter  # imports circus, which only `serve` needs
 
     paths = deployment.paths
-    return DynamoArbiter(endpoint=paths.circus_endpoint, pubsub_endpoint=f"ipc://{paths.events_socket}")
+    return DynamoArbiter(
+        endpoint=paths.circus_endpoint,
+        pubsub_endpoint=f"ipc://{paths.events_socket}",
+        supervisor=supervisor,
+        on_exit=on_exit,
+    )
 
 
 def _print_plan(plan: dict[str, Any], as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""`dynamo simulate`: a trace through the twin, as a table, JSON, or an HTML page."""
+"""`dynamo simulate`: runs a trace in the simulator. Prints a table or JSON, or writes an HTML page."""
 
 from __future__ import annotations
 
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from dynamo_local.simulator.trace import TraceRequest
 
 
-# --- simulated_leads
-# `--lead`: how long each way to one more worker takes in the twin, as given or as measured on this host.
-
 NAMES = ("flip", "wake", "spare", "cold", "sleep")
 MEASURED = "measured"
 """`--lead measured`, or `--lead measured:NAMESPACE`."""
@@ -44,8 +41,10 @@ RUNGS: Mapping[str, tuple[Rung, ...]] = {
 
 
 def leads_of(words: Sequence[str], start_up_s: float) -> LeadOptions:
-    """The twin's leads; what is not said is the twin's default, and `cold` is `--start-up-s`. A number counts more than
-    what was measured, the last one most. Raises `BadInput`."""
+    """Lead times by scaling option. `cold` is `--start-up-s`; the rest defaults to the simulator's own.
+
+    A number given here replaces a measured one. The last value given for an option wins. Raises `BadInput`.
+    """
     from dynamo_local.simulator.options import LeadOptions
 
     parts = [part.strip() for word in words for part in word.split(",")]
@@ -69,7 +68,7 @@ def _given(part: str) -> tuple[str, float]:
 
 
 def _measured(text: str) -> dict[str, float]:
-    """The slowest component's median of each rung that was measured in that namespace."""
+    """For each scaling option: the median of the slowest component, as measured in that namespace."""
     from dynamo_local.simulator.options import DECODE, PREFILL
     from dynamo_local.state.leads import LeadFile
     from dynamo_local.state.raw import state_folder
@@ -92,13 +91,13 @@ def _measured(text: str) -> dict[str, float]:
 # `dynamo simulate --profile FOLDER`: what a measured profile says of its engines beside their times.
 
 START_UP_S = 30.0
-"""Of a new worker, where nobody measured it."""
+"""Start-up time of a new worker if nothing was measured."""
 
 
 def with_measured(words: Mapping[str, Any]) -> dict[str, Any]:
     """The command's words with `start_up_s` and `engines`: options of the simulated engine, each as it was measured.
 
-    What the user says counts more. Of a profile without `profile.json` nothing is known. Raises `ConfigError`.
+    Options given by the user win. A profile without `profile.json` gives none. Raises `ConfigError`.
     """
     from dynamo_local.profile.document import read_document
     from dynamo_local.profile.reading import profile_folder
@@ -180,7 +179,7 @@ class _Made:
 
 
 def source_of(trace: Path | None, generate: str | None, write_to: Path | None) -> Source:
-    """What the options ask for. Raises `BadInput` unless there is one of `--trace` and `--generate`."""
+    """The requests to simulate. Raises `BadInput` unless exactly one of `--trace` and `--generate` is given."""
     if (trace is None) == (generate is None):
         given = "both are given; keep one" if trace is not None else "neither is given"
         raise BadInput(f"the requests come from --trace FILE or from --generate chat|code|sin, and {given}")
@@ -200,7 +199,7 @@ def source_of(trace: Path | None, generate: str | None, write_to: Path | None) -
 def print_tables(
     facts: Sequence[tuple[str, str]], rows: Sequence[tuple[str, Metrics]], words: Mapping[str, Any]
 ) -> None:
-    """What the runs were worth, what was dropped and why, by what workers came, and the times."""
+    """Tables of the runs: attainment and cost, dropped requests with reasons, scaling actions, latencies."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -284,7 +283,7 @@ DEFAULT_INITIAL = "1,1"
 @click.option(
     "--start-up-s",
     type=FiniteRange(min=0, max=SECONDS_MAX),
-    help="Of a new worker.  [default: the profile's cold start, or 30]",
+    help="Start-up time of a new worker.  [default: the profile's cold start, or 30]",
 )
 @click.option("--spares", type=click.IntRange(0, 64), default=0, show_default=True, help="As Host's: warm starts.")
 @click.option(
@@ -300,9 +299,7 @@ DEFAULT_INITIAL = "1,1"
 @click.option(
     "--disagg-policy",
     type=click.Choice(["threshold", "slo"]),
-    default="threshold",
-    show_default=True,
-    help="As the worker's; slo decides by --ttft, --itl and the profile.",
+    help="As the worker's.  [default: slo with --ttft or --itl, else threshold; threshold with --always-remote]",
 )
 @click.option(
     "--max-inflight", type=click.IntRange(min=1), default=MAX_INFLIGHT, show_default=True, help="As the Frontend's."
@@ -317,8 +314,12 @@ DEFAULT_INITIAL = "1,1"
     show_default=True,
     help="As the Frontend's.",
 )
-@click.option("--router", type=click.Choice(["least-loaded", "slo", "round-robin", "random"]), default="least-loaded")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the random router.")
+@click.option(
+    "--router",
+    type=click.Choice(["least-loaded", "slo", "round-robin", "random"]),
+    help="As the Processor's.  [default: slo with --ttft or --itl, else least-loaded]",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random router.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Runs at once.  [default: one for each core]")
 @click.option("--report", type=click.Path(path_type=Path, dir_okay=False), help="Write an HTML page (extra `report`).")
 @json_option
@@ -340,7 +341,7 @@ def simulate(as_json: bool, report: Path | None, jobs: int | None, **words: Any)
     source = source_of(words["trace"], words["generate"], words["write_trace"])
     if report is not None:
         check_plots()
-    words = with_measured(words)
+    words = with_defaults(with_measured(words))
     cases = cases_of(words)
     requests = source.requests(limit=words["limit"], speed=words["trace_speed"])
     slo = Slo(words["ttft_ms"], words["itl_ms"])
@@ -403,6 +404,16 @@ def _by_policy(names: str, options: Mapping[str, Any]) -> dict[str, dict[str, An
     return found
 
 
+def with_defaults(words: Mapping[str, Any]) -> dict[str, Any]:
+    """The command's words with the defaults of `dynamo serve`: dispatch and router decide by the targets, if any."""
+    targets = words["ttft_ms"] is not None or words["itl_ms"] is not None
+    return {
+        **words,
+        "disagg_policy": words["disagg_policy"] or ("slo" if targets and not words["always_remote"] else "threshold"),
+        "router": words["router"] or ("slo" if targets else "least-loaded"),
+    }
+
+
 def _shape(shape: tuple[int, int]) -> str:
     return f"{shape[0]}P{shape[1]}D" if shape[0] else f"{shape[1]} aggregated"
 
@@ -424,14 +435,14 @@ def _case(
     from dynamo_local.core.routing.estimates import Targets
     from dynamo_local.core.types import Actuator
     from dynamo_local.engines.sim.options import SimOptions
-    from dynamo_local.simulator.options import FleetShape, TwinOptions
+    from dynamo_local.simulator.options import FleetShape, SimulationOptions
     from dynamo_local.simulator.simulation import Case
 
     config = planner_section("--planner", _with_targets(given, words))
     sim = SimOptions.from_mapping(given["sim"])
     targets = Targets.of_ms(words["ttft_ms"], words["itl_ms"])
     allowed = actuators(config)
-    options = TwinOptions(
+    options = SimulationOptions(
         shape=FleetShape(*shape),
         sim=sim,
         gpus=_gpus(words["gpus"]),
@@ -478,7 +489,7 @@ def _with_targets(given: Mapping[str, Mapping[str, Any]], words: Mapping[str, An
 def _gpus(option: str) -> int:
     match = re.fullmatch(r"sim:([0-9]{1,4})", option, re.ASCII)
     if match is None or int(match[1]) < 1:
-        raise BadInput(f"--gpus {option}: the twin has simulated GPUs only; write sim:<number>, for example sim:8")
+        raise BadInput(f"--gpus {option}: the simulator has simulated GPUs only; write sim:<number>, for example sim:8")
     return int(match[1])
 
 

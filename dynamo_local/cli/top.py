@@ -1,4 +1,4 @@
-"""`dynamo top`: the graph, live. Asks the arbiter what `dynamo status` asks, once a refresh; it asks no worker."""
+"""`dynamo top`: the graph, live. Each refresh asks the arbiter for its status. No worker is asked."""
 
 from __future__ import annotations
 
@@ -30,10 +30,8 @@ from dynamo_local.core.fleet.states import Traits, traits_of
 from dynamo_local.errors import BadInput, NotRunning
 from dynamo_local.system.paths import Paths
 
-# --- top_view
-# What `dynamo top` shows: from values of the status to what rich can print. No clock, no terminal, no arbiter.
-#
-# A number that is not known is `-`, and a gap in a history: never 0.
+# Below: from the values of a status to tables of rich. No clock, no terminal, no arbiter. An unknown number is `-`,
+# and a gap in a history, never 0.
 
 Graph = Mapping[str, Any]
 """The object of `dynamo status --json`."""
@@ -54,7 +52,7 @@ LEFT_FROM_NAME = 6
 
 
 class Marks(NamedTuple):
-    """What a picture is drawn with: bars from low to high, what stands for an unknown value and for cut text."""
+    """Characters of the display: bars from low to high, the sign of an unknown value, the sign of cut text."""
 
     bars: str
     gap: str

@@ -50,7 +50,7 @@ def wait_options(command: F) -> F:
 
 
 class Goal(enum.Enum):
-    """What a worker is waited for to become."""
+    """The state that `--wait` waits for."""
 
     READY = "ready"
     ASLEEP = "asleep"
@@ -240,8 +240,7 @@ def _doing(row: Mapping[str, Any] | None) -> str:
     return f"{row['state']}, {note}" if note else str(row["state"])
 
 
-# --- asking
-# What `scale`, `drain` and `restart` share: ask the arbiter, say what it began, and wait for the end if asked to.
+# Shared by `scale`, `drain` and `restart`: ask the arbiter, print what it began, wait for the end with `--wait`.
 
 COMMIT_TIMEOUT_S = 30.0
 """An answer comes when the intent is committed: milliseconds, or as long as a slow disk takes to fsync."""

@@ -20,10 +20,10 @@ WORDS = {
     "wake": "wakes",
     "sleep": "goes on sleeping",
 }
-"""What an instruction means, in words that follow the worker's name."""
+"""Move -> words that follow the worker's name."""
 
 GOALS = {"drain": Goal.GONE, "take_back": Goal.GONE, "sleep": Goal.ASLEEP}
-"""What it is to become; else ready."""
+"""Move -> the state to wait for; all others: ready."""
 
 
 class Word(click.ParamType):
@@ -58,7 +58,7 @@ class Target(click.ParamType):
 @click.option("--flip", is_flag=True, help="Workers of the one component change their role: `A -1 B +1 --flip`.")
 @click.option("--force", is_flag=True, help="Even if it leaves the component without a ready worker.")
 @click.option("--no-wake", is_flag=True, help="Start new workers, though some of the component sleep.")
-@click.option("--victim-policy", type=click.Choice(POLICIES), help="Who goes (default: highest-suffix).")
+@click.option("--victim-policy", type=click.Choice(POLICIES), help="Which workers leave.  [default: highest-suffix]")
 @wait_options
 @json_option
 @namespace_option
@@ -97,7 +97,7 @@ def scale(
 
 
 def exchanged(given: tuple[str, ...]) -> tuple[str, str, int]:
-    """Who gives workers, who takes them, and how many: of `A -1 B +1`, in any order. Raises click's `UsageError`."""
+    """`A -1 B +1`, in either order -> `(component that gives, component that takes, count)`. Raises `UsageError`."""
     pairs = dict(zip(given[::2], given[1::2], strict=False))
     changes = {name: int(text) for name, text in pairs.items() if re.fullmatch(r"[+-][0-9]{1,4}", text, re.ASCII)}
     if len(given) != 4 or len(changes) != 2 or sum(changes.values()) != 0 or not all(changes.values()):
@@ -200,7 +200,7 @@ def flip_goals(reply: dict[str, Any]) -> Iterator[tuple[str, Goal]]:
 
 
 def describe_flip(reply: dict[str, Any], cancel: bool) -> str:
-    """What becomes of it."""
+    """One line: the move and its target."""
     if cancel:
         return f"{reply['watcher_name']}: {reply['state']}, its flip was taken back"
     return f"{reply['watcher_name']}: becomes {reply['becomes']}"
@@ -235,7 +235,7 @@ def restart(
 
 
 def restart_goals(reply: dict[str, Any]) -> Iterator[tuple[str, Goal]]:
-    """What each worker is to become: one that is replaced goes when its substitute is ready."""
+    """The state to wait for, per worker. A replaced worker leaves once its substitute is ready."""
     for name in names(reply):
         substitute = reply.get("substitutes", {}).get(name)
         if substitute is None:

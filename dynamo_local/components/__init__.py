@@ -1,7 +1,7 @@
-"""The services that ship: `from dynamo_local.components.frontend import Frontend, Processor, Router, VllmWorker,
-PrefillWorker`.
+"""The components that ship, in the processes of workers.
 
-Each is imported when it is first asked for: a worker's start-up should not pay for its siblings' libraries.
+`from dynamo_local.components import Frontend, Processor, Router, VllmWorker, PrefillWorker`. Each is imported when it
+is first asked for, so that a worker's start does not pay for its siblings' libraries.
 """
 
 from __future__ import annotations

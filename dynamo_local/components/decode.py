@@ -1,4 +1,4 @@
-"""One VllmWorker's work without the process around it: refuse when full, prefill here or there, decode."""
+"""In a VllmWorker: refuses a request when full, has its prompt prefilled here or elsewhere, and decodes it."""
 
 from __future__ import annotations
 
@@ -53,81 +53,79 @@ class DecodeService:
         Raises `InvalidRequest`, `WorkerBusy` (before the first item), `EngineError`, `KvTransferError` (after tokens).
         """
         asked = messages.parse_generate_request(payload)
-        waiting = self._engine.load().num_requests_waiting + (self._remote.waiting if self._remote else 0)
-        if waiting >= self._max_num_waiting:
-            self._counts.refused += 1
-            raise WorkerBusy(
-                f"{waiting} requests wait for this worker already (max_num_waiting {self._max_num_waiting})",
-                retry_after_s=self._retry_after_s(),
-            )
-        yield {"token_ids": ()}
+        self._refuse_if_full()
+        hit_rate = asked.prefix_hit_rate
+        yield {"token_ids": ()} if hit_rate is None else {"token_ids": (), "kv_hit_rate": hit_rate}
         # A client may send the same request id twice, and a retry does: the engine needs one of its own.
-        request_id = f"{asked.request_id}-{secrets.token_hex(4)}"
-        request = EngineRequest(request_id, asked.token_ids, asked.sampling, core=asked.core)
-        async with contextlib.aclosing(self._followed(request, asked)) as outputs:
-            async for output in outputs:
-                yield messages.generate_item(output)
-
-    def _retry_after_s(self) -> float:
-        """When what waits is through, as far as that can be said."""
-        if self._side is None:
-            return RETRY_AFTER_S
-        return min(RETRY_AFTER_MAX_S, max(RETRY_AFTER_S, self._side.backlog_s(self._clock.now_s())))
-
-    async def _followed(
-        self, request: EngineRequest, asked: messages.GenerateRequest
-    ) -> AsyncGenerator[EngineOutput, None]:
-        """The outputs; the side hears of them."""
-        side, name, completed = self._side, request.request_id, False
-        if side is not None:
-            now_s = self._clock.now_s()
-            side.began(name, len(request.prompt_token_ids), now_s)
-            if (itl_ms := self._engine.load().itl_ms) is not None:
-                side.itl_seen(itl_ms / 1000, now_s)
+        name = f"{asked.request_id}-{secrets.token_hex(4)}"
+        request = EngineRequest(name, asked.token_ids, asked.sampling, core=asked.core)
+        side, completed = self._side, False
+        self._tell_begin(request)
         try:
-            async with contextlib.aclosing(self._outputs(request, asked)) as outputs:
-                async for output in outputs:
-                    if side is not None:
-                        side.tokens(name, len(output.token_ids), self._clock.now_s())
-                    completed = completed or output.finish_reason in ("stop", "length")
-                    yield output
+            params = await self._prefilled(request, asked)
+            while True:
+                started, began_s = False, self._clock.now_s()
+                given = request if params is None else replace(request, kv_transfer_params=params)
+                outputs = cast(AsyncGenerator[EngineOutput, None], self._engine.generate(given))
+                try:
+                    async with contextlib.aclosing(outputs):
+                        async for output in outputs:
+                            if not started and params is not None:
+                                self._times.pulls.append(self._clock.now_s() - began_s)
+                            started = True
+                            if side is not None:
+                                side.tokens(name, len(output.token_ids), self._clock.now_s())
+                            completed = completed or output.finish_reason in ("stop", "length")
+                            yield messages.generate_item(output)
+                    return
+                except KvTransferError as error:
+                    if params is None or started:
+                        raise
+                    self._give_up_handover(request, error)
+                request, params = replace(request, request_id=f"{name}-local"), None
         finally:
             if side is not None:
                 side.ended(name, completed=completed)
 
-    async def _outputs(
-        self, request: EngineRequest, asked: messages.GenerateRequest
-    ) -> AsyncGenerator[EngineOutput, None]:
-        params: Mapping[str, Any] | None = None
-        if self._remote is not None and asked.prefill_here is not None:
+    def _refuse_if_full(self) -> None:
+        waiting = self._engine.load().num_requests_waiting + (self._remote.waiting if self._remote else 0)
+        if waiting < self._max_num_waiting:
+            return
+        self._counts.refused += 1
+        retry_after_s = RETRY_AFTER_S
+        if self._side is not None:
+            retry_after_s = min(RETRY_AFTER_MAX_S, max(RETRY_AFTER_S, self._side.backlog_s(self._clock.now_s())))
+        raise WorkerBusy(
+            f"{waiting} requests wait for this worker already (max_num_waiting {self._max_num_waiting})",
+            retry_after_s=retry_after_s,
+        )
+
+    def _tell_begin(self, request: EngineRequest) -> None:
+        if (side := self._side) is None:
+            return
+        now_s = self._clock.now_s()
+        side.began(request.request_id, len(request.prompt_token_ids), now_s)
+        if (itl_ms := self._engine.load().itl_ms) is not None:
+            side.itl_seen(itl_ms / 1000, now_s)
+
+    async def _prefilled(self, request: EngineRequest, asked: messages.GenerateRequest) -> Mapping[str, Any] | None:
+        """The identity of KV that a prefill worker has computed; None: this engine computes the prompt."""
+        if self._remote is None:
+            return None
+        if asked.prefill_here is not None:
             log.info("request %s is prefilled locally: %s", request.request_id, asked.prefill_here)
             self._counts.decided(remote=False, why=Why.CANNOT_TRAVEL)
-        elif self._remote is not None:
-            hit_rate = asked.prefix_hit_rate
-            if hit_rate is None:  # no Router was asked: use what the engine itself knows
-                hit_rate = self._engine.prefix_hit_rate(request.prompt_token_ids)
-            params = await self._remote.prefill(request, hit_rate)
-        if params is not None and self._remote is not None:
-            started, began_s = False, self._clock.now_s()
-            try:
-                async with contextlib.aclosing(self._run(replace(request, kv_transfer_params=params))) as outputs:
-                    async for output in outputs:
-                        if not started:
-                            self._times.pulls.append(self._clock.now_s() - began_s)
-                        started = True
-                        yield output
-                return
-            except KvTransferError as error:
-                if started:
-                    raise
-                log.warning("request %s is prefilled locally, its KV did not arrive: %s", request.request_id, error)
-                # If the prefill worker died before its ack, the entry would be redelivered although nobody wants it.
-                self._remote.abandon(request.request_id)
-                self._remote.came_to_nothing(request)
-            request = replace(request, request_id=f"{request.request_id}-local")
-        async with contextlib.aclosing(self._run(request)) as outputs:
-            async for output in outputs:
-                yield output
+            return None
+        hit_rate = asked.prefix_hit_rate
+        if hit_rate is None and asked.lora_id:
+            hit_rate = 0.0  # the engine would look the base model's blocks up
+        if hit_rate is None:  # no Router was asked: use what the engine itself knows
+            hit_rate = self._engine.prefix_hit_rate(request.prompt_token_ids)
+        return await self._remote.prefill(request, hit_rate)
 
-    def _run(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-        return cast(AsyncGenerator[EngineOutput, None], self._engine.generate(request))
+    def _give_up_handover(self, request: EngineRequest, error: KvTransferError) -> None:
+        assert self._remote is not None
+        log.warning("request %s is prefilled locally, its KV did not arrive: %s", request.request_id, error)
+        # If the prefill worker died before its ack, the entry would be redelivered although nobody wants it.
+        self._remote.abandon(request.request_id)
+        self._remote.came_to_nothing(request)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -118,12 +118,14 @@ class RouterClient:
         self._away = False
 
     async def choose(
-        self, token_ids: Sequence[int], request_id: str, tokens: int, avoid: Sequence[int]
+        self, token_ids: Sequence[int], request_id: str, tokens: int, avoid: Sequence[int], lora_id: int = 0
     ) -> Routed | None:
         """Within `timeout_s`. Raises nothing of its own."""
         if self._clock.now_s() < self._away_until_s:
             return None
         request = {"token_ids": token_ids, "request_id": request_id, "max_tokens": tokens, "avoid": list(avoid)}
+        if lora_id:
+            request["lora_id"] = lora_id
         began_s = self._clock.now_s()
         try:
             stream = await self._client.call(request, request_id=request_id, timeout_s=self._timeout_s)
@@ -161,7 +163,7 @@ class Chooser(Protocol):
     """Chooses a worker ahead of the picker: a Router."""
 
     async def choose(
-        self, token_ids: Sequence[int], request_id: str, tokens: int, avoid: Sequence[int]
+        self, token_ids: Sequence[int], request_id: str, tokens: int, avoid: Sequence[int], lora_id: int = 0
     ) -> Routed | None:
         """The worker, or None if there is no answer in time. Raises nothing of its own."""
         ...
@@ -170,11 +172,11 @@ class Chooser(Protocol):
 class Dispatcher:
     """Chooses among a component's workers and repeats what failed before its first token.
 
-    `loads` gives the latest sample of each instance id; `max_tries` bounds how many workers may *fail* one
-    request (a full or leaving worker only refuses, which costs nothing, so all of them may be asked). If all known
-    workers are leaving, it waits for others: a scale-down fails no request. A `router` is asked first; the picker
-    decides if the Router has no answer, or names a worker that is not registered. `produced` says whether the client
-    may have got a part of a batch.
+    `loads` gives the latest sample of each instance id. `max_tries` bounds how many workers may *fail* one request.
+    A full or draining worker only refuses, which costs nothing, so all of them may be asked. If all known workers
+    are draining, the dispatcher waits for others: a scale-down fails no request. A `router` is asked first. The
+    picker decides if the Router has no answer, or names a worker that is not registered. `produced` says whether the
+    client may have got a part of a batch.
     """
 
     def __init__(
@@ -195,38 +197,24 @@ class Dispatcher:
         self._max_tries = max_tries
         self._clock = clock or AsyncioClock()
 
-    async def send(
+    async def pump(
         self,
         payload: Mapping[str, Any],
+        take: Take,
         *,
         request_id: str,
         tokens: int,
         timeout_s: float | None,
         max_tries: int | None = None,
-    ) -> AsyncGenerator[Batch, None]:
-        """The worker's items as they arrived together. `tokens` bounds what the request may generate, `max_tries` is
-        for this request alone.
-
-        Raises `NoWorkers`, `WorkerBusy` (every worker refused; `details["retry_after_s"]` is the shortest that
-        one of them named) or what the last worker failed with. Close the generator to cancel the request.
-        """
-        asked = _Asked(payload, request_id, tokens, self._until_s(timeout_s), max_tries or self._max_tries)
-        while (routed := await self._choose(asked)) is not None:
-            attempt = _Attempt()
-            async with self._trying(asked, routed.worker, attempt):
-                stream = await self._call(asked, routed)
-                async with _batches(stream) as batches:
-                    async for batch in batches:
-                        attempt.produced = attempt.produced or self._produced(batch)
-                        yield batch
-                return
-        raise _verdict(asked.failures, self._client)
-
-    async def pump(
-        self, payload: Mapping[str, Any], take: Take, *, request_id: str, tokens: int, timeout_s: float | None
     ) -> None:
-        """As `send`: `take` is called with each batch as it arrives. Raises what `take` raises, too."""
-        asked = _Asked(payload, request_id, tokens, self._until_s(timeout_s), self._max_tries)
+        """Calls `take` with the worker's items as they arrive. `tokens` bounds what the request may generate.
+
+        `max_tries` is for this request alone. Raises `NoWorkers`, `WorkerBusy` (every worker refused;
+        `details["retry_after_s"]` is the shortest that one of them named), what the last worker failed with, or what
+        `take` raises. Cancel it to cancel the request.
+        """
+        deadline_s = None if timeout_s is None else self._clock.now_s() + timeout_s
+        asked = _Asked(payload, request_id, tokens, deadline_s, max_tries or self._max_tries)
         while (routed := await self._choose(asked)) is not None:
             attempt = _Attempt(self._produced, take)
             async with self._trying(asked, routed.worker, attempt):
@@ -237,9 +225,6 @@ class Dispatcher:
                     await stream.aclose()
                 return
         raise _verdict(asked.failures, self._client)
-
-    def _until_s(self, timeout_s: float | None) -> float | None:
-        return None if timeout_s is None else self._clock.now_s() + timeout_s
 
     async def _call(self, asked: _Asked, routed: Routed) -> ResponseStream:
         now_s = self._clock.now_s()
@@ -273,7 +258,10 @@ class Dispatcher:
             return None
         untried = self._untried(failures)
         if self._router is not None and untried:
-            routed = await self._router.choose(payload["token_ids"], asked.request_id, asked.tokens, tuple(failures))
+            lora_id = payload.get("lora_id", 0)
+            routed = await self._router.choose(
+                payload["token_ids"], asked.request_id, asked.tokens, tuple(failures), lora_id
+            )
             untried = self._untried(failures)
             if routed is not None and routed.worker in untried:
                 return routed
@@ -305,34 +293,20 @@ class _Asked:
 
 
 class _Attempt:
-    """What one worker has given. `produced`: the client may have got a part of it, or has failed by itself."""
+    """One worker's attempt. `produced`: the client may have got a part of the answer, or has failed by itself."""
 
     __slots__ = ("_produced", "_take", "produced")
 
-    def __init__(self, produced: Callable[[Batch], bool] | None = None, take: Take | None = None) -> None:
+    def __init__(self, produced: Callable[[Batch], bool], take: Take) -> None:
         self.produced = False
         self._produced = produced
         self._take = take
 
     def take(self, batch: Batch) -> Awaitable[None] | None:
-        """One batch of a stream that is pumped."""
-        assert self._produced is not None
-        assert self._take is not None
-        before, self.produced = self.produced, True  # what `take` raises is no failure of the worker
+        before, self.produced = self.produced, True  # an error of `take` is no failure of the worker
         room = self._take(batch)
         self.produced = before or self._produced(batch)
         return room
-
-
-@contextlib.asynccontextmanager
-async def _batches(stream: ResponseStream) -> AsyncIterator[AsyncIterator[Batch]]:
-    """The stream's batches; leaving the block closes both, which cancels the handler if it still runs."""
-    batches = cast(AsyncGenerator[Batch, None], stream.batches())
-    try:
-        async with contextlib.aclosing(batches):
-            yield batches
-    finally:
-        await stream.aclose()
 
 
 def _failed(failures: Mapping[int, DynamoError]) -> int:

@@ -15,14 +15,14 @@ from dynamo_local.core.types import GraphSpec, Role, ServiceSpec
 from dynamo_local.sdk.service_config import underscored
 
 _THE_ENGINES = frozenset({"model", "max_model_len", "sim"})
-"""Options of our workers' sections that change the time of a pass, or how many tokens fit. What the sections have
-besides their own options (vLLM's arguments) does, too."""
+"""Options of our workers' sections that change the time of a pass, or how many tokens fit. Keys that are not options
+of ours (vLLM's arguments) do so, too."""
 _OURS = frozenset({*VllmWorkerConfig.model_fields, *PrefillWorkerConfig.model_fields}) - _THE_ENGINES
 
 
 def engines_of(graph: GraphSpec) -> dict[str, dict[str, Any]]:
-    """By role (prefill, decode or agg), what `profile.document.described` has. Of a component that is a command it is
-    the command: whatever its engine's speed depends on stands there."""
+    """The facts of `profile.document.described`, by role (prefill, decode or agg). A component that is a command has
+    its command there: all that its engine's speed depends on stands in it."""
     found = {}
     for service in graph.services:
         role = _ROLES.get(service.role)
@@ -59,7 +59,8 @@ def command_description(service: ServiceSpec) -> dict[str, Any]:
 
 
 def engine_version(engine: str) -> str:
-    """Of the package that the engine is; the sim engine is ours, and of a server that is a command nobody knows it."""
+    """The version of the engine's package. The sim engine has ours. Nobody knows that of a server which is a
+    command."""
     if engine == "sim":
         return __version__
     try:

@@ -32,7 +32,7 @@ ENGINE = "engine"
 
 
 class EngineConfig(BaseModel):
-    """What the sections of all workers with an engine have in common.
+    """The options that the sections of all workers with an engine share.
 
     Keys that are not named here are the engine's: vLLM takes its own arguments, the sim engine none (it has `sim`).
     """
@@ -86,7 +86,7 @@ class EngineConfig(BaseModel):
         if self.sim:
             raise ValueError("sim: options of the sim engine have no effect with engine vllm; remove them")
         try:
-            self.vllm_options(0).words()
+            self.vllm_options(0).arguments()
         except ConfigError as error:
             raise ValueError(str(error)) from error
         return self

@@ -19,7 +19,7 @@ __all__ = ["Frontend", "FrontendConfig"]
 
 @service(dynamo={"namespace": "dynamo"}, config=FrontendConfig)
 class Frontend:
-    """Serves HTTP itself; it has no endpoints of its own on the data plane."""
+    """Serves HTTP itself. It has no endpoints on the data plane."""
 
     processor = depends(Processor)
 

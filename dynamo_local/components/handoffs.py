@@ -184,7 +184,8 @@ KEPT = 20
 TIMES_SLOWEST = 3.0
 LEAST_S = 2.0
 UNKNOWN_S = 5.0
-"""Of an engine that has taken no KV yet: at the first hand-off two engines make each other's acquaintance."""
+"""The time for an engine that has taken no KV yet. The first transfer between two engines is slower, because they
+connect then."""
 MOST_S = 8.0
 """Below the deadline of a flip."""
 
@@ -211,13 +212,10 @@ class HandoffTimes:
 # --- canary
 # A worker that begins to decode tries out a hand-off first: a few tokens, prefilled by another one, decoded here.
 #
-# They do not go through the prefill queue, in which they would wait behind everybody else's. Each is given time by
-# what
+# They do not go through the prefill queue, in which they would wait behind everybody else's. Each is given time by what
 # this engine's hand-offs have taken so far (`prefilling.handoff_times`). Where a prefill worker does not answer soon
-# the
-# next one is asked, too; only where none can do it, the flip has failed. Where there is no other prefill worker at
-# all
-# (somebody has forced it), the engine has only itself to show.
+# the next one is asked, too; only where none can do it, the flip has failed. Where there is no other prefill worker at
+# all (somebody has forced it), the engine has only itself to show.
 
 PROMPT_TOKENS = 33
 """More than a block of the usual size of 32: a whole one is moved."""
@@ -237,8 +235,8 @@ async def prefilled(engine: Engine, asked: CanaryRequest) -> dict[str, Any]:
 
 
 class Canary:
-    """`workers` are the prefill workers' `canary` endpoints, `itself` the instance that this process is among them;
-    `check` raises `KvTransferError` for KV of another model; `times` are this engine's hand-offs so far."""
+    """`workers` are the prefill workers' `canary` endpoints. `itself` is this process's instance among them. `check`
+    raises `KvTransferError` for KV of another model. `times` are this engine's hand-offs so far."""
 
     def __init__(
         self,
@@ -271,7 +269,7 @@ class Canary:
         await self._decoded(_request(None))
 
     async def _one_of(self, peers: list[int]) -> None:
-        """Return as soon as one hand-off has succeeded. Whoever is slow is not given up when the next one is asked."""
+        """Return as soon as one hand-off has succeeded. A slow worker is not given up when the next one is asked."""
         patience_s, because, failed = self._times.patience_s(), self._times.words(), list[str]()
         asked: dict[asyncio.Task[None], int] = {}
         try:

@@ -1,18 +1,19 @@
 """`/metrics` of the Frontend, under Dynamo's names, labels and bucket bounds.
 
-Source: ai-dynamo `lib/llm/src/http/service/metrics.rs`. What is kept from there because planners and dashboards
-count on it: the label `model` is in lower case; a request is *queued* from its admission until its first token and
-*in flight* until its end; a response's first tokens give the TTFT alone; tokens that come together share the time
-since the last ones evenly; ISL is recorded with the first token, OSL at the end.
+Source: ai-dynamo `lib/llm/src/http/service/metrics.rs`. Planners and dashboards count on these: the label `model` is
+in lower case. A request is *queued* from its admission until its first token, and *in flight* until its end. A
+response's first tokens give the TTFT alone. Tokens that come together share the time since the last ones evenly. ISL
+is recorded with the first token, OSL at the end.
 
-Requests that were refused before a model could be told from them count under `model="unknown"`: what a client
-invents must not become a label value.
+Requests that were refused before their model was known count under `model="unknown"`: a client's invention must not
+become a label value.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import accumulate
 from typing import Literal
 
@@ -29,9 +30,12 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from dynamo_local.core.traffic import HISTOGRAMS, REQUESTS, RecentRequests
+from dynamo_local.core.traffic import HISTOGRAMS, HIT_RATE, HIT_RATE_METRIC, REQUESTS, RecentRequests
 
 PREFIX = "dynamo_frontend"
+ROUTER_PREFIX = "dynamo_component_router"
+"""Dynamo's routers count under this name, on the page of the frontend that they run in. Ours counts the requests whose
+worker a Router chose."""
 UNKNOWN_MODEL = "unknown"
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -121,12 +125,13 @@ class RequestObserver:
         self._prompt_tokens: int | None = None
         self._tokens = 0
         self._ended = False
+        self._routed = False
         series.inflight.inc()
         series.queued.inc()
         metrics.queued += 1
 
     def on_prompt(self, prompt_tokens: int) -> None:
-        """The Processor has sent the prompt's length; it is recorded once, and only for requests that get tokens."""
+        """The Processor has sent the prompt's length. It is recorded once, and only for requests that get tokens."""
         if self._prompt_tokens is None:
             self._prompt_tokens = prompt_tokens
             if self._last_s is not None:
@@ -154,6 +159,12 @@ class RequestObserver:
         """Prompt tokens that were found in a KV cache."""
         self._series.cached.observe(cached_tokens)
 
+    def on_routed(self, kv_hit_rate: float) -> None:
+        """A Router chose the worker, and knew this share of the prompt to be cached there."""
+        if not self._routed:
+            self._routed = True
+            self._metrics.router.began(self._labels[0], kv_hit_rate)
+
     def end(self, status: Status, now_s: float) -> None:
         """Once: a second call changes nothing."""
         if self._ended:
@@ -168,15 +179,65 @@ class RequestObserver:
             series.osl.observe(self._tokens)
             self._remember(status)
         series.duration.observe(now_s - self._started_s)
+        if self._routed:
+            ttft_s = None if self._first_s is None else self._first_s - self._started_s
+            streamed_s = 0.0 if self._first_s is None or self._last_s is None else self._last_s - self._first_s
+            lengths = (self._prompt_tokens or 0, self._tokens)
+            self._metrics.router.ended(self._labels[0], now_s - self._started_s, ttft_s, streamed_s, lengths)
         self._metrics.requests.labels(*self._labels, status).inc()
 
     def _remember(self, status: Status) -> None:
-        """What was cut short says nothing of lengths."""
+        """A request that was cut short says nothing of lengths."""
         first_s, last_s, isl = self._first_s, self._last_s, self._prompt_tokens
         if status != "success" or first_s is None or last_s is None or isl is None:
             return
         itl_s = (last_s - first_s) / (self._tokens - 1) if self._tokens > 1 else None
         self._metrics.recent.answered(last_s, isl, self._tokens, first_s - self._started_s, itl_s)
+
+
+class RouterMetrics:
+    """The requests that a Router placed, under Dynamo's names. Gaps between tokens are counted at a request's end."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def histogram(name: str, text: str, low: float, high: float, count: int) -> Histogram:
+            bounds = log_buckets(low, high, count)
+            return Histogram(f"{ROUTER_PREFIX}_{name}", text, ["model"], buckets=bounds, registry=registry)
+
+        self._started = Counter(f"{ROUTER_PREFIX}_requests_started", "Requests placed", ["model"], registry=registry)
+        self._requests = Counter(f"{ROUTER_PREFIX}_requests", "Requests that have ended", ["model"], registry=registry)
+        self._ttft = histogram("time_to_first_token_seconds", "Time to first token", 0.001, 480.0, 18)
+        self._duration = histogram("request_duration_seconds", "Duration of requests", 1.0, 256.0, 10)
+        self._isl = histogram("input_sequence_tokens", "Prompt length in tokens", 50.0, 128000.0, 12)
+        self._osl = histogram("output_sequence_tokens", "Generated length in tokens", 50.0, 32000.0, 10)
+        name = f"{ROUTER_PREFIX}_inter_token_latency_seconds"
+        self._itl = GapHistogram(name, "Time between tokens after the first", log_buckets(0.001, 2.0, 13))
+        registry.register(self._itl)
+        bounds = [n / 20 for n in range(21)]
+        text = "Share of the prompt that the chosen worker has cached"
+        self._hit_rate = Histogram(HIT_RATE_METRIC, text, ["model"], buckets=bounds, registry=registry)
+
+    def began(self, model: str, kv_hit_rate: float) -> None:
+        self._started.labels(model).inc()
+        self._hit_rate.labels(model).observe(kv_hit_rate)
+
+    def ended(
+        self, model: str, duration_s: float, ttft_s: float | None, streamed_s: float, lengths: tuple[int, int]
+    ) -> None:
+        """`streamed_s` is the time from the first token to the last, `lengths` those of prompt and answer."""
+        self._requests.labels(model).inc()
+        self._duration.labels(model).observe(duration_s)
+        isl, osl = lengths
+        if ttft_s is None:
+            return
+        self._ttft.labels(model).observe(ttft_s)
+        self._isl.labels(model).observe(isl)
+        self._osl.labels(model).observe(osl)
+        if osl > 1:
+            self._itl.labels(model).observe(streamed_s / (osl - 1), osl - 1)
+
+    def hit_rates(self) -> tuple[float, float]:
+        """(sum, count) over all models."""
+        return _sum(self._hit_rate, "_sum"), _sum(self._hit_rate, "_count")
 
 
 class HttpMetrics:
@@ -191,7 +252,7 @@ class HttpMetrics:
         self.queued = 0
         """Requests of all models that still wait for their first token."""
         self.recent = RecentRequests()
-        """Of all models, one by one."""
+        """The requests of all models, one by one."""
         model = ["model"]
         self.requests = Counter(
             f"{PREFIX}_requests",
@@ -244,12 +305,19 @@ class HttpMetrics:
         self.requests.labels(label, endpoint, request_type, "error").inc()
 
     def counters(self) -> dict[str, float]:
-        """Of all models, under the names of `core.traffic`: what a planner counts by."""
+        """The sums over all models, under the names of `core.traffic`: a planner counts by them."""
         told = {REQUESTS: _sum(self.requests_started, "_total")}
         for name, suffix in HISTOGRAMS.items():
             histogram = self._histograms[suffix]
             told[f"{name}_sum"], told[f"{name}_count"] = _sum(histogram, "_sum"), _sum(histogram, "_count")
+        if "router" in self.__dict__:
+            told[f"{HIT_RATE}_sum"], told[f"{HIT_RATE}_count"] = self.router.hit_rates()
         return told
+
+    @cached_property
+    def router(self) -> RouterMetrics:
+        """On the page from the first request on that a Router placed."""
+        return RouterMetrics(self.registry)
 
     def exposition(self) -> bytes:
         """The text format, for `CONTENT_TYPE`."""

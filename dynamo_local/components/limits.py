@@ -1,5 +1,5 @@
-"""Bounds of one request that are not the operator's to choose: far above what any client of vLLM sends, and low enough
-that a request costs no more than its size. docs/security.md lists them, with the test of each."""
+"""Bounds of one request that the operator cannot choose. They are far above what a client of vLLM sends, and low
+enough that a request costs no more than its size. docs/security.md lists them, with the test of each."""
 
 from __future__ import annotations
 
@@ -87,13 +87,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 TRIM_BYTES: Final = 4 * LARGE_BYTES
-"""After a request of this size young garbage is collected and the C library is asked to give free memory back. By
-itself the first may be late for want of values to count (`system.collector.serving`): an error and the frames that it
-came through, of which one has the body, hold each other. The second keeps what lies below anything that is still used,
-up to a hundred megabytes after a few bodies of eight."""
+"""After a request of this size we collect young garbage, and ask the C library to give free memory back. The
+collection may otherwise be late (`system.collector.serving`): an error and its frames, one of which has the body,
+hold each other. The C library keeps what lies below anything that is still used, up to a hundred megabytes after a
+few bodies of eight."""
 
 TRIM_AFTER_S: Final = 1.0
-"""By then what was made of the request is gone, too."""
+"""All that was made of the request is gone by then."""
 
 _LARGE: Final = DaemonExecutor("large request", threads=1)
 _malloc_trim: Final = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)  # glibc's; others need none

@@ -35,9 +35,9 @@ _Tokens = Annotated[int, Meta(ge=0, le=10_000_000)]
 
 
 class MeasureRequest(msgspec.Struct, frozen=True):
-    """`prompts` of `tokens`, of which the first `cached` were there before: one after the other, each for its first
-    token. With `passes` above 0 they decode side by side, until so many passes had all of them in; with `beside` above
-    0, until so many passes computed a further prompt of so many tokens as well."""
+    """`prompts` of `tokens`, of which the first `cached` were there before. They are sent one after the other, each
+    for its first token. With `passes` above 0 they decode side by side, until that many passes had all of them in.
+    With `beside` above 0, until that many passes also computed a further prompt of that many tokens."""
 
     prompts: Annotated[int, Meta(ge=1, le=4096)]
     tokens: Annotated[int, Meta(ge=1, le=10_000_000)]
@@ -155,8 +155,8 @@ class Measurable:
 
 
 class _Seen:
-    """The passes that a request is about: of prompts those that compute one, else those that decode all of them, and
-    compute a whole one `beside` them where that is asked for. `decoding`: all of them do."""
+    """The passes that a request is about. For prompts these are the passes that compute one. Otherwise they decode
+    all of them, and compute a whole one `beside` them if that is asked for. `decoding`: all of them do."""
 
     def __init__(self, request: MeasureRequest) -> None:
         self._request = request

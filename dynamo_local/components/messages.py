@@ -1,18 +1,19 @@
-"""What Processor, VllmWorker and PrefillWorker send to each other. Plain dicts: the data plane packs them as they are.
+"""The messages between Processor, VllmWorker and PrefillWorker. Plain dicts: the data plane packs them as they are.
 
 Requests are checked by msgspec when they arrive (once per request); response items are built and read
 without it (once per frame of tokens, on the hot path).
 
     generate request  {"request_id", "token_ids": [int], "sampling": {SamplingParams}, "prefix_hit_rate"?: 0..1,
-                       "core"?: [bytes], "prefill_here"?: str}
+                       "core"?: [bytes], "prefill_here"?: str, "lora_id"?: int}
     generate item     {"token_ids": [int], "finish_reason"?: str, "num_cached_tokens"?: int, "logprobs"?,
-                       "prompt_logprobs"?, "core"?: [bytes]}
-    prefill entry     {"token_ids", "sampling", "reply_subject"}
+                       "prompt_logprobs"?, "core"?: [bytes]}; the first has no tokens, and the Router's
+                       "kv_hit_rate" if one chose the worker
+    prefill entry     {"token_ids", "sampling", "reply_subject", "cached_tokens"?: int}
     prefill reply     {"kv_transfer_params": {…}, "num_cached_tokens"?: int}; a failure travels as PrefillReplies' error
     route request     {"token_ids", "request_id", "max_tokens", "avoid": [instance ids], "lora_id"}, to the Router
     route answer      {"worker_id", "prefix_hit_rate": 0..1, "router": the policy}
-    response item     {"text", "num_tokens", "finish_reason", "usage"}, to the Frontend; of a request with extras also
-                      what `extras.choices` adds
+    response item     {"text", "num_tokens", "finish_reason", "usage"}, to the Frontend; the first also has
+                      "prompt_tokens" and "kv_hit_rate"?; `sim_api.choices` adds what requests with extras need
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ class ChatMessage(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class TextRequest(msgspec.Struct, frozen=True):
-    """What a Frontend sends: the validated body, with a `request_id`. None means that the client did not say.
+    """A Frontend's message to a Processor: the validated body, with a `request_id`. None means that the client did
+    not say.
 
-    It is read from the wire as this, so that whatever else somebody may send is skipped, not made.
+    It is read from the wire as this, so that anything else that somebody may send is skipped, not made.
     """
 
     request_id: RequestId = ""
@@ -69,7 +71,7 @@ class TextRequest(msgspec.Struct, frozen=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
-    """What `VllmWorker.generate` takes."""
+    """The request of `VllmWorker.generate`."""
 
     request_id: RequestId
     token_ids: list[int]
@@ -80,10 +82,12 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     """The request in the engine's own words; see `ports.EngineRequest`."""
     prefill_here: str | None = None
     """Why no prefill worker can compute the prompt; None: one can."""
+    lora_id: int = 0
+    """The number of the LoRA adapter in the engine, by which its KV blocks are hashed; 0: no adapter."""
 
 
 class RouteRequest(msgspec.Struct, frozen=True):
-    """What `Router.generate` takes. `avoid` are workers that have failed this request already."""
+    """The request of `Router.generate`. `avoid` are workers that have failed this request already."""
 
     token_ids: list[int]
     request_id: RequestId = ""
@@ -93,7 +97,8 @@ class RouteRequest(msgspec.Struct, frozen=True):
 
 
 class RouteAnswer(msgspec.Struct, frozen=True):
-    """What `Router.generate` answers: the worker, the share of the prompt that it has cached, and by which policy."""
+    """The answer of `Router.generate`: the worker, the share of the prompt that it has cached, and the policy that
+    chose."""
 
     worker_id: int
     prefix_hit_rate: float
@@ -106,17 +111,19 @@ class PrefillEntry(msgspec.Struct, frozen=True):
     token_ids: list[int]
     sampling: SamplingParams
     reply_subject: str
+    cached_tokens: int = 0
+    """Tokens of the prompt whose KV the decode worker has already. The prefill worker cannot read that KV."""
 
 
 class CanaryRequest(msgspec.Struct, frozen=True):
-    """What `PrefillWorker.canary` takes; it answers one prefill reply."""
+    """The request of `PrefillWorker.canary`, which answers one prefill reply."""
 
     request_id: RequestId
     token_ids: Annotated[list[int], Meta(max_length=1024)]
 
 
 class PrefillReply(msgspec.Struct, frozen=True):
-    """What a prefill worker answers: the KV's identity."""
+    """A prefill worker's answer: the KV's identity."""
 
     kv_transfer_params: dict[str, Any]
     num_cached_tokens: int | None = None
@@ -186,12 +193,13 @@ def generate_item(output: EngineOutput) -> dict[str, Any]:
     return item
 
 
-def prefill_entry(request: EngineRequest, reply_subject: str) -> dict[str, Any]:
+def prefill_entry(request: EngineRequest, reply_subject: str, cached_tokens: int = 0) -> dict[str, Any]:
     """The queue entry for a request; the prefill worker answers on `reply_subject`."""
     return {
         "token_ids": list(request.prompt_token_ids),
         "sampling": _sampling(request.sampling),
         "reply_subject": reply_subject,
+        "cached_tokens": cached_tokens,
     }
 
 
@@ -222,7 +230,7 @@ def parse_prefill_reply(payload: Any) -> dict[str, Any]:
 
 
 # --- messages
-# What Frontend and Processor send each other about an HTTP exchange that the Frontend does not read.
+# Frontend and Processor exchange these about an HTTP request that the Frontend does not read.
 #
 # request  ApiRequest
 # items    {"status", "headers"?: {str: str}, "stream": bool}, then {"body": bytes}; each may also tell

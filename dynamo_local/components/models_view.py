@@ -1,5 +1,5 @@
-"""Which models are served now: a live view of `{namespace}/models/` in etcd (of HTTP servers that only prefill:
-`{namespace}/prefill_models/`; of adapters of a model: `{namespace}/adapters/`, put by those who know their names).
+"""The models that are served now: a live view of `{namespace}/models/` in etcd. HTTP servers that only prefill stand
+under `{namespace}/prefill_models/`, adapters of a model under `{namespace}/adapters/`.
 
 Each ready worker that serves a model keeps a key `{namespace}/models/{name}:{lease hex}` under its lease, with
 `{"name", "component", "endpoint", "max_model_len", "created"}`. A model is served as long as it has a key.
@@ -40,7 +40,7 @@ def adapters_prefix(namespace: str) -> str:
 
 
 def model_key_prefix(namespace: str, name: str) -> str:
-    """What `WorkerContext.register_key` takes; it appends `:{lease hex}`."""
+    """The key for `WorkerContext.register_key`, which appends `:{lease hex}`."""
     return models_prefix(namespace) + name
 
 
@@ -64,9 +64,9 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     max_model_len: int | None
     created: float
     engine: EngineApi | None = None
-    """What the API of this model's engine is made from, where the engine has one of its own."""
+    """The facts that the API of this model's engine is made from, if the engine has an API of its own."""
     parent: str | None = None
-    """Of an adapter: the model that it adapts; its `root` is the folder that it is in."""
+    """The model that an adapter adapts. The adapter's `root` is the folder that it is in."""
     root: str | None = None
 
     def encode(self) -> bytes:
@@ -75,7 +75,7 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def engine_api(info: EngineInfo) -> EngineApi | None:
-    """What a worker's card says about its engine."""
+    """The engine as a worker's card describes it."""
     said = info.options
     if "tasks" not in said:
         return None
@@ -84,8 +84,8 @@ def engine_api(info: EngineInfo) -> EngineApi | None:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model over all its workers: the oldest `created_s`, the shortest `max_model_len`, its `components` by name;
-    `engine` is the first worker's, where it has an API of its own; `parent` and `root` are an adapter's."""
+    """A model over all its workers: the oldest `created_s`, the shortest `max_model_len`, its `components` by name.
+    `engine` is the first worker's, if it has an API of its own. `parent` and `root` are an adapter's."""
 
     name: str
     created_s: int
@@ -98,7 +98,7 @@ class ServedModel:
 
 
 class Availability(enum.Enum):
-    """What is to be said about a model's name: serve it, "come back later", or "no such model"."""
+    """The answer to a model's name: serve it, "come back later", or "no such model"."""
 
     READY = "ready"
     GONE = "gone"
@@ -143,7 +143,7 @@ class ModelsView:
         return True
 
     async def follow(self, kv: KeyValueStore) -> None:
-        """Watch until cancelled. What was known last stays while the store is away."""
+        """Watch until cancelled. The last known models stay while the store is away."""
         while True:
             events: AsyncIterator[WatchEvent] = kv.watch_prefix(self._prefix)
             try:

@@ -1,6 +1,6 @@
-"""One Processor's work without the process around it: an OpenAI body in, response items out.
+"""In the Processor: an OpenAI body in, response items out.
 
-The first item comes as soon as a worker has taken the request (`num_tokens: 0` and `prompt_tokens`); the last has a
+The first item comes as soon as a worker has taken the request (`num_tokens: 0` and `prompt_tokens`). The last one has a
 `finish_reason` and the `usage`. Tokens that arrived in one frame become one item.
 """
 
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dynamo_local.components import messages
@@ -17,7 +18,7 @@ from dynamo_local.components.limits import run_beside, run_by_size
 from dynamo_local.components.models_view import ModelsView
 from dynamo_local.components.text.prepare import Answer, Kind, prepare
 from dynamo_local.errors import EngineError, NoWorkers
-from dynamo_local.transport.requests.stream import Enough, Take
+from dynamo_local.transport.requests.stream import Enough, Take, batches_of
 
 if TYPE_CHECKING:
     from dynamo_local.components.text.tokenizer import Tokenizer
@@ -31,23 +32,17 @@ async def _and_enough(room: Awaitable[None]) -> None:
     raise Enough
 
 
-def _without_reason(generate: Mapping[str, Any]) -> EngineError:
-    return EngineError(f"the worker's answer to {generate['request_id']} ended without a finish reason")
-
-
 class Answering:
-    """One request's answer, which is worked on while it is read or pumped: see `Pipeline.run` and `pump`."""
+    """One request's answer. The request plane pumps it; `async for` is for user code."""
 
-    def __init__(self, pipeline: Pipeline, kind: Kind, payload: Any, timeout_s: float | None) -> None:
-        self._pipeline = pipeline
-        self._asked = (kind, payload, timeout_s)
+    def __init__(self, pump: Callable[[Take], Coroutine[Any, Any, None]]) -> None:
+        self.pump = pump
 
-    def __aiter__(self) -> AsyncGenerator[Any, None]:
-        return self._pipeline.run(*self._asked)
-
-    async def pump(self, take: Take) -> None:
-        """Call `take` with the items as they arrive."""
-        await self._pipeline.pump(*self._asked, take)
+    async def __aiter__(self) -> AsyncGenerator[Any, None]:
+        async with contextlib.aclosing(batches_of(self.pump)) as batches:
+            async for batch in batches:
+                for item in batch:
+                    yield item
 
 
 class Pipeline:
@@ -60,44 +55,35 @@ class Pipeline:
         self._model = model
 
     def answering(self, kind: Kind, payload: Any, timeout_s: float | None) -> Answering:
-        """What an endpoint answers with."""
-        return Answering(self, kind, payload, timeout_s)
+        """The answer of an endpoint: response items of a `TextRequest`, or of what one is made from."""
+        return Answering(partial(self.pump, kind, payload, timeout_s))
 
-    async def run(self, kind: Kind, payload: Any, timeout_s: float | None) -> AsyncGenerator[Any, None]:
-        """Response items of a `TextRequest`, or of what one is made from.
+    async def pump(self, kind: Kind, payload: Any, timeout_s: float | None, take: Take) -> None:
+        """Calls `take` with the response items as they arrive.
 
         Raises `InvalidRequest`, `NoWorkers`, `WorkerBusy`, or what the worker failed with.
         """
         asked = messages.parse_text_request(payload)
         max_model_len = await self._max_model_len(asked.model or self._model)
-        if asked.extras is not None:
-            async with contextlib.aclosing(self._with_extras(kind, asked, max_model_len, timeout_s)) as items:
-                async for item in items:
-                    yield item
-            return
-        generate, answer = await self._prepared(kind, asked, max_model_len)
-        batches = self._dispatcher.send(
-            generate, request_id=generate["request_id"], tokens=answer.max_tokens, timeout_s=timeout_s
-        )
-        async with contextlib.aclosing(batches):
-            async for batch in batches:
-                for item in answer.take(batch):
-                    yield item
-                if answer.finish_reason is not None:
-                    return  # a stop string: closing the batches aborts the request in the engine
-        raise _without_reason(generate)
+        work = (kind, asked, self._tokenizer, max_model_len)
+        request_id, extras = asked.request_id or uuid.uuid4().hex, asked.extras
+        if extras is not None:
+            from dynamo_local.components.sim_api.choices import Choices, prepare_choices
 
-    async def pump(self, kind: Kind, payload: Any, timeout_s: float | None, take: Take) -> None:
-        """As `run`: `take` is called with the items as they arrive, without a task in between."""
-        asked = messages.parse_text_request(payload)
-        if asked.extras is not None:
-            async with contextlib.aclosing(self.run(kind, asked, timeout_s)) as one_by_one:
-                async for item in one_by_one:
-                    if (room := take([item])) is not None:
-                        await room
+            if extras.form or extras.tools:  # the size does not show what a schema costs
+                choices = await run_beside(prepare_choices, *work)
+            else:
+                choices = await run_by_size(messages.size_of(asked), prepare_choices, *work)
+            generate = partial(self._generate, timeout_s)
+            await Choices(choices, extras, request_id, self._tokenizer, generate).pump(take)
             return
-        max_model_len = await self._max_model_len(asked.model or self._model)
-        generate, answer = await self._prepared(kind, asked, max_model_len)
+        request = await run_by_size(messages.size_of(asked), prepare, *work)
+        detokenizer = self._tokenizer.detokenizer(request.stop, request.sampling.min_tokens)
+        generate_request = messages.generate_request(request_id, request.token_ids, request.sampling)
+        await self._generate(timeout_s, generate_request, Answer(request, detokenizer), take)
+
+    async def _generate(self, timeout_s: float | None, generate: dict[str, Any], answer: Answer, take: Take) -> None:
+        """One generation: a worker's tokens become text in the callback in which they arrive."""
 
         def taken(batch: Batch) -> Awaitable[None] | None:
             items = answer.take(batch)
@@ -109,39 +95,13 @@ class Pipeline:
                 raise Enough
             return _and_enough(room)
 
+        request_id = generate["request_id"]
         with contextlib.suppress(Enough):
             await self._dispatcher.pump(
-                generate, taken, request_id=generate["request_id"], tokens=answer.max_tokens, timeout_s=timeout_s
+                generate, taken, request_id=request_id, tokens=answer.max_tokens, timeout_s=timeout_s
             )
         if answer.finish_reason is None:
-            raise _without_reason(generate)
-
-    async def _prepared(
-        self, kind: Kind, asked: messages.TextRequest, max_model_len: int
-    ) -> tuple[dict[str, Any], Answer]:
-        """What a worker is asked, and what its answer becomes."""
-        request = await run_by_size(messages.size_of(asked), prepare, kind, asked, self._tokenizer, max_model_len)
-        request_id = request.request_id or uuid.uuid4().hex
-        generate = messages.generate_request(request_id, request.token_ids, request.sampling)
-        return generate, Answer(request, self._tokenizer.detokenizer(request.stop, request.sampling.min_tokens))
-
-    async def _with_extras(
-        self, kind: Kind, asked: messages.TextRequest, max_model_len: int, timeout_s: float | None
-    ) -> AsyncGenerator[Any, None]:
-        from dynamo_local.components.sim_api.choices import Choices, prepare_choices
-
-        extras = asked.extras
-        assert extras is not None
-        work = (kind, asked, self._tokenizer, max_model_len)
-        if extras.form or extras.tools:  # what a schema costs is not seen from its size
-            choices = await run_beside(prepare_choices, *work)
-        else:
-            choices = await run_by_size(messages.size_of(asked), prepare_choices, *work)
-        request_id = asked.request_id or uuid.uuid4().hex
-        run = Choices(choices, extras, request_id, self._tokenizer, self._dispatcher, timeout_s).run()
-        async with contextlib.aclosing(run) as items:
-            async for item in items:
-                yield item
+            raise EngineError(f"the worker's answer to {request_id} ended without a finish reason")
 
     async def texts(self, payload: Any) -> dict[str, Any]:
         """The answer to a `TextsRequest`. Raises `InvalidRequest` or `NoWorkers`."""

@@ -2,10 +2,10 @@
 
 It takes prompts from the prefill queue, computes their KV, and hands it to the worker that decodes.
 
-What "hand-off" means for the queue: an entry is acked once the decode worker has *confirmed* the reply with the
-KV's identity. Up to then a crash has the entry delivered to another prefill worker after `ack_wait`; from then on the
-decode worker knows whom to pull from, and prefills locally at once should the pull fail. Waiting for the pull
-itself would make that recovery slower, not safer. A leaving worker waits for the pulls (`engine.wait_handoffs`).
+An entry is acked once the decode worker has *confirmed* the reply with the KV's identity. Until then a crash has the
+entry delivered to another prefill worker after `ack_wait`. From then on the decode worker knows the source of the
+KV, and prefills locally at once if the pull fails. Waiting for the pull itself would make that recovery slower, not
+safer. A draining worker waits for the pulls (`engine.wait_handoffs`).
 """
 
 from __future__ import annotations
@@ -37,12 +37,15 @@ NAK_DELAY_S = 0.2
 
 @dataclass(slots=True)
 class PrefillCounts:
-    """What became of the entries that this worker pulled."""
+    """The fate of the entries that this worker pulled."""
 
     done: int = 0
     unwanted: int = 0
     refused: int = 0
     given_back: int = 0
+    recomputed_tokens: int = 0
+    """Prompt tokens that were computed here although the decode worker had their KV. vLLM's connector moves KV from
+    the prefill worker to the decode worker alone, so the remote rule subtracts what only a local prefill saves."""
 
 
 class Prefiller:
@@ -78,11 +81,11 @@ class Prefiller:
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """Of the entries in hand."""
+        """The ids of the entries in hand."""
         return tuple(self._serving.values())
 
     async def pull(self, stop: asyncio.Event) -> None:
-        """Pull until `stop` has been set, even if it was cleared at once. What is in hand goes on."""
+        """Pull until `stop` has been set, even if it was cleared at once. Work in hand goes on."""
         stopped = asyncio.create_task(stop.wait(), name="prefill stop")
         try:
             while not stopped.done():
@@ -126,7 +129,7 @@ class Prefiller:
         except InfraUnavailable as error:
             log.warning("no prefills until the queue answers: %s", error)
             await _first(asyncio.sleep(RETRY_PAUSE_S), stopped)
-        except Exception:  # a loop that ends would leave a registered worker that does nothing (lesson 15)
+        except Exception:  # a loop that ends would leave a registered worker that does nothing
             log.exception("pulling from the prefill queue failed unexpectedly; trying again")
             await _first(asyncio.sleep(RETRY_PAUSE_S), stopped)
         finally:
@@ -184,6 +187,7 @@ class Prefiller:
             if last is None or last.finish_reason in (None, "error", "abort"):
                 raise EngineError(f"the prefill of {pulled.task.request_id} ended without a result")
             self._times.prefills.append(self._clock.now_s() - began_s)
+            self.counts.recomputed_tokens += max(0, entry.cached_tokens - (last.num_cached_tokens or 0))
             return entry, messages.prefill_reply(last)
         except InvalidRequest as error:
             return entry, error

@@ -52,7 +52,7 @@ class PrefillWorker:
 
         self._context = context = current_context()
         config: PrefillWorkerConfig = context.settings
-        # Whoever decodes later is asked by Routers what it has cached, also of what it has computed before that.
+        # A worker that decodes later is asked by Routers for all that it has cached, also from before.
         kv_events = await context.kv_events() if context.flips_to is not None else None
         self._engine = await start_observed_engine(config, context, kv_events)
         if kv_events is not None:
@@ -81,7 +81,7 @@ class PrefillWorker:
 
     @endpoint()
     async def status(self, request: None = None) -> dict[str, Any]:
-        """What this worker does. The endpoint also puts it into etcd, where decode workers count prefill workers."""
+        """This worker's activity. The endpoint also puts it into etcd, where decode workers count prefill workers."""
         counts = self._prefiller.counts
         return {
             "state": "draining" if self._context.draining.is_set() else "ready",
@@ -91,6 +91,7 @@ class PrefillWorker:
             "unwanted": counts.unwanted,
             "refused": counts.refused,
             "given_back": counts.given_back,
+            "recomputed_tokens": counts.recomputed_tokens,
         }
 
     @endpoint()

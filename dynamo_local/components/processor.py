@@ -152,7 +152,7 @@ class Processor:
 
 
 def _remaining_s() -> float | None:
-    """What is left of the caller's deadline; it goes on to the worker."""
+    """The rest of the caller's deadline. It goes on to the worker."""
     request = current_request()
     return request.remaining_s() if request is not None else None
 

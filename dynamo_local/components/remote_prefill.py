@@ -25,13 +25,14 @@ from dynamo_local.sdk.context import PrefillReplies
 from dynamo_local.system.executors import ended
 
 # --- counts
-# What a worker's dispatch did, in numbers that only grow: decisions and why, estimates, deferrals, refusals.
+# A worker's dispatch in numbers that only grow: decisions and why, estimates, deferrals, refusals.
 
 
 @dataclass(slots=True)
 class DispatchCounts:
-    """Of one decode worker. `fallbacks` are decisions that `slo` was to make, and the seed's rule made: with no profile
-    (`lacking`), or because the queue's length was not known. `refused` are requests that it answered by 429."""
+    """The counts of one decode worker. `fallbacks` are decisions that the thresholds made instead of `slo`, because
+    there was no profile (`lacking`) or the queue's length was not known. `refused` are requests that it answered by
+    429."""
 
     prefills: Prefills = field(default_factory=Prefills)
     fallbacks: int = 0
@@ -192,7 +193,8 @@ class RemotePrefill:
         self.waiting += 1
         settled = False
         try:
-            params = await self._away(request, choice)
+            cached_tokens = int(len(request.prompt_token_ids) * prefix_hit_rate)
+            params = await self._away(request, choice, cached_tokens)
             settled = True
             return params
         except DynamoError as error:
@@ -229,10 +231,10 @@ class RemotePrefill:
         side.follow(request.request_id, ask, choice, now_s)
         return choice
 
-    async def _away(self, request: EngineRequest, choice: Choice | None) -> Mapping[str, Any]:
+    async def _away(self, request: EngineRequest, choice: Choice | None, cached_tokens: int) -> Mapping[str, Any]:
         deadline_s = self._clock.now_s() + self._timeout_s
         with self._replies.expect(request.request_id) as expected:
-            entry = messages.prefill_entry(request, self._replies.reply_subject)
+            entry = messages.prefill_entry(request, self._replies.reply_subject, cached_tokens)
             start_by_s = None if choice is None else choice.start_by_s
             start_within_s = None if start_by_s is None else start_by_s - self._clock.now_s()
             await self._queue.enqueue(

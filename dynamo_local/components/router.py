@@ -98,7 +98,7 @@ class Router:
 
     @endpoint()
     async def status(self, request: None = None) -> dict[str, Any]:
-        """What this Router knows: the current policy, and how many blocks each worker has, by instance id in hex."""
+        """This Router's view: the current policy, and how many blocks each worker has, by instance id in hex."""
         return {
             "router": self._settings.current.router,
             "workers": {f"{worker:x}": self._index.count(worker) for worker in sorted(self._feed.workers())},

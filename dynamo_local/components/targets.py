@@ -46,7 +46,7 @@ class TargetOptions(BaseModel):
         raise NotImplementedError
 
     def times(self) -> EngineTimes | Missing:
-        """By which engine's times it would decide."""
+        """The name of the engine whose times decide."""
         raise NotImplementedError
 
 
@@ -68,8 +68,8 @@ class EngineTimes:
 
 
 def times_of(profile: str | None, sim: dict[str, Any] | None) -> EngineTimes | Missing:
-    """What estimates are made from: that profile, or the one of the sim engine with these options (None: the engine is
-    another one)."""
+    """The source of estimates: that profile, or the one of the sim engine with these options. None: the engine is
+    another one."""
     from dynamo_local.engines.sim.options import SimOptions
 
     options = None if sim is None else SimOptions.from_mapping(sim)
@@ -109,7 +109,7 @@ class RoutingOptions(TargetOptions):
         return times_of(self.profile_results_dir, sim)
 
     def costs(self) -> Costs | Missing:
-        """What `slo` decides by. Raises `ConfigError`."""
+        """The costs that `slo` decides by. Raises `ConfigError`."""
         times = self.times()
         return times if isinstance(times, Missing) else Costs(times.timing(), self.targets)
 
@@ -121,7 +121,8 @@ class RoutingOptions(TargetOptions):
 
 
 def usable_costs(options: RoutingOptions) -> Costs | None:
-    """What `slo` decides by where it can; else None, with a line in the log if it is wanted. Raises `ConfigError`."""
+    """The costs that `slo` decides by. None, with a line in the log if `slo` is wanted, if there are none. Raises
+    `ConfigError`."""
     costs = options.costs()
     if not isinstance(costs, Missing):
         return costs

@@ -81,7 +81,8 @@ def _underscored_keys(
 
 
 def deep_merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """A new mapping: mappings are merged, everything else is replaced (lesson 21: `resources` survives `workers`).
+    """A new mapping: mappings are merged, everything else is replaced. So `resources` survives an override of
+    `workers`.
 
     A key in the other spelling is the same key, and keeps the base's spelling.
     """
@@ -102,10 +103,10 @@ _HOW = "overrides are written --Service.key=value"
 
 
 def parse_overrides(words: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Sections, keys as written. A later word wins; mappings merge in depth (lesson 21).
+    """Sections, keys as written. A later word wins. Mappings merge in depth.
 
-    A value is JSON where it parses as JSON, else text; under `ServiceArgs.envs` it is always text. A value
-    that begins with `-` and is no number needs the `=`. Raises `ConfigError` naming the word that is wrong.
+    A value that parses as JSON is JSON, else text. Under `ServiceArgs.envs` it is always text. A value that begins with
+    `-` and is no number needs the `=`. Raises `ConfigError`, which names the wrong word.
     """
     sections: dict[str, Any] = {}
     rest = list(words)
@@ -251,7 +252,7 @@ def parse_mapping(text: str, source: str, *, what: str) -> dict[str, Any]:
 
 
 def not_yaml(source: str, error: yaml.YAMLError) -> ConfigError:
-    """What is wrong with the text, and where."""
+    """The error in the text, and its place."""
     if not isinstance(error, yaml.MarkedYAMLError):
         return ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}")
     mark = error.problem_mark or error.context_mark
@@ -409,6 +410,6 @@ def _check_common(config: Config) -> None:
         for key in listed:
             if underscored(key) not in common:
                 raise ConfigError(
-                    f"{config.source}: {name}: common-configs lists {key!r}, which Common does not have; "
-                    f"it has {listing(common)}{nearest(underscored(key), common)}"
+                    f"{config.source}: {name}: common-configs lists {key!r}, which Common does not have. "
+                    f"Common has {listing(common)}{nearest(underscored(key), common)}"
                 )

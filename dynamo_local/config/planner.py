@@ -362,7 +362,7 @@ class SharedFields(BaseModel):
     """Where decisions are carried out: by the arbiter itself, another environment that reads them from etcd
     (`virtual`), or Dynamo's operator (`kubernetes`: a planner in a pod, [Kubernetes](kubernetes-planner.md))."""
     backend: Literal["vllm", "sglang"] | None = None
-    """Accepted for Dynamo's own files; which engine runs, the graph says."""
+    """For Dynamo's own files: the graph says which engine runs. `sglang` is refused where VllmWorker serves."""
     virtual_keys: Literal["v1", "v0"] = "v1"
     """Where the decisions for it stand: `v1/NAMESPACE/planner/` (Dynamo 1.x) or `/NAMESPACE/planner/` (`v0`)."""
     virtual_max_wait: Seconds = 1800.0

@@ -163,7 +163,9 @@ def planned_components(graph: GraphSpec) -> tuple[str | None, str]:
         there = f"it has {listing(decode)}" if decode else "it has none"
         raise ConfigError(f"Planner: it scales a graph with one decode (or aggregated) component; {there}")
     if len(prefill) > 1:
-        raise ConfigError(f"Planner: it scales a graph with one prefill component; it has {listing(prefill)}")
+        raise ConfigError(
+            f"Planner: a planner scales a graph with one prefill component, but this one has {listing(prefill)}"
+        )
     return (prefill[0] if prefill else None), decode[0]
 
 
@@ -259,7 +261,7 @@ def not_in_a_pod() -> ConfigError:
 
 
 def check_planner(planner: PlannerConfig, graph: GraphSpec) -> None:
-    """What the options say about engines and models against what the graph says (planner-rules).
+    """Check the options about engines and models against the graph.
 
     Raises `ConfigError` that names the option.
     """
@@ -267,6 +269,7 @@ def check_planner(planner: PlannerConfig, graph: GraphSpec) -> None:
         raise not_in_a_pod()
     _check_model_name(planner, graph)
     _check_mode(planner, graph)
+    _check_backend(planner, graph)
     if planner.namespace not in (None, graph.namespace):
         raise ConfigError(f"Planner: namespace is {planner.namespace!r}, but the graph's is {graph.namespace!r}")
     smallest, floors, told = 0, 0, list[str]()
@@ -316,6 +319,19 @@ def _check_mode(planner: PlannerConfig, graph: GraphSpec) -> None:
     if disaggregated is (planner.mode == "agg"):
         there = "has a prefill component: disagg, prefill or decode" if disaggregated else "is aggregated: agg"
         raise ConfigError(f"Planner: mode is {planner.mode}, but the graph {there}; leave mode out to have what it is")
+
+
+OWN_WORKERS = ("VllmWorker", "PrefillWorker")
+"""They run vLLM or the sim engine, and nothing else."""
+
+
+def _check_backend(planner: PlannerConfig, graph: GraphSpec) -> None:
+    for spec in _planned(graph):
+        if planner.backend == "sglang" and spec.runtime is None and spec.name in OWN_WORKERS:
+            raise ConfigError(
+                f"Planner: backend is sglang, but {spec.name} runs vLLM or the sim engine; leave backend out, or run "
+                "SGLang's server as a command (docs/http-runtime.md)"
+            )
 
 
 def _floor(planner: PlannerConfig, spec: ServiceSpec) -> int:

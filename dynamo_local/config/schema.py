@@ -95,7 +95,7 @@ def _underscored(value: Any) -> Any:
 
 
 class CircusdConfig(BaseModel):
-    """What the words of `dynamo serve` say, for the plugin under somebody's stock circusd (`docs/circusd.md`)."""
+    """The words of `dynamo serve`, for the plugin under a stock circusd (`docs/circusd.md`)."""
 
     model_config = _STRICT
 
@@ -107,11 +107,11 @@ class CircusdConfig(BaseModel):
     """None: the graph's own."""
     start_deadline_s: Seconds | None = None
     drain_deadline_s: Seconds | None = None
-    """Of the services that have none in their `ServiceArgs`; None: as for `dynamo serve`."""
+    """Drain deadline of services without one in their `ServiceArgs`. None: as for `dynamo serve`."""
 
 
 class HostConfig(BaseModel):
-    """What belongs to the machine. None where the environment or a default decides."""
+    """Settings of the machine. None: the environment or a default decides."""
 
     model_config = _STRICT
 
@@ -132,9 +132,9 @@ class HostConfig(BaseModel):
     health_bound_s: Seconds = 30.0
     """A worker that answers nothing for so long, while etcd and NATS do, is hung and treated as crashed."""
     on_foreign_revoke: Literal["leave", "restart"] = "leave"
-    """What becomes of a worker whose lease somebody else has revoked, once it has left."""
+    """What to do after a worker has left because somebody else revoked its lease."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Of the arbiter's own `/metrics`, on 127.0.0.1; 0 takes any free one."""
+    """Port of the arbiter's own `/metrics`, on 127.0.0.1. 0: any free one."""
     metrics_socket: bool = False
     """Serve them on a unix socket of this user's instead."""
     metrics_api_key: Annotated[str, AfterValidator(lambda text: str(parse_source(text)))] | None = None

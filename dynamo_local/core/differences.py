@@ -1,4 +1,4 @@
-"""What `dynamo apply` would change: the difference between what runs and what a file says, as a value."""
+"""The changes of a `dynamo apply`: the difference between the running graph and a file, as a value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dynamo_local.core.types import GraphSpec, ServiceSpec
 PLANNER_AT_START = ("log_dir", "environment", "virtual_keys")
 """Options that a planner takes when it starts."""
 LIVE_HOST_KEYS = frozenset({"health_bound_s", "restart"})
-"""Of the section `Host`, what a running arbiter can change."""
+"""Keys of the section `Host` that a running arbiter can change."""
 AT_START = "is chosen when the graph is started; `dynamo down`, then `dynamo serve`"
 
 
@@ -32,7 +32,7 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """What runs now, beyond what it was described as: workers by component, and the planner's options.
+    """The running graph now, beyond its description: workers by component, and the planner's options.
 
     `planned` are components whose number of workers a planner decides. `planner_by_flag`: the command line of
     `dynamo serve` said whether there is one, and no file does.
@@ -97,7 +97,7 @@ class Differences:
 
 
 def differences(running: Described, wanted: Described, live: Live) -> Differences:
-    """What is to be done to make the first the second, or why it cannot be, all reasons at once."""
+    """The steps from the first to the second, or all reasons why that cannot be."""
     before = {spec.name: spec for spec in running.graph.services}
     after = {spec.name: spec for spec in wanted.graph.services}
     added = tuple(name for name in after if name not in before)
@@ -135,7 +135,7 @@ def _summary(workers: int) -> str:
 
 
 def _of_process(old: ServiceSpec, new: ServiceSpec) -> Iterator[Difference]:
-    """What a worker reads when it starts."""
+    """Differences in the settings that a worker reads when it starts."""
     name = new.name
     yield from _leaves((name,), old.config, new.config)
     yield from _leaves((name, "ServiceArgs", "envs"), old.envs, new.envs)
@@ -159,7 +159,7 @@ def _leaf(path: tuple[str, ...], old: object, new: object, key: str) -> Iterator
 
 
 def _leaves(path: tuple[str, ...], before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Difference]:
-    """By key, in depth; lists as a whole."""
+    """Differences by key, in depth; lists as a whole."""
     for key in dict.fromkeys((*before, *after)):
         old, new = before.get(key, ABSENT), after.get(key, ABSENT)
         if old == new and type(old) is type(new):
@@ -171,7 +171,7 @@ def _leaves(path: tuple[str, ...], before: Mapping[str, Any], after: Mapping[str
 
 
 def _count(old: ServiceSpec, new: ServiceSpec, live: Live) -> tuple[Difference | None, str | None]:
-    """Of a planner's components only what somebody has written anew counts: else each apply would undo its work."""
+    """A planner's component changes only if the file's number does: an apply must not undo the planner's work."""
     now = live.workers.get(new.name, 0)
     if now == new.workers:
         return None, None
@@ -211,7 +211,7 @@ def _refused_planner(lines: list[Difference], live: Live) -> Iterator[str]:
 def _refused_graph(
     running: GraphSpec, wanted: GraphSpec, before: Mapping[str, ServiceSpec], after: Mapping[str, ServiceSpec]
 ) -> Iterator[str]:
-    """What the graph's code says, and no file can change."""
+    """Differences in the graph's code, which no file can change."""
     if running.namespace != wanted.namespace:
         yield f"the namespace is {running.namespace}, not {wanted.namespace}: it {AT_START}"
     for name in dict.fromkeys((*before, *after)):

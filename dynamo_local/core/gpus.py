@@ -1,18 +1,16 @@
-"""Who holds which GPU. Whole devices only, never one device with two holders, never a device that is not there.
+"""The GPU ledger: the holder of each device. Whole devices only, never two holders, never a device that is not there.
 
 Every device is in exactly one of four places:
 
 * *held* by a worker of ours, until that worker's **process** is gone (losing a lease frees nothing);
 * *quarantined*: its memory did not come back after its worker was gone; until it is seen to be empty after all;
-* *taken*: a stranger's process or memory is on it, another namespace reserved it (lesson 4), or it
-  vanished from the host;
+* *taken*: a stranger's process or memory is on it, another namespace reserved it, or it vanished from the host;
 * *free*.
 
-A device has at most one awake holder, and any number of workers that sleep on it (`gpu_residue`): those keep a measured
-residue, and whoever is given the device must fit beside them.
+A device has at most one awake holder, and any number of workers that sleep on it (`Sleeper`). Sleepers keep a measured
+residue, and the awake holder must fit beside them.
 
-Indices come from the devices that were seen and from nowhere else (lesson 5), and `gpu` counts devices
-per worker (lesson 6).
+Indices come from the devices that were seen, and from nowhere else. `gpu` counts devices per worker.
 """
 
 from __future__ import annotations
@@ -93,7 +91,7 @@ def _grow(seed: int, count: int, matrix: list[list[int]]) -> tuple[int, ...]:
 
 
 # --- gpu_residue
-# What sleeping workers keep on devices that others may use meanwhile: values, and what follows from them.
+# The memory that sleeping workers keep on devices which others may use meanwhile.
 
 DEFAULT_VRAM_SHARE = 0.92
 """The part of a device's memory that an awake worker takes where nobody says otherwise: vLLM's own default."""
@@ -118,7 +116,7 @@ def sleepers_on(uuid: str, sleepers: Mapping[str, Sleeper], apart_from: str | No
 
 
 def residue_bytes(sleepers: Mapping[str, Sleeper]) -> int | Missing:
-    """What they keep together on one device; missing where that of one is."""
+    """The bytes that they keep together on one device; missing if that of one is."""
     total = 0
     for name, sleeper in sleepers.items():
         if isinstance(sleeper.vram_bytes, Missing):
@@ -128,7 +126,7 @@ def residue_bytes(sleepers: Mapping[str, Sleeper]) -> int | Missing:
 
 
 def room_bytes(device: GpuDevice, sleepers: Mapping[str, Sleeper]) -> int | Missing:
-    """What they leave of the device's memory."""
+    """The rest of the device's memory."""
     kept = residue_bytes(sleepers)
     if isinstance(kept, Missing):
         return kept
@@ -232,7 +230,7 @@ def link_score(a: GpuDevice, b: GpuDevice) -> int:
 
 
 def simulated_uuid(index: int) -> str:
-    """What a simulated GPU of that index is called."""
+    """The UUID of a simulated GPU of that index."""
     return f"GPU-sim00000-0000-0000-0000-{index:012d}"
 
 
@@ -242,7 +240,7 @@ def cuda_visible_devices(devices: Iterable[GpuDevice]) -> str:
 
 
 def occupant(device: GpuDevice, bound_bytes: int = STRANGER_MEMORY_BYTES) -> str | None:
-    """Who is on the device, for a person to read; None if it is seen to be empty.
+    """The device's occupant, for a person to read; None if it is seen to be empty.
 
     A device of which neither the processes nor the memory can be seen is not seen to be empty.
     """
@@ -271,8 +269,8 @@ class GpuLedger:
     """Which device is in which of the four places, as a value: each change is a new ledger.
 
     `devices` are in the order of their indices. `held_uuids` is by watcher name, in the order of allocation.
-    `quarantined` (and why), `elsewhere` (who reserved it outside of this namespace, from the GPU locks) are by UUID;
-    `vanished` were seen once and are not seen any more; `sleepers` are by watcher name. Make one with `GpuLedger.of`.
+    `quarantined` (with the reason) and `elsewhere` (the holder of the GPU lock outside of this namespace) are by UUID.
+    `vanished` were seen once and are not seen any more. `sleepers` are by watcher name. Make one with `GpuLedger.of`.
     A method either returns the new ledger or raises `GpuError`.
     """
 
@@ -328,12 +326,12 @@ class GpuLedger:
 
     @cached_property
     def free(self) -> tuple[GpuDevice, ...]:
-        """What can be handed out now, by index."""
+        """Devices that can be handed out now, by index."""
         gone = self.holder_of.keys() | self.quarantined.keys() | self.taken.keys()
         return tuple(device for device in self.devices if device.uuid not in gone)
 
     def occupant(self, uuid: str) -> str | None:
-        """Who is on the device beside the workers that sleep there; None if nobody is seen."""
+        """The device's occupant beside the workers that sleep there; None if nobody is seen."""
         device = without_sleepers(self.by_uuid[uuid], sleepers_on(uuid, self.sleepers))
         return occupant(device, self.stranger_memory_bytes)
 
@@ -423,7 +421,7 @@ class GpuLedger:
         return replace(self, held_uuids=kept)
 
     def renamed(self, watcher_name: str, to: str) -> GpuLedger:
-        """What the watcher holds is held by `to` from now on: the same process under another name."""
+        """The watcher's devices are held by `to` from now on: the same process under another name."""
         uuids = self.held_uuids.get(watcher_name, ())
         self._check_holds_nothing(to)
         return self.release(watcher_name)._holding(to, uuids)
@@ -440,7 +438,7 @@ class GpuLedger:
         return self.release(watcher_name)._holding(watcher_name, self.sleepers[watcher_name].uuids)
 
     def quarantine(self, uuid: str, reason: str) -> GpuLedger:
-        """Hand this device out no more. Whoever held it holds it no more."""
+        """Hand this device out no more. Its holder holds it no more."""
         self._check_known(uuid)
         kept = {name: tuple(u for u in held if u != uuid) for name, held in self.held_uuids.items()}
         held = {name: uuids for name, uuids in kept.items() if uuids}

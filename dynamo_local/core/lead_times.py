@@ -1,8 +1,8 @@
 """How long each way of getting one more worker takes, as measured: values, and what is said of them. Pure.
 
-A *rung* is such a way, from the quickest to the slowest: a flip from one role to the other, a wake from each level of
-sleep, a start from a spare, a cold start. A *lead* is the time from the decision until the worker serves. What it takes
-to put one to sleep, from the decision until its GPU is free, is kept beside them.
+The scaling options, from the quickest to the slowest: a flip from one role to the other, a wake from each level of
+sleep, a start from a prewarmed process, a cold start. A lead time is the time from the decision until the worker
+serves. The time to put a worker to sleep, from the decision until its GPU is free, is kept beside them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 KEPT = 50
-"""So many of the latest leads of a rung and a component are kept."""
+"""So many of the latest lead times of a scaling option and a component are kept."""
 
 
 class Rung(enum.StrEnum):
@@ -33,7 +33,7 @@ class Rung(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """What is known of one rung of one component; seconds. `count` of the kept samples."""
+    """The lead times of one scaling option of one component, in seconds; `count` is that of the kept samples."""
 
     count: int
     last_s: float
@@ -42,7 +42,7 @@ class Lead:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Lead | None:
-        """Of these seconds, the latest last; None without a sample."""
+        """The summary of these seconds, the latest last; None without a sample."""
         if not samples:
             return None
         ordered = sorted(samples)
@@ -60,7 +60,7 @@ class Lead:
 
 
 Samples = Mapping[str, Mapping[str, Sequence[float]]]
-"""Component -> rung -> leads in seconds, the oldest first. A rung may be one that this version does not know."""
+"""Component -> scaling option -> lead times in seconds, the oldest first. An option may be of a newer version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +77,16 @@ class LeadTimes:
         return LeadTimes(with_sample(self.run, rung, component, seconds), self.host)
 
     def of(self, rung: str, component: str) -> Lead | None:
-        """By the latest of this host and this run; None where none was ever measured."""
+        """The summary of the latest of this host and this run; None if none was ever measured."""
         return Lead.of([*_found(self.host, rung, component), *_found(self.run, rung, component)][-KEPT:])
 
     def medians(self, component: str) -> dict[str, float]:
-        """Seconds by rung, of those that were measured."""
+        """Median seconds by scaling option, of those that were measured."""
         leads = {str(rung): self.of(rung, component) for rung in Rung}
         return {rung: lead.median_s for rung, lead in leads.items() if lead is not None}
 
     def rows(self) -> Iterable[tuple[str, str, Lead | None, Lead]]:
-        """Component, rung, what this run says of it (None: nothing yet), and what this host does."""
+        """Component, scaling option, the summary of this run (None: no sample yet), and that of this host."""
         rungs = [*Rung, *sorted((_rungs(self.run) | _rungs(self.host)) - set(Rung))]
         for component in dict.fromkeys((*self.run, *self.host)):
             for rung in dict.fromkeys(map(str, rungs)):

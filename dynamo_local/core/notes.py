@@ -1,6 +1,6 @@
-"""What `dynamo status` should remind a person of, and for how long. Pure.
+"""Notes: reminders for a person in `dynamo status`, and how long they stay. Pure.
 
-A note goes when its cause is gone. What says the same again is counted, and not shown twice.
+A note goes with its cause. A repeated note is counted, not shown twice.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """What was told as `Trouble` of that name has passed. That is news for a log, and no reminder."""
+    """The `Trouble` of that name has passed. This goes to the log, and is no reminder."""
 
     name: str
 
@@ -44,7 +44,7 @@ class Elsewhere:
 
 
 About = Ailing | Trouble | Over | Elsewhere | None
-"""Why something is told. None: it happened, and there is nothing to wait for; it is shown for `NEWS_KEPT_S`."""
+"""The cause of a note. None: an event without an end, shown for `NEWS_KEPT_S`."""
 
 
 class Tell(Protocol):

@@ -57,7 +57,7 @@ class ForwardPass:
 
 
 def variance(count: int, total: int, squares: int) -> float:
-    """Of the population, from its sum and the sum of its squares, without rounding in between."""
+    """Population variance, from the sum and the sum of squares, without rounding in between."""
     return (count * squares - total * total) / (count * count) if count > 1 else 0.0
 
 
@@ -83,5 +83,5 @@ class Tally:
 
     @property
     def variance(self) -> float:
-        """Of the population; 0.0 of nothing."""
+        """Population variance. 0.0 for no values."""
         return variance(self.count, self.total, self._squares)

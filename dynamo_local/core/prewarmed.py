@@ -1,7 +1,7 @@
-"""What an arbiter and its spares agree on. A spare is a process with an engine's modules imported, and nothing else.
+"""The agreement between an arbiter and its prewarmed processes, which have an engine's modules imported.
 
-It becomes a worker of any service whose environment is the spare's own but for what is read late (`LATE`): all other
-variables may have been read while the modules were imported.
+A prewarmed process becomes a worker of any service with the same environment. Only variables that are read late
+(`LATE`) may differ: the others may have been read while the modules were imported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOM = "DYN_SPARE_ROOM"
 ROOM_BYTES = 2048
 
 MARKS = ("DYN_NAMESPACE", "DYN_STATEFILE", "DYN_RUN_ID", "DYN_WATCHER_NAME")
-"""By which processes of a run are found (`arbiter.marks`)."""
+"""Variables by which processes of a run are found (`arbiter.marks`)."""
 
 LATE = ("CUDA_VISIBLE_DEVICES", "DYN_*", "DYNAMO_SERVICE_CONFIG", "ETCD_*", "NATS_*")
 """Variables that nothing reads while an engine's modules are imported: a spare gets them with its order. A driver
@@ -40,7 +40,7 @@ def early(env: Mapping[str, str], late: Iterable[str] = ()) -> dict[str, str]:
 
 
 def engine_of(engine: EngineName | None, model: str | None, tiny_model: str) -> EngineName:
-    """What computes, by what a section says of `engine` and `model`: `sim` for the simulated model, else `vllm`."""
+    """The engine of a section with this `engine` and `model`: `sim` for the simulated model, else `vllm`."""
     return engine or ("sim" if model in (None, tiny_model) else "vllm")
 
 

@@ -1,7 +1,7 @@
-"""Which environment variables a worker may see, and how values are shown to people.
+"""Environment variables of a worker, API keys, and masks for values that people see.
 
-The predecessor put the manager's whole environment, tokens included, on the command line and into the
-statefile (lesson 11). Here a worker sees an allow-list, and whatever is shown goes through a mask.
+Dynamo's former manager put its whole environment, tokens included, on the command line and into the statefile. Here a
+worker sees an allow-list, and shown values are masked.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _mask_item(key: str, value: Any) -> Any:
 OPTION = "api_key"
 KEYS_MAX = 1000
 BYTES_MAX = 256 * 1024
-"""Of all keys together."""
+"""Largest size of all keys together, bytes."""
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _KEY = re.compile(r"[!-~]{8,512}")

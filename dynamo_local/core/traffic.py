@@ -1,5 +1,5 @@
-"""What is told about requests: counted together, under our names for counters that only grow and Dynamo's for its
-histograms; and the last ones one by one. Pure."""
+"""Reports about requests: counted together, under our names for counters that only grow and Dynamo's for its
+histograms, and the last ones one by one. Pure."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ class RecentRequests:
 
 
 # --- admission
-# How many requests a graph takes in before it refuses, and how long one may take: the defaults of the components and
-# of the twin.
+# How many requests a graph takes in before it refuses, and how long one may take: the defaults of the components and of
+# the simulator.
 #
-# With them an overloaded graph queues: a request waits until its deadline, as with `vllm serve`, and is not refused.
+# With them an overloaded graph queues. A request waits until its deadline, as with `vllm serve`, and is not refused.
 
 MAX_INFLIGHT: Final = 8192
 """Requests that a Frontend serves at once, those that wait included. Two descriptors each."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 NAME = re.compile(r"[A-Za-z0-9_-]+")
-"""What circus takes as a watcher name: a dot breaks its events (circus-facts)."""
+"""Names that circus takes for a watcher. A dot would break its events: their topics are separated by dots."""
 
 LEASE = re.compile(r"[0-9a-f]{1,16}")
 """A lease as `lease_hex` writes it."""
@@ -27,8 +27,8 @@ class Role(enum.StrEnum):
 
 
 class WorkerState(enum.StrEnum):
-    """States of a managed worker. What they mean is `core.fleet.states.TRAITS`, how one follows another
-    `core.fleet.lifecycle.NEXT`."""
+    """States of a managed worker. `core.fleet.states.TRAITS` says what each means, `core.fleet.lifecycle.NEXT` how one
+    follows another."""
 
     PENDING = "pending"
     STARTING = "starting"
@@ -55,7 +55,7 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one worker of a service asks for. `gpu` counts whole devices, per worker."""
+    """The resources of one worker of a service. `gpu` counts whole devices, per worker."""
 
     gpu: int = 0
     cpu: str | None = None
@@ -140,7 +140,7 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a worker publishes about itself, under Dynamo's names.
+    """A worker's load, as it publishes it, under Dynamo's names.
 
     `gpu_cache_usage_perc` and `gpu_prefix_cache_hit_rate` are fractions, 0..1; the first is `Missing` where a worker
     does not know it. `prefills_waiting` is of Dynamo 1.x: requests that wait for their prefill, in a frontend's router
@@ -173,7 +173,7 @@ def watcher_name(namespace: str, component: str, n: int = 0) -> str:
 
 
 def suffix_of(name: str, namespace: str, component: str) -> int:
-    """What `watcher_name` was given as `n`. ValueError for a name that is not of that component."""
+    """The suffix of a watcher name: 0 for the bare one. ValueError for a name that is not of that component."""
     base = watcher_name(namespace, component)
     if name == base:
         return 0
@@ -219,12 +219,15 @@ SECONDS_MAX = 365 * 24 * 3600.0
 
 
 # --- actuators
-# By what a planner's numbers of workers may be carried out, beside starts and drains. Pure.
+# Ways to carry out a planner's numbers of workers. Pure.
 
 
 class Actuator(enum.StrEnum):
-    """A worker too few in one component and one too many in another is a flip; one that is given up and may be kept on
-    standby is put to sleep, and woken when one more is wanted."""
+    """Ways to carry out a planner's numbers of workers, beside starts and drains.
+
+    `FLIP`: a worker that one component has too many takes a role that another has too few of. `WAKE`: a worker that is
+    given up is put to sleep if it may be kept on standby, and woken when one more is wanted.
+    """
 
     FLIP = "flip"
     WAKE = "wake"
@@ -250,7 +253,10 @@ def floor_workers(min_gpu_budget: int, gpus_per_worker: int) -> int:
 
 
 def how_it_ended(code: int | None) -> str:
-    """Of a process that nobody asked to end. Negative for a signal, None where nobody could collect the code."""
+    """The end of a process that nobody asked to end, in words.
+
+    `code` is negative for a signal, None if nobody could collect it.
+    """
     if code is None:
         return "ended unasked"
     if code < 0:

@@ -9,8 +9,8 @@ Below the root (`v1/{namespace}/planner/`; in Dynamo up to 0.5 `/{namespace}/pla
 | `decision_id` | the planner, last | from 0, one more with each decision |
 | `scaled_decision_id` | the environment | the newest decision that has been carried out |
 
-A key that is missing, or holds -1, is not set. The three of a decision are written one after the other, its id last:
-numbers that are younger than the id belong to a decision whose id is yet to come.
+A key that is missing, or holds -1, is not set. The planner writes the three keys of a decision one after the other, the
+id last. So numbers that are younger than the id belong to an unfinished decision.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Layout(enum.StrEnum):
 
 
 def root(namespace: str, layout: Layout) -> str:
-    """What the four names stand behind."""
+    """The prefix of the four keys."""
     return f"v1/{namespace}/planner/" if layout is Layout.V1 else f"/{namespace}/planner/"
 
 
@@ -70,9 +70,9 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class KeysState:
-    """What the four keys say together. What cannot be read counts as not set, and is named in `faults`.
+    """The four keys together. An unreadable one counts as not set, and `faults` names it.
 
-    `half_written`: a number is younger than `decision_id`, so the decision that it belongs to is not complete.
+    `half_written`: a number is younger than `decision_id`, so its decision is not complete.
     """
 
     decision: PlannerDecision = PlannerDecision()

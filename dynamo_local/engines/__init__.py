@@ -1,4 +1,4 @@
-"""What computes tokens, behind the `Engine` Protocol of `dynamo_local.ports`."""
+"""The engines, which compute tokens. Each implements the Protocol `Engine` of `dynamo_local.ports`."""
 
 from __future__ import annotations
 

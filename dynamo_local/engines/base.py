@@ -1,4 +1,4 @@
-"""What every engine has: its description, the reason of its death, and the tasks that wait for its load to change."""
+"""Common to all engines: description, reason of death, the tasks that wait for a change of load, memory."""
 
 from __future__ import annotations
 
@@ -66,7 +66,6 @@ class EngineBase:
         return EngineMemory(unknown, unknown)
 
     async def probe(self) -> tuple[Any, ...]:
-        """See `engines.sleep.CanSleep`."""
         self._probes += 1
         return await answer_of(self, f"standby-probe-{self._probes}", self.probe_tokens)
 
@@ -97,13 +96,11 @@ class EngineBase:
             raise InvalidRequest(f"max_tokens must be 1 or more, not {request.sampling.max_tokens}", param="max_tokens")
 
 
-# --- process_memory
-# What the processes of this worker hold: main memory from `/proc`, and each GPU's from NVML. Blocks: call it in a
-# thread.
+# --- Memory of this worker's processes: main memory from `/proc`, GPU memory from NVML. Blocks, so call it in a thread.
 
 
 def of_this_session() -> EngineMemory:
-    """Of all processes in the session of this one: the worker's, its engine's, its command's."""
+    """Memory of all processes in this session: the worker's, its engine's, its command's."""
     pids = frozenset(session_members(os.getsid(0)))
     return EngineMemory(vram_bytes(pids), host_bytes(pids))
 

@@ -1,8 +1,8 @@
-"""Standby for any engine that can sleep: one rehearsal, and after every wake proof that nothing was lost.
+"""Standby for engines that can sleep: one rehearsal at the start, and a check after every wake.
 
-A GPU's memory is let go and taken again under a running process. That has gone wrong in the field (answers that changed
-after a wake, memory that grew with each cycle), so that nothing is believed: a greedy probe must answer after each wake
-as it did at the start, and memory is measured before and after each cycle.
+A sleep releases GPU memory under a running process, and a wake takes it back. In the field, answers changed after a
+wake, and memory grew with each cycle. So a greedy probe must give the same answer after each wake as at the start, and
+memory is measured before and after each cycle.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ GROWTH_MAX_BYTES = 1024**3
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """What the engine's processes hold, in bytes: on each of their devices (the most, where they differ), and in main
-    memory."""
+    """Memory of the engine's processes, bytes: per device (the maximum over the devices), and main memory."""
 
     vram_bytes: int | Missing
     host_bytes: int | Missing
 
 
 class CanSleep(Protocol):
-    """What `EngineStandby` needs: engines of `ports.Engine` have it, and so have commands with hooks."""
+    """The interface that `EngineStandby` needs. Engines of `ports.Engine` and commands with hooks implement it."""
 
     def cannot_sleep(self) -> str | None:
         """Why it cannot; None if it can. Valid after its start."""
@@ -60,7 +59,7 @@ class CanSleep(Protocol):
         ...
 
     async def memory(self) -> EngineMemory:
-        """What it holds now."""
+        """Memory in use now."""
         ...
 
 
@@ -84,7 +83,7 @@ class WakeCorrupted(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class _Cycle:
-    """What was measured in one cycle: awake before it, asleep, awake after it."""
+    """Memory in one cycle: awake before, asleep, awake after."""
 
     before: EngineMemory
     asleep: EngineMemory
@@ -155,7 +154,7 @@ class EngineStandby:
         if self._first is not None:
             self._check_growth("awake", self._first.after, await self._engine.memory())
             stages.passed("memory")
-        log.info("the engine is awake after %s", stages.words(3))
+        log.info("the engine is awake after %s", stages.describe(3))
 
     def _check_growth(self, when: str, first: EngineMemory, now: EngineMemory) -> None:
         for what, then, is_now in (

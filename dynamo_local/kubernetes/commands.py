@@ -1,4 +1,4 @@
-"""`dynamo export kubernetes`: a host's graph as a manifest."""
+"""`dynamo export kubernetes` and `dynamo import kubernetes`: a host's graph as a manifest, and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dynamo_local.errors import BadInput
 from dynamo_local.kubernetes.manifests import Kind, Note
 
 if TYPE_CHECKING:
-    from dynamo_local.kubernetes.export import Wish
+    from dynamo_local.kubernetes.export import ExportRequest
 
 PLANNER_IMAGE = (
     "the configuration has a Planner section, and its pod needs an image with dynamo-local in it: say --planner-image "
@@ -36,8 +36,8 @@ def export() -> None:
 )
 @click.option("--image", required=True, help="Image of frontend and workers: Dynamo's for the engine, with its tag.")
 @click.option("--planner-image", help="Image of the planner's pod, with dynamo-local in it.")
-@click.option("--planner/--no-planner", default=None, help="By default there is one if the configuration has one.")
-@click.option("--name", help="Of the graph on Kubernetes.  [its namespace here]")
+@click.option("--planner/--no-planner", default=None, help="Default: as the configuration has it.")
+@click.option("--name", help="Name of the graph on Kubernetes.  [its namespace here]")
 @click.option("--secret", help="Name of the Secret that will hold what must not stand in a manifest.  [NAME-secrets]")
 @click.option(
     "--api-version",
@@ -53,15 +53,14 @@ def export_kubernetes(
 ) -> None:
     """Write the graph as a DynamoGraphDeployment for Dynamo's operator.
 
-    MODULE:SERVICE and `--Service.key=value` are as for `dynamo serve`. What does not carry over is listed on stderr.
+    MODULE:SERVICE and `--Service.key=value` are as for `dynamo serve`. Stderr lists the parts that do not carry over.
     """
     from dynamo_local.components.commands.graph import with_commands
     from dynamo_local.config import resolve
     from dynamo_local.config.loading import load_config
     from dynamo_local.config.resolve import planner_starts
     from dynamo_local.kubernetes.export import export as exported_graph
-    from dynamo_local.kubernetes.manifests import as_v1alpha1
-    from dynamo_local.kubernetes.model import document
+    from dynamo_local.kubernetes.manifests import as_v1alpha1, document
     from dynamo_local.sdk.loader import load_graph
 
     overrides = tuple(words["overrides"])
@@ -71,38 +70,38 @@ def export_kubernetes(
     config = load_config(words["file"], env=os.environ, overrides=overrides)
     loaded = with_commands(python, config, words["file"])
     spec = resolve(loaded, config, namespace=namespace)
-    wish = _wish(spec.namespace, planner_starts(loaded, config, flag=words["planner"]), words)
-    exported = exported_graph(loaded, spec, config, wish)
+    request = _request(spec.namespace, planner_starts(loaded, config, flag=words["planner"]), words)
+    exported = exported_graph(loaded, spec, config, request)
     graph = document(as_v1alpha1(exported.graph) if api_version == "v1alpha1" else exported.graph)
     text = yaml_text(*exported.beside, graph)
-    written = None if output is None else _write(output / f"{wish.name}.yaml", text)
+    written = None if output is None else _write(output / f"{request.name}.yaml", text)
     if as_json:
         print_json(
             exported.notes,
             file=written,
             document=graph,
             beside=list(exported.beside),
-            secret=wish.secret,
-            secret_keys=exported.secret_keys(wish.secret),
+            secret=request.secret,
+            secret_keys=exported.secret_keys(request.secret),
         )
         return
     click.echo(text.rstrip() if written is None else written)
     print_notes(exported.notes)
-    keys = exported.secret_keys(wish.secret)
+    keys = exported.secret_keys(request.secret)
     if keys:
         literals = " ".join(f'--from-literal={key}="${key}"' for key in keys)
-        click.echo(f"before it is applied: kubectl create secret generic {wish.secret} {literals}", err=True)
+        click.echo(f"before it is applied: kubectl create secret generic {request.secret} {literals}", err=True)
 
 
-def _wish(namespace: str, planner: bool, words: dict[str, Any]) -> Wish:
-    from dynamo_local.kubernetes.export import Wish, graph_name
+def _request(namespace: str, planner: bool, words: dict[str, Any]) -> ExportRequest:
+    from dynamo_local.kubernetes.export import ExportRequest, graph_name
 
     image = words["planner_image"]
     if planner and image is None:
         raise BadInput(PLANNER_IMAGE)
     name = words["name"] or graph_name(namespace)
     secret = words["secret"] or f"{name}-secrets"
-    return Wish(name, words["image"], secret, planner_image=image if planner else None)
+    return ExportRequest(name, words["image"], secret, planner_image=image if planner else None)
 
 
 def _write(path: Path, text: str) -> str:
@@ -112,10 +111,6 @@ def _write(path: Path, text: str) -> str:
     except OSError as error:
         raise BadInput(f"cannot write {path}: {error.strerror or error}") from None
     return str(path)
-
-
-# --- importing
-# `dynamo import kubernetes`: a manifest as a configuration for this host.
 
 
 @click.group("import")
@@ -131,11 +126,10 @@ def import_() -> None:
 def import_kubernetes(file: Path, output: Path | None, name: str | None, as_json: bool) -> None:
     """Make a configuration of the DynamoGraphDeployment in FILE (`-`: stdin).
 
-    Its components become commands, for `dynamo serve -f`. What does not carry over is listed on stderr; a graph that
+    Its components become commands, for `dynamo serve -f`. Stderr lists the parts that do not carry over. A graph that
     cannot run on one host is refused, with every reason.
     """
-    from dynamo_local.kubernetes.import_graph import import_graph
-    from dynamo_local.kubernetes.import_words import read_documents
+    from dynamo_local.kubernetes.import_graph import import_graph, read_documents
 
     source = "stdin" if str(file) == "-" else str(file)
     imported = import_graph(read_documents(_read(file), source, name), source)
@@ -165,26 +159,23 @@ def _read(file: Path) -> str:
         raise BadInput(f"{file} is not UTF-8 text (byte {error.start})") from None
 
 
-# --- showing
-# The list of what did not carry over, and documents as text.
-
 WIDTH = 140
 
 
 def yaml_text(*documents: Mapping[str, Any]) -> str:
-    """Documents as people write them: keys in their order, no folded lines."""
+    """Documents for people: keys in their order, no folded lines."""
     import yaml
 
     return str(yaml.safe_dump_all(map(dict, documents), sort_keys=False, width=1_000_000, allow_unicode=True))
 
 
 def print_json(notes: Sequence[Note], **more: Any) -> None:
-    """What was made, and `notes`, as one JSON object."""
+    """The result and its `notes` as one JSON object."""
     click.echo(json.dumps({**more, "notes": [note._asdict() for note in notes]}, indent=2))
 
 
 def print_notes(notes: Sequence[Note]) -> None:
-    """A table on stderr: stdout may be on its way to `kubectl apply -f -`."""
+    """A table on stderr: stdout may go to `kubectl apply -f -`."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -1,8 +1,8 @@
-"""Decisions as replica counts of a DynamoGraphDeployment, which Dynamo's operator carries out (`KubernetesConnector`).
+"""Writes decisions as replica counts of a DynamoGraphDeployment, which Dynamo's operator carries out.
 
-Between `start` and `close` the graph is read every `LOOK_EVERY_S`. A decision is written at once and whole, as far as
-the API allows (`changing`), against the graph as it is then: what has changed meanwhile is read again, and what a
-person has changed is left. Nothing of it raises into a tick: a refusal is a value.
+Between `start` and `close` the graph is read every `LOOK_EVERY_S`. A decision is written at once, as a whole where the
+API allows it, against the present graph. A change by a person is kept. Nothing raises into a tick: a refusal is a
+value.
 """
 
 from __future__ import annotations
@@ -19,8 +19,19 @@ from dynamo_local.core.notes import About, Over, Tell, Trouble
 from dynamo_local.core.types import Role
 from dynamo_local.errors import ConfigError, DynamoError
 from dynamo_local.kubernetes.api import ApiAway, Conflict, KubeApi, all_texts
-from dynamo_local.kubernetes.changes import Expected, Fault, PatchGraph, Refusal, Write, change, faults
-from dynamo_local.kubernetes.graph import Counting, Seen, drifted, gpus_of
+from dynamo_local.kubernetes.graph import (
+    Fault,
+    ObservedGraph,
+    PatchGraph,
+    Refusal,
+    Requirements,
+    WorkerCounter,
+    Write,
+    change,
+    drifted,
+    faults,
+    gpus_of,
+)
 from dynamo_local.planner.connectors import Committed, Refused
 from dynamo_local.planner.values import WorkerPools
 
@@ -28,7 +39,7 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 2.0
 BLIND_AFTER_S = 10.0
-"""The graph was last read so long ago: then nothing is decided."""
+"""If the graph was last read this long ago, nothing is decided."""
 TRIES = 5
 FRONTEND = "frontend"
 DRIFT = Trouble("a workload that somebody scaled under the operator")
@@ -49,8 +60,11 @@ def _logged(text: str, about: About = None) -> None:
 
 
 class KubernetesConnector:
-    """`connectors.protocol.Connector`, and what the loop sees of the graph. `on_manual` is called when somebody else
-    has changed the number of a component; `leads` says why this planner may not act (None: it may)."""
+    """The connector of one graph, and the loop's view of it.
+
+    `on_manual` is called when somebody else has changed the number of a component. `follows` says why this planner
+    may not act, or None.
+    """
 
     whole = True
     """Both roles go in one write, where the API allows it."""
@@ -59,23 +73,24 @@ class KubernetesConnector:
         self,
         api: KubeApi,
         clock: Clock,
-        expected: Expected,
+        expected: Requirements,
         *,
         tell: Tell = _logged,
-        counting: Counting | None = None,
+        follows: Callable[[], str | None] = lambda: None,
+        counting: WorkerCounter | None = None,
     ) -> None:
         self.on_manual: Callable[[], None] = lambda: None
-        self.leads: Callable[[], str | None] = lambda: None
+        self._follows = follows
         self._api = api
         self._clock = clock
         self._expected = expected
         self._tell = tell
-        self._counting = counting or Counting()
-        self._seen: Seen | None = None
+        self._counting = counting or WorkerCounter()
+        self._seen: ObservedGraph | None = None
         self._seen_s = 0.0
         self._gone: str | None = "the graph was not read yet"
         self._written: dict[str, int] = {}
-        """The numbers that the graph had last, or was given: any other one is somebody else's."""
+        """The numbers that the graph had last, or was given. Any other number is somebody else's."""
         self._decided_from: Mapping[str, int] = {}
         self._drift: tuple[str, ...] = ()
         self._reading = asyncio.Lock()
@@ -83,8 +98,8 @@ class KubernetesConnector:
 
     # --- with the planner --------------------------------------------------------------------------
 
-    async def start(self) -> Seen:
-        """Check the graph, and follow it. Raises `GraphUnfit` with all that is wrong, and errors of the API server."""
+    async def start(self) -> ObservedGraph:
+        """Check the graph, and follow it. Raises `GraphUnfit` with all faults, and errors of the API server."""
         seen = await self._graph()
         found = faults(seen, self._expected)
         if found:
@@ -104,23 +119,23 @@ class KubernetesConnector:
         while True:
             await self._clock.sleep_until(self._clock.now_s() + LOOK_EVERY_S)
             try:
-                with suppress(DynamoError):  # it is said by `blind`
+                with suppress(DynamoError):  # `blind` reports it
                     await self.look()
             except Exception:
-                log.exception("looking at the graph failed; it goes on")
+                log.exception("looking at the graph failed, and goes on")
 
-    async def _graph(self) -> Seen:
+    async def _graph(self) -> ObservedGraph:
         return replace(await self._api.graph(), only=self._expected.only)
 
-    async def look(self) -> Seen:
-        """Read the graph now. Raises what the API server says."""
+    async def look(self) -> ObservedGraph:
+        """Read the graph now. Raises the API server's errors."""
         async with self._reading:
             try:
                 seen = await self._graph()
             except DynamoError as error:
                 self._gone = str(error)
                 if not isinstance(error, ApiAway):
-                    self._seen_s = -math.inf  # no answer may pass; this one is final until the next
+                    self._seen_s = -math.inf  # a lost answer must not overtake: this one is final until the next
                 raise
             if (found := _unplannable(seen, self._expected)) is not None:
                 self._gone, self._seen_s = found, -math.inf
@@ -128,15 +143,15 @@ class KubernetesConnector:
             self._took(seen)
             return seen
 
-    def _took(self, seen: Seen) -> None:
+    def _took(self, seen: ObservedGraph) -> None:
         self._seen, self._seen_s, self._gone = seen, self._clock.now_s(), None
         self._counting.saw(seen, self._seen_s)
         now = {one.name: seen.wanted(one) for one in seen.planned}
         others = [name for name, number in now.items() if self._written.get(name, number) != number]
         self._written = now
         if others:
-            told = ", ".join(f"{name} to {now[name]}" for name in others)
-            self._tell(f"planner: somebody has set {told}; it goes on from there")
+            reported = ", ".join(f"{name} to {now[name]}" for name in others)
+            self._tell(f"planner: somebody has set {reported}; it goes on from there")
             self.on_manual()
         drift = drifted(seen)
         if drift != self._drift:
@@ -146,33 +161,32 @@ class KubernetesConnector:
     # --- what the loop sees ------------------------------------------------------------------------
 
     @property
-    def seen(self) -> Seen:
+    def seen(self) -> ObservedGraph:
         """As last read."""
         assert self._seen is not None, "the connector was not started"
         return self._seen
 
     @property
     def gpus(self) -> dict[str, int]:
-        """What a replica of each planned component holds."""
+        """GPUs of one replica of each planned component."""
         return gpus_of(self.seen, self._expected.gpus or {})
 
     def worker_pools(self) -> WorkerPools:
-        """See `loop.World`. What is decided next is decided from these."""
+        """The next decision starts from these."""
         seen = self.seen
         self._decided_from = {one.name: seen.wanted(one) for one in seen.planned}
         return self.pools()
 
     def pools(self) -> WorkerPools:
-        """The same, for whoever only looks on."""
+        """The same, for observers."""
         return self._counting.pools(self.seen, self.gpus, self._clock.now_s())
 
     def frontends(self) -> int:
-        """How many the graph asks for."""
+        """Replicas that the graph asks for."""
         return 1 if self._seen is None else sum(one.wanted for one in self._seen.components if one.kind == FRONTEND)
 
     def blind(self) -> str | None:
-        """See `loop.World`."""
-        if (follower := self.leads()) is not None:
+        if (follower := self._follows()) is not None:
             return follower
         if self._gone is not None and self._clock.now_s() - self._seen_s > BLIND_AFTER_S:
             return self._gone
@@ -185,7 +199,7 @@ class KubernetesConnector:
         return await self._step(component, 1)
 
     async def remove_component(self, component: str, *, stimulus_id: str | None = None) -> Committed | Refused:
-        """One less; never less than none."""
+        """One replica less, and never less than none."""
         return await self._step(component, -1)
 
     async def _step(self, component: str, step: int) -> Committed | Refused:
@@ -195,13 +209,15 @@ class KubernetesConnector:
     async def set_component_replicas(
         self, targets: Mapping[str, int], *, stimulus_id: str | None = None
     ) -> Committed | Refused:
-        """So many replicas of each component. Refused while the graph is not ready, unless workers are only taken
-        away; and where somebody else has changed what the decision was made from."""
+        """Set the replicas of each component.
+
+        A graph that is not ready refuses more workers. A decision whose basis somebody else has changed is refused.
+        """
         done: dict[str, int] = {}
         try:
             return await self._carried_out(targets, done)
         except DynamoError as error:
-            half = f"{_told(done)} was set before that; " if done else ""
+            half = f"{_committed(done)} was set before that; " if done else ""
             return Refused(f"{half}{error}", error.code, error.retryable)
 
     async def _carried_out(self, targets: Mapping[str, int], done: dict[str, int]) -> Committed | Refused:
@@ -211,7 +227,7 @@ class KubernetesConnector:
             decided_from = {**self._decided_from, **done}
             writes = change(seen, targets, decided_from, self.gpus, self._expected.max_gpus)
             if isinstance(writes, Refusal):
-                half = f"{_told(done)} was set before that; " if done else ""
+                half = f"{_committed(done)} was set before that; " if done else ""
                 return Refused(f"{half}{writes.reason}", writes.code, writes.retryable)
             try:
                 for write in writes:
@@ -225,13 +241,13 @@ class KubernetesConnector:
         raise AssertionError("unreachable")
 
     async def _look_again(self, writes: tuple[Write, ...]) -> None:
-        """The next decision is made from what was written."""
+        """The next decision starts from the written numbers."""
         if writes:
             with suppress(DynamoError):
                 await self.look()
 
     async def _write(self, write: Write) -> None:
-        if (follower := self.leads()) is not None:
+        if (follower := self._follows()) is not None:
             raise NotLeading(follower)
         async with self._reading:
             before, self._written = self._written, {**self._written, **write.targets}
@@ -244,7 +260,7 @@ class KubernetesConnector:
             except DynamoError:
                 self._written = before
                 raise
-        log.info("the graph %s is asked for %s", self.seen.name, _told(write.targets))
+        log.info("the graph %s is asked for %s", self.seen.name, _committed(write.targets))
 
 
 class NotLeading(DynamoError):
@@ -254,16 +270,16 @@ class NotLeading(DynamoError):
     retryable = True
 
 
-def _own(targets: Mapping[str, int], seen: Seen) -> Mapping[str, int]:
-    """Without the role that is another planner's: its number is told with every decision, and never changed."""
+def _own(targets: Mapping[str, int], seen: ObservedGraph) -> Mapping[str, int]:
+    """The targets without the role of another planner: its number is in every decision and never changes."""
     if seen.only is None:
         return targets
     planned = {one.name for one in seen.planned}
     return {name: number for name, number in targets.items() if name in planned}
 
 
-def _unplannable(seen: Seen, expected: Expected) -> str | None:
-    """A graph that has lost a role, or whose GPUs are not known any more, cannot be counted."""
+def _unplannable(seen: ObservedGraph, expected: Requirements) -> str | None:
+    """The graph has lost a role, or its GPUs are unknown, so it cannot be counted."""
     needed = Role.DECODE if expected.only is None else expected.only
     if not any((one.role is Role.PREFILL) == (needed is Role.PREFILL) for one in seen.workers):
         return f"{seen.name} has no {'prefill' if needed is Role.PREFILL else 'decode'} component any more"
@@ -272,7 +288,7 @@ def _unplannable(seen: Seen, expected: Expected) -> str | None:
     return f"how many GPUs a replica of {unknown[0]} holds is not known any more" if unknown else None
 
 
-def _told(targets: Mapping[str, int]) -> str:
+def _committed(targets: Mapping[str, int]) -> str:
     return " and ".join(f"{name} at {number}" for name, number in targets.items())
 
 

@@ -1,4 +1,8 @@
-"""Holds the Lease by which one planner of a graph acts (`leading`), or waits for it."""
+"""Elects which planner of a graph acts: the one that holds a coordination Lease.
+
+No two clocks are compared. A lease has expired when it has not changed for its duration, on the reader's clock. The
+holder stops acting earlier, `RENEW_WITHIN_S` after its last renewal, before another planner may take the lease.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +17,14 @@ from dynamo_local.clock import Clock
 from dynamo_local.errors import DynamoError
 from dynamo_local.kubernetes.api import Conflict, KubeApi, NotThere
 
-# --- leading
-# Which of several planners of a graph acts: the one that holds a coordination Lease. Pure.
-#
-# No two clocks are compared: a lease has expired when it has not changed for its duration by the clock of whoever
-# looks.
-# The holder stops acting earlier, `RENEW_WITHIN_S` after it was last renewed: before anybody else may take it.
-
 LEASE_S = 15
 RENEW_WITHIN_S = 10.0
 RENEW_EVERY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """The lease as it was when it last changed, and when that was seen (planner's clock)."""
+class HeldLease:
+    """The lease as of its last change, and when that was seen (planner's clock)."""
 
     holder: str
     resource_version: str
@@ -36,12 +33,12 @@ class Held:
     duration_s: float = LEASE_S
 
 
-def looked(lease: Mapping[str, Any], known: Held | None, now_s: float) -> Held:
+def looked(lease: Mapping[str, Any], known: HeldLease | None, now_s: float) -> HeldLease:
     """The lease, read now."""
     spec, version = lease.get("spec") or {}, lease["metadata"]["resourceVersion"]
     if known is not None and known.resource_version == version:
         return known
-    return Held(
+    return HeldLease(
         spec.get("holderIdentity") or "",
         version,
         now_s,
@@ -50,13 +47,13 @@ def looked(lease: Mapping[str, Any], known: Held | None, now_s: float) -> Held:
     )
 
 
-def may_take(held: Held, own: str, now_s: float) -> bool:
+def may_take(held: HeldLease, own: str, now_s: float) -> bool:
     """Whether it is ours, nobody's, or expired."""
     return held.holder in ("", own) or now_s - held.seen_s > held.duration_s
 
 
-def claimed(name: str, held: Held | None, own: str, wall_s: float) -> dict[str, Any]:
-    """The lease as it is to be written; `held` None: it is created."""
+def claimed(name: str, held: HeldLease | None, own: str, wall_s: float) -> dict[str, Any]:
+    """The lease to write. Without `held` it is created."""
     now = datetime.fromtimestamp(wall_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
     changes_hands = held is not None and held.holder != own
     spec: dict[str, Any] = {
@@ -71,8 +68,8 @@ def claimed(name: str, held: Held | None, own: str, wall_s: float) -> dict[str, 
     return {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata, "spec": spec}
 
 
-def released(name: str, held: Held) -> dict[str, Any]:
-    """The lease, given back: the next one need not wait."""
+def released(name: str, held: HeldLease) -> dict[str, Any]:
+    """The released lease: the next planner need not wait."""
     spec = {"holderIdentity": "", "leaseDurationSeconds": 1, "leaseTransitions": held.transitions}
     metadata = {"name": name, "resourceVersion": held.resource_version}
     return {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata, "spec": spec}
@@ -82,8 +79,10 @@ log = logging.getLogger(__name__)
 
 
 class Election:
-    """Between `start` and `close`. `on_leading` is called when this planner begins to lead, `on_following` when that
-    has ended."""
+    """Runs from `start` to `close`.
+
+    `on_leading` is called when this planner begins to lead, `on_following` when it stops.
+    """
 
     def __init__(self, api: KubeApi, clock: Clock, name: str, identity: str) -> None:
         self.on_leading: Callable[[], None] = lambda: None
@@ -92,34 +91,34 @@ class Election:
         self._api = api
         self._clock = clock
         self._name = name
-        self._held: Held | None = None
+        self._held: HeldLease | None = None
         self._renewed_s: float | None = None
         self._why = "it is not known yet which planner leads"
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Try for the first time, and go on. Raises what the API server refuses for good (`Forbidden`)."""
+        """Try for the first time, and go on. Raises `Forbidden`, which is final."""
         await self.renew()
         self._task = asyncio.ensure_future(self._run())
 
     async def close(self) -> None:
-        """Give the lease back, if it is ours. Closing twice is no error."""
+        """Release the lease, if it is ours. Closing twice is no error."""
         task, self._task = self._task, None
         if task is None:
             return
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        leads, self._renewed_s = self.follows() is None, None
-        if leads and self._held is not None:
+        is_leader, self._renewed_s = self.follows() is None, None
+        if is_leader and self._held is not None:
             try:
                 await self._give_back(self._held)
             except DynamoError as error:
                 log.info("the lease was not given back, it expires: %s", error)
 
-    async def _give_back(self, held: Held) -> None:
+    async def _give_back(self, held: HeldLease) -> None:
         try:
             await self._api.replace_lease(released(self._name, held))
-        except Conflict:  # the renewal that was cut short had arrived, or somebody else has it
+        except Conflict:  # the renewal that was cut short had arrived, or another planner has the lease
             now = looked(await self._api.lease(self._name), held, self._clock.now_s())
             if now.holder == self.identity:
                 await self._api.replace_lease(released(self._name, now))
@@ -142,10 +141,10 @@ class Election:
                     self._lost(f"its lease expired: {error}")
                 self._why = str(error)
             except Exception:
-                log.exception("the election failed; it goes on")
+                log.exception("the election failed, and goes on")
 
     async def renew(self) -> None:
-        """Renew the lease, take it, or see who has it. Raises what the API server says."""
+        """Renew the lease, take it, or read its holder. Raises the API server's errors."""
         began_s, wall_s = self._clock.now_s(), self._clock.wall_s()
         try:
             self._held = looked(await self._api.lease(self._name), self._held, began_s)

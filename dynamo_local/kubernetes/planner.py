@@ -1,32 +1,46 @@
-"""A planner by itself: connector, election, sources and loop, from its start to its end."""
+"""A planner in a pod: its options, its probes, and its connector, election, sources and loop from start to end."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import Coroutine
+import os
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 from dynamo_local.arbiter.logged_decisions import LoggedDecisions, LoggedTicks
-from dynamo_local.arbiter.planner_metrics import PlannerNow
-from dynamo_local.arbiter.planner_report.schedule import ReportSchedule
-from dynamo_local.arbiter.planner_views import PlannerMetrics
-from dynamo_local.clock import Clock
+from dynamo_local.arbiter.planner_metrics import PlannerMetrics, PlannerNow
+from dynamo_local.arbiter.planner_options import prometheus_options
+from dynamo_local.arbiter.planner_report_schedule import ReportSchedule
+from dynamo_local.clock import AsyncioClock, Clock
+from dynamo_local.config.loading import parse_mapping
 from dynamo_local.config.planner import PlannerConfig
+from dynamo_local.config.planner_section import own_names, planner_section
 from dynamo_local.core.notes import About
-from dynamo_local.core.types import Load
+from dynamo_local.core.types import Load, Role
 from dynamo_local.errors import ConfigError
+from dynamo_local.kubernetes.api import ApiAway, ApiRefused, KubeApi, connected, parent
 from dynamo_local.kubernetes.connector import KubernetesConnector
 from dynamo_local.kubernetes.election import Election
-from dynamo_local.kubernetes.observation import LoadsOfPasses
-from dynamo_local.kubernetes.passes import HeardPasses
+from dynamo_local.kubernetes.graph import Requirements
+from dynamo_local.kubernetes.observation import (
+    FrontendScrapes,
+    HeardPasses,
+    LoadsOfPasses,
+    WorkerRegistrations,
+    registered,
+)
 from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.collector import Collector, Sampled
 from dynamo_local.planner.forecasting.answers import ArbiterForecaster, InlineForecaster
 from dynamo_local.planner.loop import PlannerLoop, PlannerState
+from dynamo_local.planner.prometheus import PrometheusTraffic
 from dynamo_local.planner.records.decision_log import DecisionLog, decision_log_path
 from dynamo_local.planner.records.ticks import TickLog, tick_log_path
 from dynamo_local.planner.sources import TrafficSource
@@ -44,7 +58,7 @@ NO_PASSES = (
 
 
 class PodPlanner:
-    """Between `start` and `stop`. `registry` has what /metrics shows."""
+    """Runs from `start` to `stop`. `registry` has the metrics of /metrics."""
 
     def __init__(
         self,
@@ -84,7 +98,6 @@ class PodPlanner:
         policy = await asyncio.to_thread(policy_of, options)
         await self._connector.start()
         await self._election.start()
-        self._connector.leads = self._election.follows
         loop = self.loop = await self._made()
         self._connector.on_manual = loop.on_manual_change
         loop.start(options, policy, no_operation=self.options.no_operation, paused=self._election.follows() is not None)
@@ -94,7 +107,7 @@ class PodPlanner:
             self._run(self._reports.run())
 
     async def stop(self) -> None:
-        """The tick that is under way ends; the lease is given back, so that another planner goes on at once."""
+        """The present tick ends. The lease is released, so that another planner goes on at once."""
         if self.loop is not None:
             self._election.on_leading = self._election.on_following = _nothing
             await asyncio.gather(self.loop.stop(), self._forecaster.close())
@@ -114,9 +127,7 @@ class PodPlanner:
         loads = self._loads if self.options.policy == "load" else None
         loop = PlannerLoop(
             _Graph(self._connector, loads),
-            Collector(
-                loads or _Unmeasured(), self._queue(loads), self._clock, traffic=self._traffic, passes=self.passes
-            ),
+            Collector(loads or _NoLoads(), self._queue(loads), self._clock, traffic=self._traffic, passes=self.passes),
             self._connector,
             self._clock,
             last_number=logged.log.last_seq,
@@ -140,7 +151,7 @@ class PodPlanner:
         return loads if self._connector.seen.prefill is not None else None
 
     def unhealthy(self) -> str | None:
-        """Why this planner does not plan as it should; None where it does, or holds for a reason of its own."""
+        """Why this planner does not plan as it should. None if it does, or holds for a reason of its own."""
         if self.loop is None or self.loop.state is PlannerState.STOPPED:
             return "it has not begun yet"
         trouble = self.loop.trouble
@@ -174,7 +185,7 @@ def _made_folder(logs: Path) -> None:
 
 
 class _Graph:
-    """What the loop sees: `loop.World`."""
+    """The loop's view of the graph: `loop.World`."""
 
     def __init__(self, connector: KubernetesConnector, loads: LoadsOfPasses | None) -> None:
         self._connector = connector
@@ -190,17 +201,253 @@ class _Graph:
         return self._connector.blind()
 
 
-class _Unmeasured:
-    """Loads of single workers are measured for the policy `load` alone: no other one asks for them."""
+class _NoLoads:
+    """No loads: only the policy `load` needs those of single workers."""
 
     async def loads(self) -> dict[str, Sampled[Load]]:
         return {}
 
 
 def tell(text: str, about: About = None) -> None:
-    """A person reads it in the pod's log."""
+    """The pod's log has it."""
     log.warning("%s", text)
 
 
 def _nothing() -> None:
     """Nobody cares."""
+
+
+KUBERNETES = "kubernetes"
+METRICS_PORT = 9085
+PORT_OPTION = "metric_reporting_prometheus_port"
+"""Dynamo's name in its configuration. 0 is none."""
+PORT_VARIABLE = "PLANNER_PROMETHEUS_PORT"
+DYNAMOS_POLICY = "throughput-load"
+"""The policy of Dynamo's own planner. A file for that planner names no policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class PodOptions:
+    """`planner` is the section `Planner`, the rest is about the pod. None: as found there. Port 0: none."""
+
+    planner: PlannerConfig
+    metrics_port: int = METRICS_PORT
+    system_port: int | None = None
+    graph: str | None = None
+    namespace: str | None = None
+    kubeconfig: Path | None = None
+    frontend: str | None = None
+    logs: Path = Path("planner_logs")
+
+
+def read_config(text: str | None, given: Mapping[str, Any]) -> tuple[PlannerConfig, int]:
+    """The section, and the port of /metrics. Raises `ConfigError` that names the option.
+
+    `text` is a file (YAML, JSON) or JSON itself, as Dynamo's planner takes it. `given` goes over it.
+    """
+    found = {} if text is None else _mapping(text)
+    values = {**{key.replace("-", "_"): value for key, value in found.items()}, **given}
+    port = values.pop(PORT_OPTION, os.environ.get(PORT_VARIABLE, METRICS_PORT))
+    try:
+        metrics_port = int(port)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{PORT_OPTION} must be a port, or 0 for none, and not {port!r}") from None
+    environment = values.setdefault("environment", KUBERNETES)
+    if environment != KUBERNETES:
+        raise ConfigError(
+            f"environment is {environment!r}: a planner by itself plans a graph on Kubernetes; a graph of this host "
+            "has its planner in its arbiter (`dynamo planner start`)"
+        )
+    values.setdefault("policy", DYNAMOS_POLICY)
+    config = planner_section("--config", own_names("--config", values, str(values["policy"])))
+    return config, metrics_port
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    what = "--config"
+    if not text.lstrip().startswith("{"):
+        what = f"--config {text}"
+        try:
+            text = Path(text).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise ConfigError(f"{what} cannot be read: {why}") from None
+    found = parse_mapping(text, what, what="the planner's options by name")
+    section = found.get("Planner", found)
+    if not isinstance(section, dict):
+        raise ConfigError(f"{what} must hold the planner's options by name")
+    return section
+
+
+def expected_of(config: PlannerConfig) -> Requirements:
+    """The requirements of these options for the graph."""
+
+    def floor(own: int | None) -> int:
+        return config.min_endpoint if own is None else own
+
+    mode = config.mode if config.policy == "throughput-load" else None
+    disaggregated = True if config.policy in ("sla", "slo") or mode == "disagg" else False if mode == "agg" else None
+    return Requirements(
+        max_gpus=config.max_gpu_budget,
+        floors={Role.PREFILL: floor(config.prefill_min_endpoint), Role.DECODE: floor(config.decode_min_endpoint)},
+        model=config.served_model_name,
+        gpus={Role.PREFILL: config.prefill_engine_num_gpu, Role.DECODE: config.decode_engine_num_gpu},
+        prefill=disaggregated,
+        only={"prefill": Role.PREFILL, "decode": Role.DECODE}.get(mode or ""),
+    )
+
+
+# The operator's startup and liveness probes ask /live, which answers as long as the process does: a restart does not
+# help a planner that waits for the API server. /health answers 503 until the planner has begun, and while its ticks
+# fail.
+
+LIVE, HEALTH = "/live", "/health"
+SYSTEM_PORT_VARIABLE = "DYN_SYSTEM_PORT"
+PORT = 9090
+"""The port that the operator's probes ask. The operator sets the variable, too."""
+
+
+def probes_app(health: Callable[[], str | None]) -> Any:
+    """An ASGI application. `health` says why the planner is not healthy, or None."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        requested, read = scope["path"], scope["method"] in ("GET", "HEAD")
+        why = health() if requested == HEALTH else None
+        status = 404 if requested not in (LIVE, HEALTH) else 405 if not read else 200 if why is None else 503
+        answer: dict[str, str] = {"status": "healthy" if status == 200 else "unhealthy"}
+        if status in (404, 405):
+            answer = {"error": f"there are only GET {LIVE} and GET {HEALTH}"}
+        elif why is not None:
+            answer["reason"] = why
+        body = json.dumps(answer).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        if status == 405:
+            headers.append((b"allow", b"GET, HEAD"))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
+
+    return app
+
+
+log = logging.getLogger(__name__)
+
+ANYWHERE = "0.0.0.0"
+FRONTEND_PORT = 8000
+
+
+async def started(options: PodOptions, identity: str) -> Callable[[], Awaitable[None]]:
+    """Start planning. The returned coroutine function stops it. Raises `DynamoError`s for people."""
+    async with AsyncExitStack() as stack:
+        transport = connected(options.kubeconfig)
+        name, namespace = parent(os.environ.get, options.graph, options.namespace, transport.namespace)
+        clock, api = AsyncioClock(), KubeApi(transport, namespace, name)
+        expected = expected_of(options.planner)
+        election = Election(api, clock, lease_name(name, expected.only), identity)
+        connector = KubernetesConnector(api, clock, expected, tell=tell, follows=election.follows)
+        traffic = await _traffic(options, name, namespace, connector, clock, stack)
+        planner = PodPlanner(
+            options.planner,
+            connector,
+            election,
+            clock,
+            options.logs,
+            name=name,
+            traffic=traffic,
+            passes=await _passes(api, dynamo_namespace(options, name, namespace), connector, clock, stack),
+        )
+        await _serve_probes(planner, options.system_port, stack)
+        stack.push_async_callback(planner.stop)
+        await planner.start()
+        if options.metrics_port:
+            await _serve(metrics_of(planner), options.metrics_port, "Planner.metrics-port", stack)
+        log.info("planning %s in namespace %s by %s", name, namespace, options.planner.policy)
+        return stack.pop_all().aclose
+    raise AssertionError("unreachable")
+
+
+def lease_name(graph: str, only: Role | None = None) -> str:
+    """The name of the Lease by which one planner of the graph acts. Planners of one role have one for each role."""
+    return f"{graph}-dynamo-local-planner{'' if only is None else f'-{only}'}"
+
+
+def dynamo_namespace(options: PodOptions, name: str, namespace: str) -> str:
+    """The graph's namespace within Dynamo: as the operator tells its pods, else as the operator makes it."""
+    return options.planner.namespace or os.environ.get("DYN_NAMESPACE") or f"{namespace}-{name}"
+
+
+async def _traffic(
+    options: PodOptions,
+    name: str,
+    namespace: str,
+    connector: KubernetesConnector,
+    clock: Clock,
+    stack: AsyncExitStack,
+) -> TrafficSource:
+    prometheus = prometheus_options(options.planner, dynamo_namespace(options, name, namespace))
+    if prometheus is not None:
+        source = PrometheusTraffic(prometheus, clock)
+        stack.push_async_callback(source.close)
+        return source
+    url = options.frontend or f"http://{name}-frontend:{FRONTEND_PORT}/metrics"
+    keep_s = options.planner.throughput_adjustment_interval_seconds
+    scrapes = FrontendScrapes(url, clock, connector.frontends, keep_s=keep_s)
+    await scrapes.start()
+    stack.push_async_callback(scrapes.close)
+    return scrapes
+
+
+async def _passes(
+    api: KubeApi, dynamo: str, connector: KubernetesConnector, clock: Clock, stack: AsyncExitStack
+) -> HeardPasses | None:
+    async def look() -> WorkerRegistrations:
+        return registered(await api.worker_metadata(), dynamo)
+
+    url, nats = os.environ.get("NATS_SERVER"), None
+    if url:
+        from dynamo_local.transport.access import NatsAccess
+        from dynamo_local.transport.nats import connect_nats
+
+        nats = await connect_nats(url, NatsAccess.of(os.environ), name="dynamo-planner")
+        stack.push_async_callback(nats.close)
+    elif (why := await _unlisted(look)) is not None:
+        log.warning("the engines' passes are not heard: NATS_SERVER is not set, and %s", why)
+        return None
+    heard = HeardPasses(clock, connector.pools)
+    stack.push_async_callback(heard.close)
+    await heard.follow(nats, dynamo, look)
+    return heard
+
+
+async def _unlisted(look: Callable[[], Awaitable[WorkerRegistrations]]) -> str | None:
+    """Why the addresses of workers' ZeroMQ sockets cannot be known. None if they can, now or later."""
+    try:
+        await look()
+    except ApiRefused as error:
+        return str(error)
+    except ApiAway:
+        pass
+    return None
+
+
+async def _serve_probes(planner: PodPlanner, port: int | None, stack: AsyncExitStack) -> None:
+    if port is None:
+        text = os.environ.get(SYSTEM_PORT_VARIABLE) or (str(PORT) if "KUBERNETES_SERVICE_HOST" in os.environ else "0")
+        if not text.isdecimal():
+            raise ConfigError(f"{SYSTEM_PORT_VARIABLE} must be a port, or 0 for none, and not {text!r}")
+        port = int(text)
+    if port:
+        await _serve(probes_app(planner.unhealthy), port, "Planner.system-port", stack)
+
+
+def metrics_of(planner: PodPlanner) -> Any:
+    from dynamo_local.arbiter.exporter import metrics_app
+
+    return metrics_app(lambda: generate_latest(planner.registry))
+
+
+async def _serve(app: Any, port: int, option: str, stack: AsyncExitStack) -> None:
+    from dynamo_local.components.openai.server import HttpServer, bind_socket
+
+    server = HttpServer(app, bind_socket(ANYWHERE, port, option=option), idle=True)
+    await server.start()
+    stack.push_async_callback(server.stop)

@@ -1,4 +1,4 @@
-"""`python -m dynamo_local.planner --environment kubernetes --config …`: a planner by itself, in a pod."""
+"""`python -m dynamo_local.planner --environment kubernetes --config …`: runs a planner by itself, in a pod."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import click
 from dynamo_local.cli.planner import EITHER_SPELLING, given_options, planner_options
 
 if TYPE_CHECKING:
-    from dynamo_local.kubernetes.options import PodOptions
+    from dynamo_local.kubernetes.planner import PodOptions
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +25,10 @@ OWN_WORDS = ("--config", "--environment=kubernetes", "--graph", "--kubeconfig")
 
 
 def is_meant(words: Sequence[str]) -> bool:
-    """Whether these words of `python -m dynamo_local.planner` are for a planner in a pod. Dynamo's planner is started
-    there with `--config` alone."""
+    """Whether these words of `python -m dynamo_local.planner` mean a planner in a pod.
+
+    Dynamo's planner starts there with `--config` alone.
+    """
     pairs = itertools.pairwise(words)
     return any(word.partition("=")[0] in OWN_WORDS or word in OWN_WORDS for word in words) or (
         ("--environment", "kubernetes") in pairs
@@ -62,7 +64,7 @@ def in_cluster(
 
     In a pod of its cluster, or anywhere with a kubeconfig.
     """
-    from dynamo_local.kubernetes.options import PodOptions, read_config
+    from dynamo_local.kubernetes.planner import PodOptions, read_config
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     planner, port = read_config(config, given_options(options))
@@ -71,7 +73,7 @@ def in_cluster(
 
 
 async def _run(options: PodOptions) -> None:
-    from dynamo_local.kubernetes.pod import started
+    from dynamo_local.kubernetes.planner import started
 
     ending = asyncio.Event()
     for each in (signal.SIGTERM, signal.SIGINT):

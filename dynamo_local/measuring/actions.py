@@ -33,7 +33,10 @@ class Acted:
 async def measured_actions(
     graph: MeasuredGraph, inventory: Inventory, tell: Callable[[str], None], until_s: float
 ) -> Acted:
-    """What is refused (no free GPU) is told, and left out; so is a start that would end after `until_s` (monotonic)."""
+    """Time each action once. A refused one (no free GPU) is reported and skipped.
+
+    A start that would end after `until_s` (monotonic, s) is skipped, too.
+    """
     cold_s, drains = graph.cold_s(), dict[str, float]()
     memory: dict[str, dict[str, MemoryFacts]] = {}
     for component in dict.fromkeys(graph.target.components.values()):
@@ -61,7 +64,7 @@ async def measured_actions(
 
 
 async def _memory(graph: MeasuredGraph, component: str, inventory: Inventory) -> dict[str, MemoryFacts]:
-    """Of its first ready worker."""
+    """The first ready worker of a component."""
     await graph.look()
     ready = graph.workers(component)
     if not ready:
@@ -98,7 +101,7 @@ async def _flip(graph: MeasuredGraph, component: str, tell: Callable[[str], None
 
 
 async def _sleep(graph: MeasuredGraph, component: str, tell: Callable[[str], None]) -> dict[str, MemoryFacts]:
-    """Of each level in turn; what a sleeper keeps the arbiter has measured."""
+    """Sleep and wake at each level in turn. The arbiter has measured the memory that a sleeper keeps."""
     service = next(each for each in graph.target.spec.services if each.name == component)
     if service.standby is None:
         return {}

@@ -1,6 +1,6 @@
-"""A mixed trace through the measured graph and through the twin with the fresh profile: do they agree?
+"""Does the profile agree with the graph? One mixed trace runs through the measured graph and through the simulator.
 
-The twin knows no HTTP and no data plane; what those take of a request that is alone was measured, and is added.
+The simulator has no HTTP and no data plane. Their time for a single request was measured and is added.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dynamo_local.profile.interpolation import ProfileModel
 from dynamo_local.profile.judgement import Compared, compared
 from dynamo_local.profile.points import Limits
 from dynamo_local.simulator.generator import GeneratorOptions, generate
-from dynamo_local.simulator.options import FleetShape, TwinOptions
+from dynamo_local.simulator.options import FleetShape, SimulationOptions
 from dynamo_local.simulator.simulation import Simulation
 from dynamo_local.simulator.trace import TraceRequest
 
@@ -141,8 +141,8 @@ def slower_over(path: Sequence[PathFacts]) -> float:
     return max(1.0, median(found)) if found else 1.0
 
 
-def twin_options(target: Target, folder: Path, limits: Mapping[str, Limits], shape: FleetShape) -> TwinOptions:
-    """The same graph in the twin, its engines by the profile in that folder."""
+def twin_options(target: Target, folder: Path, limits: Mapping[str, Limits], shape: FleetShape) -> SimulationOptions:
+    """The same graph in the simulator, its engines as the profile in that folder says."""
     role = AGG if target.standalone else DECODE
     config = next(s.config for s in target.spec.services if s.name == target.components[role])
     decode, told = limits[role], _underscored(config)
@@ -154,7 +154,7 @@ def twin_options(target: Target, folder: Path, limits: Mapping[str, Limits], sha
         max_num_seqs=decode.max_num_seqs,
         max_num_batched_tokens=decode.max_num_batched_tokens,
         max_model_len=min(decode.context_length, decode.max_kv_tokens),
-        # What a hand-off takes was measured with the way over HTTP, and is added with it.
+        # The measured time of a hand-off contains HTTP, so it is added together with it.
         kv_transfer_latency_s=0.0,
         kv_transfer_bytes_per_s=1e18,
     )
@@ -164,7 +164,7 @@ def twin_options(target: Target, folder: Path, limits: Mapping[str, Limits], sha
     )
     targets = Targets.of_ms(told.get("ttft"), told.get("itl"))
     by_slo = told.get("disagg_policy") == "slo" or (targets.given and told.get("disagg_policy") is None)
-    return TwinOptions(
+    return SimulationOptions(
         shape=shape,
         sim=sim,
         gpus=shape.prefill + shape.decode,

@@ -31,8 +31,7 @@ from dynamo_local.transport.observation import Observer, Question
 from dynamo_local.transport.requests.client import NatsEndpointClient
 from dynamo_local.transport.requests.plane import RequestPlane
 
-# --- starting
-# What becomes of a graph while it starts, told now and then: engines take minutes, and silence looks like a hang.
+# --- Progress of a start. Engines take minutes to start, and silence would look like a hang.
 
 EVERY_S = 15.0
 
@@ -40,7 +39,7 @@ T = TypeVar("T")
 
 
 async def told_while(started: Awaitable[T], namespace: str, tell: Callable[[str], None], every_s: float = EVERY_S) -> T:
-    """What `started` comes to; every so many seconds, who of the namespace is not ready yet."""
+    """Await `started`. Meanwhile report the workers that are not ready, every few seconds."""
     began_s = time.monotonic()
     task = asyncio.ensure_future(started)
     try:
@@ -56,7 +55,7 @@ async def told_while(started: Awaitable[T], namespace: str, tell: Callable[[str]
 
 
 def waiting_for(state: State | None) -> str:
-    """Who is not ready, in words."""
+    """The workers that are not ready, in words."""
     if state is None or not state.components:
         return "no worker runs yet"
     late = [
@@ -126,8 +125,10 @@ async def dynamo(*words: str, timeout_s: float = 900.0) -> str:
 
 
 async def patiently(ask: Callable[[], Awaitable[str]], tries: int = LOOKS) -> str:
-    """What it answers, asked so often at most: while engines start on a host with few processors, an arbiter may not
-    answer in time. Raises the last `GraphFailed`."""
+    """The arbiter's answer, within `attempts`. A busy host may delay it while engines start.
+
+    Raises the last `GraphFailed`.
+    """
     for _ in range(tries - 1):
         try:
             return await ask()
@@ -172,7 +173,7 @@ class MeasuredGraph:
         ]
 
     def cold_s(self) -> dict[str, float]:
-        """What the cold starts of the measured components took in this run, as far as it was seen."""
+        """Component -> duration of its cold start in this run, s. Unobserved ones are absent."""
         return {
             row["component"]: row["run"]["median_s"]
             for row in self.status["lead_times"]
@@ -188,7 +189,7 @@ class MeasuredGraph:
         return Ours(frozenset(pids), frozenset(uuids))
 
     def pid(self, worker: Worker) -> int:
-        """Of its process."""
+        """Memory of the worker's process."""
         return next(int(each["pid"]) for each in self.status["workers"] if each["watcher_name"] == worker.name)
 
     async def look(self) -> dict[str, Any]:
@@ -212,7 +213,7 @@ class MeasuredGraph:
         return dict(await stream.single())
 
     async def limits(self, worker: Worker) -> Limits:
-        """Of its engine. Raises `GraphFailed` where neither it nor the command line says."""
+        """Limits of the worker's engine. Raises `GraphFailed` if neither the engine nor the command line names them."""
         target, expected = self.target, frozenset({worker.name})
         runtime = target.runtime_of(worker.component)
         words = () if runtime is None else target.words_of(worker.component)
@@ -221,7 +222,7 @@ class MeasuredGraph:
             if runtime == HTTP:
                 told = await (await self._server(worker)).told(target.model_of(worker.component))
             else:
-                # What a worker of Dynamo's says of its limits it reads when it is asked for its counters.
+                # A Dynamo worker reports its limits together with its counters.
                 answers = await self._observer.ask(Question(counters=runtime is not None, passes=True), expected)
                 told = dict(answers[worker.name].limits) if worker.name in answers else {}
             found = limits_of(told, words, target.given)

@@ -1,6 +1,6 @@
-"""What else happens on this host while engines are measured: processors that others use, and strangers on their GPUs.
+"""Other work on this host while engines are measured: processors that others use, and other processes on the GPUs.
 
-Both make times longer than they are on a quiet host, and neither is seen in the repetitions if it lasts all the time.
+Both lengthen the measured times. The repetitions do not show a disturbance that lasts all the time.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class HostWatch:
                 await task
 
     def noticed(self) -> list[Noticed]:
-        """What it saw."""
+        """The observations so far."""
         others_s, cores = self.busy_s - self.ours_s, os.cpu_count() or 1
         share = others_s / (cores * self.elapsed_s) if self.elapsed_s > 0 else 0.0
         return [*busy_processors(share), *strangers(self._strangers)]

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import Any
+from typing import Any, cast
+from zlib import crc32
 
 from dynamo_local import __version__
 from dynamo_local.components.engine_facts import engine_version
 from dynamo_local.errors import DynamoError
 from dynamo_local.measuring.actions import Acted, measured_actions
 from dynamo_local.measuring.certification import Frontend, check
-from dynamo_local.measuring.graph import MeasuredGraph, running
+from dynamo_local.measuring.graph import MeasuredGraph, Worker, running
 from dynamo_local.measuring.host import HostWatch, processors, share_processors
-from dynamo_local.measuring.session import Session, Spending, spending
+from dynamo_local.measuring.repetition import TIMEOUT_S, request_of, sample_of
 from dynamo_local.measuring.target import AGG, DECODE, PREFILL, Target
 from dynamo_local.profile import judgement as certifying
 from dynamo_local.profile.document import (
@@ -60,8 +62,119 @@ from dynamo_local.profile.points import (
     sweep,
 )
 from dynamo_local.profile.reading import DecodePoints, PrefillPoints
-from dynamo_local.profile.repetitions import Measured, Noticed, Progress, Rules, measured, noticed
+from dynamo_local.profile.repetitions import Measured, Noticed, Progress, Rules, Sample, measured, noticed
 from dynamo_local.system.gpus import open_inventory
+
+KEEP_EVERY_S = 2.0
+WARM_UP = 2
+"""Repetitions of a small and a large point on each worker that nobody counts: caches, graphs and clocks warm up."""
+
+
+class Session:
+    """Measures the points of `progress` on the workers of the point's kind.
+
+    All workers of a kind repeat a point at once. `in_turn`: one after the other, because they share processors. `stop`
+    ends the session after the current repetition.
+    """
+
+    def __init__(
+        self,
+        graph: MeasuredGraph,
+        workers: Mapping[Kind, Sequence[Worker]],
+        limits: Mapping[Kind, Limits],
+        folder: Path,
+        configuration_hash: str,
+        tell: Callable[[Progress, Point | None], None],
+        *,
+        in_turn: bool = False,
+    ) -> None:
+        self._graph = graph
+        self._workers = workers
+        self._limits = limits
+        self._folder = folder
+        self._hash = configuration_hash
+        self._tell = tell
+        self._in_turn = in_turn
+        self.stop = asyncio.Event()
+
+    async def run(self, progress: Progress) -> Progress:
+        """Run until the end or `stop`. A refusal of the engine counts as a failure of its point."""
+        began_s, kept_s = time.monotonic() - progress.elapsed_s, time.monotonic()
+        await self._warm_up(progress)
+        while not self.stop.is_set() and (point := progress.next_point()) is not None:
+            self._tell(progress, point)
+            at_s = time.monotonic()
+            try:
+                samples, failure = await self._repeat(point, progress, at_s - began_s), None
+            except DynamoError as error:
+                samples, failure = [], str(error)
+            progress = progress.noted(point, samples, time.monotonic() - at_s, failure)
+            if time.monotonic() - kept_s > KEEP_EVERY_S:
+                keep(self._folder, progress, self._hash)
+                kept_s = time.monotonic()
+        keep(self._folder, progress, self._hash)
+        self._tell(progress, None)
+        return progress
+
+    async def _warm_up(self, progress: Progress) -> None:
+        for kind in self._workers:
+            points = sorted((p for p in progress.points if p.kind is kind), key=lambda point: point.cost)
+            for point in points[:1] + points[len(points) // 2 : len(points) // 2 + 1]:
+                for _ in range(WARM_UP):
+                    with contextlib.suppress(DynamoError):  # the same refusal comes again, and is noted then
+                        await self._on_all(point, seed=-1, at_s=0.0)
+
+    async def _repeat(self, point: Point, progress: Progress, at_s: float) -> list[Sample]:
+        seed = crc32(f"{progress.rules.seed}/{point}/{len(progress.of(point).samples)}".encode())
+        return await self._on_all(point, seed, at_s)
+
+    async def _on_all(self, point: Point, seed: int, at_s: float) -> list[Sample]:
+        workers = self._workers[point.kind]
+        if self._in_turn:
+            return [await self._one(worker, point, seed, at_s) for worker in workers]
+        asked = (self._one(worker, point, seed, at_s) for worker in workers)
+        found = await asyncio.gather(*asked, return_exceptions=True)  # the next repetition runs beside no straggler
+        for each in found:
+            if isinstance(each, BaseException):
+                raise each
+        return cast(list[Sample], found)
+
+    async def _one(self, worker: Worker, point: Point, seed: int, at_s: float) -> Sample:
+        asked = request_of(point, self._limits[point.kind], seed & 0x7FFFFFFF)
+        answer = await self._graph.measure(worker, asked, TIMEOUT_S + 10.0)
+        return sample_of(point, answer, asked, worker.name, at_s)
+
+
+# --- How the budget of a measurement is divided, once the duration of the start is known. Pure.
+
+TRACE_SHARE = 1 / 3
+"""Share of the measuring time for the trace that checks the profile. At most five minutes."""
+TRACE_MAX_S = 300.0
+START_SHARE_MAX = 0.5
+"""A start that takes more of the budget does so beside it: a profile of no points is none."""
+ACTIONS_SHARE_MAX = 1 / 3
+"""Share of the time that the start leaves."""
+ACTION_S = 15.0
+"""Time for the commands around one more worker and one less, s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Seconds for the points, for the trace, and kept for actions."""
+
+    points_s: float
+    trace_s: float
+    actions_s: float
+
+
+def spending(budget_s: float, started_s: float, cold_s: Collection[float]) -> Budget:
+    """`started_s` is what the start took of the budget, `cold_s` what the cold start of each component takes that is
+    to be tried again; none of them: no actions."""
+    left_s = max(budget_s * (1 - START_SHARE_MAX), budget_s - started_s)
+    actions_s = min(left_s * ACTIONS_SHARE_MAX, sum(each + ACTION_S for each in cold_s))
+    trace_s = min(TRACE_MAX_S, (left_s - actions_s) * TRACE_SHARE)
+    return Budget(left_s - actions_s - trace_s, trace_s, actions_s)
+
 
 KINDS: Mapping[str, tuple[Kind, ...]] = {
     PREFILL: (Kind.PREFILL, Kind.CACHED),
@@ -73,7 +186,7 @@ PATH_ANSWER = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ProfileRequest:
     """The command line, understood."""
 
     folder: Path
@@ -90,8 +203,8 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What a run came to. `document` is None where it was broken off before it could be written; `why` says so."""
+class ProfileResult:
+    """The result of a run. `document` is None if the run ended before it could be written. `why` is the reason."""
 
     document: Document | None
     progress: Progress
@@ -103,19 +216,19 @@ Tell = Callable[[str], None]
 TellPoint = Callable[[Progress, Point | None], None]
 
 
-async def profile(target: Target, asked: Asked, tell: Tell, tell_point: TellPoint) -> Told:
+async def profile(target: Target, request: ProfileRequest, tell: Tell, tell_point: TellPoint) -> ProfileResult:
     """Measure the target. Raises what it cannot be started with; SIGINT ends it in order."""
     wanted = {role: target.engines[role] for role in target.components}
     the_hash = configuration_hash(wanted)
     began_s = time.monotonic()
-    rules = Rules(budget_s=asked.budget_s, seed=asked.seed)
-    before = resumed(asked.folder, rules, the_hash) if asked.resume else None
-    asked.folder.mkdir(parents=True, exist_ok=True)
+    rules = Rules(budget_s=request.budget_s, seed=request.seed)
+    before = resumed(request.folder, rules, the_hash) if request.resume else None
+    request.folder.mkdir(parents=True, exist_ok=True)
     tell("starting the graph")
     async with running(target, tell) as graph:
         workers = {role: graph.workers(component) for role, component in target.components.items()}
         engines = {role: await graph.limits(found[0]) for role, found in workers.items()}
-        limits = {role: each.within(asked.context_max) for role, each in engines.items()}
+        limits = {role: each.within(request.context_max) for role, each in engines.items()}
         by_kind = {kind: role for role in target.components for kind in _kinds(target, role)}
         inventory = open_inventory(graph.state.gpus, os.environ)
         shared = share_processors(target.engine_names, inventory)
@@ -123,14 +236,16 @@ async def profile(target: Target, asked: Asked, tell: Tell, tell_point: TellPoin
             graph,
             {kind: workers[role] for kind, role in by_kind.items()},
             {kind: limits[role] for kind, role in by_kind.items()},
-            asked.folder,
+            request.folder,
             the_hash,
             tell_point,
             in_turn=shared,
         )
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, session.stop.set)
-        spent = spending(asked.budget_s, time.monotonic() - began_s, graph.cold_s().values() if asked.actions else ())
-        progress = before or Progress(tuple(_points(target, limits, asked)), rules)
+        spent = spending(
+            request.budget_s, time.monotonic() - began_s, graph.cold_s().values() if request.actions else ()
+        )
+        progress = before or Progress(tuple(_points(target, limits, request)), rules)
         progress = replace(progress, rules=replace(rules, budget_s=spent.points_s))
         tell(_ahead(len(progress.points), spent))
         watch = HostWatch(graph.ours, inventory)
@@ -141,18 +256,18 @@ async def profile(target: Target, asked: Asked, tell: Tell, tell_point: TellPoin
             both = {PREFILL, DECODE} <= target.components.keys() or target.standalone
             why = usable(prefill, decode) if both else None
             if session.stop.is_set() or why is not None:
-                keep(asked.folder, progress, the_hash)
-                return Told(None, progress, session.stop.is_set(), why)
-            write_npz(asked.folder, prefill, decode)
-            rest = await _rest(graph, target, asked, known, limits, engines, session, tell, watch, spent)
+                keep(request.folder, progress, the_hash)
+                return ProfileResult(None, progress, session.stop.is_set(), why)
+            write_npz(request.folder, prefill, decode)
+            rest = await _rest(graph, target, request, known, limits, engines, session, tell, watch, spent)
             if shared:
                 rest.host.extend(processors())
-    document = _document(target, asked, engines, known, graph, rest, the_hash, time.monotonic() - began_s)
-    write_document(asked.folder, document)
-    return Told(document, progress, False)
+    document = _document(target, request, engines, known, graph, rest, the_hash, time.monotonic() - began_s)
+    write_document(request.folder, document)
+    return ProfileResult(document, progress, False)
 
 
-def _ahead(points: int, spent: Spending) -> str:
+def _ahead(points: int, spent: Budget) -> str:
     actions = f", then actions, about {spent.actions_s:.0f} s" if spent.actions_s else ""
     return f"measuring {points} points, at most {spent.points_s:.0f} s; then a trace of {spent.trace_s:.0f} s{actions}"
 
@@ -165,14 +280,14 @@ def _kinds(target: Target, role: str) -> list[Kind]:
     return [kind for kind in KINDS[role] if kind not in without]
 
 
-def _points(target: Target, limits: Mapping[str, Limits], asked: Asked) -> list[Point]:
-    usual = (5, 3) if asked.small else (PREFILL_STEPS, DECODE_STEPS)
-    steps = (asked.prefill_steps or usual[0], asked.decode_steps or usual[1])
+def _points(target: Target, limits: Mapping[str, Limits], request: ProfileRequest) -> list[Point]:
+    usual = (5, 3) if request.small else (PREFILL_STEPS, DECODE_STEPS)
+    steps = (request.prefill_steps or usual[0], request.decode_steps or usual[1])
     return [point for role, each in limits.items() for point in sweep(each, _kinds(target, role), steps)]
 
 
 def _curves(target: Target, known: Mapping[Point, Measured], engines: Mapping[str, Limits]) -> Any:
-    """Of prefill and of decode; empty where the role is not measured."""
+    """Role -> workers. Empty for a role that is not measured."""
     first, second = (AGG, AGG) if target.standalone else (PREFILL, DECODE)
     prefill = prefill_points(known, target.gpus_of(first) if first in engines else 1)
     kv = engines[second].max_kv_tokens if second in engines else 1
@@ -181,7 +296,7 @@ def _curves(target: Target, known: Mapping[Point, Measured], engines: Mapping[st
 
 @dataclass(frozen=True, slots=True)
 class _Rest:
-    """What a profile has besides its points."""
+    """The parts of a profile besides its points."""
 
     path: list[PathFacts]
     actions: Acted
@@ -193,18 +308,18 @@ class _Rest:
 async def _rest(
     graph: MeasuredGraph,
     target: Target,
-    asked: Asked,
+    request: ProfileRequest,
     known: Mapping[Point, Measured],
     limits: Mapping[str, Limits],
     engines: Mapping[str, Limits],
     session: Session,
     tell: Tell,
     watch: HostWatch,
-    spent: Spending,
+    spent: Budget,
 ) -> _Rest:
     role = AGG if target.standalone else DECODE
     kv = engines[role].max_kv_tokens if role in engines else 1
-    held = certifying.held_out(known, kv, asked.seed)
+    held = certifying.held_out(known, kv, request.seed)
     path: list[PathFacts] = []
     trace: list[certifying.Compared] | str = "it was stopped before the trace"
     if held.why_not is None and graph.frontend_url is not None and role in engines:
@@ -214,11 +329,11 @@ async def _rest(
         path = await _path(graph, model_of(prefill, decode), lengths)
         if not session.stop.is_set():
             tell(f"checking it with a mixed trace of {spent.trace_s:.0f} s, here and in the twin")
-            trace = await check(graph, asked.folder, limits, path, spent.trace_s, asked.seed)
+            trace = await check(graph, request.folder, limits, path, spent.trace_s, request.seed)
     elif held.why_not is not None:
         trace = "no curves to run the twin by"
     host, actions = watch.noticed(), Acted({}, {})  # of the measurement: actions are work of our own
-    if asked.actions and not session.stop.is_set():
+    if request.actions and not session.stop.is_set():
         inventory = open_inventory(graph.state.gpus, os.environ)
         actions = await measured_actions(graph, inventory, tell, time.monotonic() + spent.actions_s)
     return _Rest(path, actions, held, trace, host)
@@ -254,7 +369,7 @@ async def _path(graph: MeasuredGraph, model: Any, lengths: Sequence[int]) -> lis
 
 def _document(
     target: Target,
-    asked: Asked,
+    request: ProfileRequest,
     engines: Mapping[str, Limits],
     known: Mapping[Point, Measured],
     graph: MeasuredGraph,

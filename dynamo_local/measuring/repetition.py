@@ -39,7 +39,7 @@ class NoMeasurement(DynamoError):
 
 
 def request_of(point: Point, limits: Limits, seed: int) -> dict[str, Any]:
-    """What `components.measurement` is asked for."""
+    """The request to `components.measurement`."""
     if point.kind not in (Kind.DECODE, Kind.MIXED):
         prompts = max(1, min(PROMPTS_MAX, PROMPT_TOKENS // point.tokens))
         return {
@@ -69,7 +69,7 @@ def request_of(point: Point, limits: Limits, seed: int) -> dict[str, Any]:
 
 
 def sample_of(point: Point, answer: Mapping[str, Any], asked: Mapping[str, Any], worker: str, at_s: float) -> Sample:
-    """What the answer says. Raises `NoMeasurement`."""
+    """The answer as a measurement. Raises `NoMeasurement`."""
     rows = answer["passes"]
     beside = f" and a prompt of {point.chunk}" if point.chunk else ""
     if point.kind in (Kind.DECODE, Kind.MIXED):

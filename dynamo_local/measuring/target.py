@@ -1,4 +1,4 @@
-"""What is to be measured: the engines of a configuration, as `dynamo serve` would start them."""
+"""The engines to measure: those of a configuration, as `dynamo serve` would start them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from dynamo_local.sdk.service_config import underscored
 PREFILL, DECODE, AGG = "prefill", "decode", "agg"
 WAITING_MAX = 4096
 SLOW_START_S = 900.0
-"""Of engines that import and compile: on a host with other work `dynamo serve`'s five minutes were too short, and
-nobody waits at a prompt for a profile."""
+"""Start deadline of engines that import and compile.
+
+On a busy host the five minutes of `dynamo serve` were too short.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +41,10 @@ class Target:
     start_deadline_s: float | None = None
     """As asked for; None: what is usual."""
     given: Given = NOTHING
-    """What servers that are commands do not say of their limits."""
+    """Limits that a server started by a command does not report."""
 
     def service(self, component: str) -> ServiceSpec:
-        """Of that name."""
+        """The component of that name."""
         return self.spec.service(component)
 
     def gpus_of(self, role: str) -> int:
@@ -64,7 +66,7 @@ class Target:
         return found
 
     def words_of(self, component: str) -> tuple[str, ...]:
-        """Of a component that is a command."""
+        """Runtime of a component that is a command."""
         return words_of(self.service(component).config["command"])
 
     @property
@@ -74,12 +76,12 @@ class Target:
 
     @property
     def deadline_s(self) -> float | None:
-        """Of the graph's start; None: `dynamo serve`'s own."""
+        """Deadline of the graph's start. None: that of `dynamo serve`."""
         return self.start_deadline_s or (None if self.engine_names <= {"sim"} else SLOW_START_S)
 
     @property
     def engine_names(self) -> frozenset[str]:
-        """What computes in those that are measured: sim, vllm."""
+        """The engine of the measured components: sim, vllm."""
         return frozenset(self.engines[role]["engine"] for role in self.components)
 
     def has_prefix_cache(self, role: str) -> bool:
@@ -87,9 +89,12 @@ class Target:
         return self.engines[role]["options"].get("enable_prefix_caching") is not False
 
     def serve_words(self) -> list[str]:
-        """The command line behind `dynamo`, with what a measurement needs beside the configuration: a port of its own,
-        no planner, and workers that can be measured, take everything, and prefill where they are told to. Of Dynamo's
-        workers, which are asked through their frontend, one of each role, so that it is known who answers."""
+        """The words behind `dynamo`, with the overrides of a measurement.
+
+        These are: a port of its own, no planner, and workers that accept measurements, never refuse, and prefill where
+        they are told to. Dynamo's workers are asked through their frontend. So there is one of each role, and the one
+        that answers is known.
+        """
         words = ["serve", *([self.graph] if self.graph else []), *(["-f", str(self.file)] if self.file else [])]
         words += ["--namespace", self.namespace, "--no-planner", "--detach"]
         words += ["--gpus", self.gpus] if self.gpus else []

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dynamo_local.clock import Clock
+from dynamo_local.core.fleet.events import Change, Command, Scale, ScaleAll
 from dynamo_local.core.notes import About, Over, Tell, Trouble
 from dynamo_local.core.types import WAKES, Actuator
 from dynamo_local.core.virtual import (
@@ -30,34 +31,8 @@ from dynamo_local.errors import DynamoError
 from dynamo_local.ports import DeleteEvent, KeyValue, KeyValueStore, PutEvent, SnapshotEvent, WatchEvent
 from dynamo_local.system.executors import ended
 
-
-class Scales(Protocol):
-    """The arbiter's side: `arbiter.commands.Orders`."""
-
-    async def scale(
-        self,
-        component: str,
-        target: str,
-        *,
-        force: bool = False,
-        victim_policy: str | None = None,
-        stimulus_id: str,
-        by_person: bool = True,
-        wait_for_gpus: bool = False,
-        wake: bool = True,
-        sleep: bool = False,
-    ) -> dict[str, Any]: ...
-
-    async def scale_all(
-        self,
-        targets: Mapping[str, int],
-        *,
-        victim_policy: str | None = None,
-        actuators: frozenset[Actuator] = WAKES,
-        stimulus_id: str,
-    ) -> dict[str, dict[str, Any]]:
-        """So many workers of each component, or none of it; the answer of `scale` for each."""
-        ...
+Run = Callable[[Command], Awaitable[dict[str, Any]]]
+"""Carries a command out and returns its answer: `arbiter.commands.Commands.run`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,52 +54,39 @@ class Refused:
 
 
 class LocalConnector:
-    """One worker more, or one less; or so many of each component, together. Never forces: the last ready worker of a
-    component stays.
+    """Scales the components of this arbiter. It never forces: the last ready worker of a component stays.
 
-    `actuators` names the ways beside starts and drains. It is asked at each step, because the options may change.
+    `actuators` says at each step what may be used beside starts and drains, because the options may change.
 
-    A refusal is a value, not an exception: a planner's tick goes on with it.
+    A refusal is a value, not an exception: the planner's tick goes on with it.
     """
 
     whole = False
     """Steps can also be taken one by one."""
 
-    def __init__(
-        self,
-        scaler: Scales,
-        *,
-        victim_policy: str | None = None,
-        actuators: Callable[[], frozenset[Actuator]] = lambda: WAKES,
-    ) -> None:
-        self._scaler = scaler
+    def __init__(self, run: Run, *, actuators: Callable[[], frozenset[Actuator]] = lambda: WAKES) -> None:
+        self._run = run
         self._actuators = actuators
-        self._victim_policy = victim_policy
         self._count = itertools.count(1)
 
     async def add_component(self, component: str, *, stimulus_id: str | None = None) -> Committed | Refused:
-        """One more: a drain is taken back before a new worker is started. It has its own `gpus_per_worker`;
-        where they are still held by a worker that leaves, it waits for them."""
-        return await self._scale(component, "+1", stimulus_id)
+        """One more: a drain is taken back before a new worker is started. It may wait for GPUs of a leaving worker."""
+        return await self._scale(component, 1, stimulus_id)
 
     async def remove_component(self, component: str, *, stimulus_id: str | None = None) -> Committed | Refused:
         """One less: it drains, finishing its streams first."""
-        return await self._scale(component, "-1", stimulus_id)
+        return await self._scale(component, -1, stimulus_id)
 
     async def set_component_replicas(
         self, targets: Mapping[str, int], *, stimulus_id: str | None = None
     ) -> Committed | Refused:
-        """So many workers of each component, in one commit; refused as a whole where one of them is.
+        """That many workers of each component, in one commit; refused as a whole if one of them is.
 
         An up that needs the GPUs of a down waits in the fleet until they are really free.
         """
+        command = ScaleAll(stimulus_id=self._cause(stimulus_id), targets=targets, actuators=self._actuators())
         try:
-            answer = await self._scaler.scale_all(
-                targets,
-                victim_policy=self._victim_policy,
-                actuators=self._actuators(),
-                stimulus_id=stimulus_id or f"planner:{next(self._count)}",
-            )
+            answer = await self._run(command)
         except DynamoError as error:
             return Refused(str(error), error.code, error.retryable)
         found = {
@@ -133,22 +95,25 @@ class LocalConnector:
         }
         return Committed(tuple(dict.fromkeys(name for names in found.values() for name in names)), found)
 
-    async def _scale(self, component: str, target: str, stimulus_id: str | None) -> Committed | Refused:
+    async def _scale(self, component: str, step: int, stimulus_id: str | None) -> Committed | Refused:
         standby = Actuator.WAKE in self._actuators()
+        command = Scale(
+            stimulus_id=self._cause(stimulus_id),
+            component=component,
+            target=Change(step, relative=True),
+            by_person=False,
+            wait_for_gpus=True,
+            wake=standby,
+            sleep=standby,
+        )
         try:
-            answer = await self._scaler.scale(
-                component,
-                target,
-                victim_policy=self._victim_policy,
-                stimulus_id=stimulus_id or f"planner:{next(self._count)}",
-                by_person=False,
-                wait_for_gpus=True,
-                wake=standby,
-                sleep=standby,
-            )
+            answer = await self._run(command)
         except DynamoError as error:
             return Refused(str(error), error.code, error.retryable)
         return Committed(tuple(item["watcher_name"] for item in answer["instructions"]))
+
+    def _cause(self, stimulus_id: str | None) -> str:
+        return stimulus_id or f"planner:{next(self._count)}"
 
 
 # --- virtual_keys

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -134,13 +134,14 @@ class PlannerLoop:
         tell: Tell = _logged,
         forecaster: Forecaster | None = None,
         recorder: Recorder | None = None,
+        observers: Iterable[PlannerObserver] = (),
     ) -> None:
         self.state = PlannerState.STOPPED
         self.since_s = clock.now_s()
         self.options = PlannerConfig()
         self._policy: Policy[Any] = LoadPlanner(self.options)
         self.no_operation = False
-        self.observers: list[PlannerObserver] = []
+        self.observers: list[PlannerObserver] = list(observers)
         self.counts = Counts(latency=collector.latency)
         self.last: DecisionRecord | None = None
         self.trouble: str | None = None

@@ -8,8 +8,7 @@ from dataclasses import replace
 from statistics import median
 
 from dynamo_local.core.fleet.effects import Transition
-from dynamo_local.core.fleet.events import Stimulus
-from dynamo_local.core.fleet.fleet import Fleet, Worker
+from dynamo_local.core.fleet.fleet import Worker
 from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.types import WorkerState
 from dynamo_local.planner.values import Pool, WorkerPools
@@ -19,15 +18,21 @@ KEPT = 5
 
 
 class ScalingTimes:
-    """Watches a shell (`arbiter.effects.Observer`). A drain that was taken back, or a start that failed, is none.
+    """The times of one fleet. A drain that was taken back, or a start that failed, does not count.
 
     `known` is the start-up time of earlier runs (None: unknown). It counts until this run has observed a start.
     `lead_times` are the seconds of each way to one more worker (`core.lead_times.Rung`).
     """
 
-    def __init__(self, now_s: Callable[[], float]) -> None:
-        self.known: Callable[[str], float | None] = lambda component: None
-        self.lead_times: Callable[[str], Mapping[str, float]] = lambda component: {}
+    def __init__(
+        self,
+        now_s: Callable[[], float],
+        *,
+        known: Callable[[str], float | None] = lambda component: None,
+        lead_times: Callable[[str], Mapping[str, float]] = lambda component: {},
+    ) -> None:
+        self._known = known
+        self._lead_times = lead_times
         self._now_s = now_s
         self._began: dict[str, float] = {}
         self._starts: dict[str, deque[float]] = {}
@@ -42,16 +47,13 @@ class ScalingTimes:
         seen_s = _median(self._starts, pool.component)
         return replace(
             pool,
-            start_up_s=self.known(pool.component) if seen_s is None else seen_s,
+            start_up_s=self._known(pool.component) if seen_s is None else seen_s,
             drain_s=_median(self._drains, pool.component),
-            lead_times=self.lead_times(pool.component),
+            lead_times=self._lead_times(pool.component),
         )
 
-    def on_stimulus(self, stimulus: Stimulus) -> None:
-        """See `Observer`."""
-
     def on_transition(self, worker: Worker, transition: Transition) -> None:
-        """See `Observer`."""
+        """Note it, if a start or a drain begins or ends with it."""
         before, after = transition.before, transition.after
         if before is after:
             return
@@ -69,9 +71,6 @@ class ScalingTimes:
             self._began[name] = began_s
         elif before is WorkerState.DRAIN_TIMED_OUT:
             self._drains.setdefault(component, deque(maxlen=KEPT)).append(now_s - began_s)
-
-    def on_fleet(self, fleet: Fleet) -> None:
-        """See `Observer`."""
 
 
 def _median(found: Mapping[str, deque[float]], component: str) -> float | None:

@@ -511,7 +511,7 @@ class Traffic:
 @dataclass(frozen=True, slots=True)
 class Needs:
     """The data that a policy needs in the next observation, beside the loads. `traffic_window_s`: the length of the
-    window of `Pull.traffic`, None for none. `requests`: those of that window one by one."""
+    window of `Observation.traffic`, None for none. `requests`: those of that window one by one."""
 
     traffic_window_s: float | None = None
     passes: bool = False

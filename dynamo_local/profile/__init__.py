@@ -7,7 +7,7 @@
     prefill, decode = interpolators(DEFAULT_PROFILE)      # what a planner asks: see `capacity`
     decode.find_best_throughput_per_gpu(10, 3150).value   # tokens/s/GPU with an ITL of at most 10 ms
 
-Nothing here knows an engine: the simulated one, the twin and planners ask the same model.
+Nothing here knows an engine. The simulated engine, the simulator and the planners ask the same model.
 """
 
 from dynamo_local.profile.interpolation import (

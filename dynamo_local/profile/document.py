@@ -74,7 +74,7 @@ class PointFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker holds in a state: GPU memory and main memory; None where it is not known."""
+    """GPU memory and main memory of one worker in one state. None: unknown."""
 
     vram_bytes: int | None
     host_bytes: int | None
@@ -90,9 +90,13 @@ class CertificateFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):
-    """All of `profile.json`. `engines` by role (prefill, decode); `actions` in seconds, by component and rung;
-    `memory` by component and state. `beyond_engine`: what a first token over HTTP takes beyond the engine, in ms:
-    `overhead_ms`, and `per_token_ms` of the prompt (a hand-off's part)."""
+    """The content of `profile.json`.
+
+    `engines`: by role (prefill, decode). `actions`: seconds, by component and scaling option. `memory`: by
+    component and state. `beyond_engine`: time of a first token over HTTP outside of the engine, ms: a fixed
+    `overhead_ms`, and
+    `per_token_ms` of the prompt, which is the hand-off's part.
+    """
 
     format: int
     date: str
@@ -113,17 +117,17 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def configuration_hash(engines: Mapping[str, Mapping[str, Any]]) -> str:
-    """Of what `described` says of each role's engine: the same wherever the same engines are configured."""
+    """A fingerprint of the engines that `described` names. Equal engines have equal fingerprints."""
     return hashlib.blake2b(json.dumps(engines, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def described(engine: EngineFacts) -> dict[str, Any]:
-    """What a configuration says of an engine, as far as its speed depends on it."""
+    """The options of an engine that its speed depends on."""
     return {"engine": engine.engine, "gpus": engine.gpus, "options": engine.options}
 
 
 def read_document(folder: Path) -> Document | None:
-    """Of a profile's folder; None where it has none (Dynamo's own have none). Raises `ConfigError`."""
+    """The document in a profile's folder. None if there is none, as in Dynamo's own. Raises `ConfigError`."""
     path = folder / FILE
     try:
         text = path.read_bytes()
@@ -154,10 +158,10 @@ def differences(
     gpus: frozenset[str] | None = None,
     versions: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """What the engines that run have otherwise than those that were measured, in words; none: it fits.
+    """Differences between the running engines and the measured ones, in words. None: the profile fits.
 
-    `running` has what `described` has, by role; a role that was not measured fits nothing. `gpus` are the names of the
-    devices (None: not known), `versions` those of the engines.
+    `running`: role -> what `described` returns. A role that was not measured never fits. `gpus`: names of the devices
+    (None: unknown). `versions`: of the engines.
     """
     return [
         *_engines(document, running),
@@ -199,7 +203,7 @@ def _shown(value: Any) -> str:
 # Writes a measured profile: Dynamo's two files, and what is kept of a run that is not over.
 
 KEPT = "measuring.json"
-"""What was measured so far: for `--resume`."""
+"""Intermediate results, for `--resume`."""
 
 
 def write_npz(folder: Path, prefill: PrefillPoints, decode: DecodePoints) -> None:
@@ -258,7 +262,7 @@ class _Kept(msgspec.Struct, frozen=True):
 
 
 def keep(folder: Path, progress: Progress, configuration_hash: str) -> None:
-    """What is known so far, whole or not at all. OSError says why it cannot be."""
+    """Write the results so far, atomically. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     points = [
         _KeptPoint(
@@ -278,7 +282,7 @@ def keep(folder: Path, progress: Progress, configuration_hash: str) -> None:
 
 
 def resumed(folder: Path, rules: Rules, configuration_hash: str) -> Progress:
-    """What an earlier run in that folder left, under these rules; its seconds count. Raises `ConfigError`."""
+    """Results of an earlier run in that folder, made under the same rules. Its seconds count. Raises `ConfigError`."""
     path = folder / KEPT
     try:
         kept = msgspec.json.decode(path.read_bytes(), type=_Kept)

@@ -1,7 +1,7 @@
-"""What measured points say in a few numbers, and as the curves that planners go by. Pure.
+"""Fits measured points: a few numbers, and the curves that planners use. Pure.
 
-The fit is free of queueing: a prompt alone takes an overhead and so much per token (and per token and thousand tokens
-before it); a pass that decodes takes an overhead, so much per token of KV that it reads, and so much per request.
+The fit contains no queueing. A prompt alone takes an overhead and a time per token, which grows with the tokens before
+it. A decoding pass takes an overhead, a time per token of KV that it reads, and a time per request.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DecodeFit:
 
 
 def prefill_fit(points: Sequence[tuple[float, float]]) -> PrefillFit | None:
-    """Of (tokens, ms); None of fewer than three different lengths."""
+    """Fit `(tokens, ms)`. None with fewer than three different lengths."""
     if len({tokens for tokens, _ in points}) < PREFILL_POINTS_MIN:
         return None
     rows = [(1.0, tokens, tokens * tokens) for tokens, _ in points]
@@ -48,7 +48,7 @@ def prefill_fit(points: Sequence[tuple[float, float]]) -> PrefillFit | None:
 
 
 def decode_fit(points: Sequence[tuple[float, float, float]]) -> DecodeFit | None:
-    """Of (KV tokens, requests, ms); None of fewer than four."""
+    """Fit `(KV tokens, requests, ms)`. None with fewer than four points."""
     if len(points) < 4:
         return None
     rows = [(1.0, kv, requests) for kv, requests, _ in points]
@@ -58,7 +58,7 @@ def decode_fit(points: Sequence[tuple[float, float, float]]) -> DecodeFit | None
 
 
 def beyond(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Of (tokens, ms that came on top): a fixed part and a part per token, neither negative."""
+    """Fit `(tokens, additional ms)`: a fixed part and a part per token, neither negative."""
     found = [(tokens, ms) for tokens, ms in points if ms > 0]
     if len({tokens for tokens, _ in found}) < 2:
         return (fmean(ms for _, ms in found) if found else 0.0), 0.0
@@ -91,8 +91,10 @@ def _error(rows: Sequence[tuple[float, ...]], values: Sequence[float], found: Se
 
 @dataclass(frozen=True, slots=True)
 class SumError:
-    """How far passes that prefill and decode at once are from the sum of both, as shares of what was measured: `error`
-    without its sign, `bias` with it (above 0: the sum is too long)."""
+    """Difference of mixed passes (prefill and decode at once) from the sum of both, relative to the measurement.
+
+    `error`: without sign. `bias`: with sign; above 0, the sum is too long.
+    """
 
     error: float
     bias: float

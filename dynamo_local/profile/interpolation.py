@@ -1,9 +1,9 @@
-"""How long a pass of an engine takes: `PerfModel` is the question; a profile, or fixed numbers for tests, answers.
+"""How long a pass of an engine takes. `PerfModel` is the interface. A profile implements it, or fixed numbers in tests.
 
 All durations are in seconds, all lengths in tokens.
 
 A pass lasts `launch_s` (if a prompt starts in it) + the sum of `prefill_s` over its chunks + `decode_s` of its decode
-rows, so a prompt alone takes exactly the profile's TTFT for its length, in however many chunks.
+rows. So a prompt alone takes exactly the profile's TTFT for its length, whatever its number of chunks.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ CONTEXTS_BETWEEN = 8
 class Line:
     """A piecewise linear curve, made non-decreasing (`isotonic`); x ascending, two points or more.
 
-    Left of the first point it goes on with the first segment's slope where `extend_left`, else it is flat; right of the
-    last, with the mean slope of the upper half of the range: one noisy last segment must not decide what is far out.
+    Left of the first point: the first segment's slope if `extend_left`, else flat. Right of the last point: the mean
+    slope of the upper half of the range, so that one noisy last segment does not decide far values.
     """
 
     __slots__ = ("_extend_left", "_slope", "_x", "_y")
@@ -174,7 +174,7 @@ def _between(values: Sequence[float], left: int, share: float) -> float:
 
 
 class PerfModel(Perf, Protocol):
-    """What decisions are made by (`Perf`), and what an engine that is modelled needs besides."""
+    """`Perf`, which decisions use, and the further values that a modelled engine needs."""
 
     def decode_run_s(self, batch: int, active_kv_tokens: int, passes: int) -> list[float]:
         """`decode_s` of so many passes in a row, each of which adds a token to every sequence: the same bits."""
@@ -270,9 +270,8 @@ def _exact(path: Path) -> tuple[Line, Grid]:
         raise ConfigError(f"the profile {path} cannot be used: {type(error).__name__}: {error}") from error
 
 
-# --- capacity
-# What a planner asks of a profile, under the names of Dynamo's interpolators: latency and throughput of one engine at
-# a load, and the load that it can take within a target.
+# --- Latency and throughput of one engine at a load, and its largest load within a target. The names are those of
+# Dynamo's interpolators.
 #
 #     prefill, decode = interpolators("dynamo_H200_TP1P_TP1D")
 #     prefill.interpolate_ttft(3000).value                 # ms, of a prompt that is alone
@@ -280,10 +279,9 @@ def _exact(path: Path) -> tuple[Line, Grid]:
 #     decode.interpolate_itl(40, 3150).value               # ms, with 40 requests of 3150 tokens in the engine
 #     decode.find_best_throughput_per_gpu(10, 3150).value  # tokens/s/GPU with an ITL of at most 10 ms
 #
-# More load never takes less time: TTFT over the prompt's length and ITL over the KV in use are made non-decreasing
-# where
-# a measurement falls (`core.isotonic`). Throughput is not interpolated by itself, but follows from latency: prompts
-# one after the other, and for decode the requests that run, divided by ITL (Little's law).
+# More load never takes less time. TTFT over the prompt's length and ITL over the KV in use are made non-decreasing if a
+# measurement falls (`core.isotonic`). Throughput follows from latency: prompts one after the other, and for decode the
+# running requests divided by ITL (Little's law).
 
 
 class Estimate(NamedTuple):
@@ -313,7 +311,7 @@ class PrefillInterpolator:
         self._first_isl, self._last_isl = points.isl[0], points.isl[-1]
         self._first_ms = points.ttft_ms[0]
         self._ttft_ms = Line(points.isl, points.ttft_ms, extend_left=True)
-        # What a GPU does of the engine's throughput: less with more GPUs, more with attention in parallel.
+        # One GPU's share of the engine's throughput: less with more GPUs, more with parallel attention.
         self._share = median(
             thpt * ttft_ms / isl / 1000
             for isl, ttft_ms, thpt in zip(points.isl, points.ttft_ms, points.thpt_per_gpu, strict=True)
@@ -368,8 +366,8 @@ class DecodeInterpolator:
         if not alone.value <= itl:
             only = self.interpolate_thpt_per_gpu(1, context_length)
             return Best(only.value, 1.0, alone.value, False, only.extrapolated)
-        # Between two points of the axis throughput is a quotient of two straight lines, which has its maximum at an
-        # end: so the best is at a point, at the highest load, or where the target is met exactly.
+        # Between two points of the axis, throughput is a quotient of two straight lines. Its maximum is at an end. So
+        # the best load is at a point, at the highest load, or where the target is met exactly.
         highest = max(self._measured_to(context_length), context_length)
         axis = [kv for kv in self._itl_ms.x if kv < highest] + [highest]
         itls = [self._itl_ms(kv, context_length) for kv in axis]

@@ -1,10 +1,10 @@
-"""Whether a fresh profile may be believed: it predicts points that it was not made from, and a trace. Pure.
+"""Judges a fresh profile: does it predict points that it was not made from, and a trace? Pure.
 
-*Held out:* a fifth of the points, of those that stand between others (no curve can be asked what lies outside of it).
-The curves through the rest must predict them: median error at most 5 %, p90 at most 10 %.
+*Held out:* a fifth of the points, all of them between others, because no curve is valid outside of its points. The
+curves through the rest must predict them: median error at most 5 %, p90 at most 10 %.
 
-*The trace:* the same requests went through the real engine and through the twin with this profile. TTFT and ITL must
-agree within 10 %, in the median and at p90.
+*The trace:* the same requests ran on the real engine and in the simulator with this profile. TTFT and ITL must agree
+within 10 %, in the median and at p90.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One quantity of the trace, ms: on the real engine, and in the twin."""
+    """One quantity of the trace, ms: on the real engine, and in the simulator."""
 
     what: str
     real: float
@@ -57,7 +57,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Of the twin's, relative to the real one; signed."""
+        """Error of the simulator relative to the real engine, signed."""
         return (self.twin - self.real) / self.real
 
 
@@ -105,7 +105,7 @@ def _chosen(known: Mapping[Point, Measured], seed: int) -> list[Point]:
 
 
 def certificate(held: HeldOut, trace: Sequence[Compared] | str) -> Certificate:
-    """What both say; `trace` as text: why it was not run."""
+    """Both verdicts. `trace` as text: the reason why it was not run."""
     where = []
     if held.why_not is not None:
         where.append(f"held-out points: {held.why_not}")
@@ -119,7 +119,7 @@ def certificate(held: HeldOut, trace: Sequence[Compared] | str) -> Certificate:
         where.append(f"trace: {trace}")
     else:
         where += [
-            f"trace: {each.what} is {each.real:.4g} ms on the engine and {each.twin:.4g} ms in the twin "
+            f"trace: {each.what} is {each.real:.4g} ms on the engine and {each.twin:.4g} ms in the simulator "
             f"({each.error:+.0%}; allowed: {TRACE_MAX:.0%})"
             for each in trace
             if abs(each.error) > TRACE_MAX
@@ -128,7 +128,7 @@ def certificate(held: HeldOut, trace: Sequence[Compared] | str) -> Certificate:
 
 
 def compared(real: Sequence[tuple[float, float | None]], twin: Sequence[tuple[float, float | None]]) -> list[Compared]:
-    """Of (TTFT ms, ITL ms or None) of the requests of both: p50 and p90 of each."""
+    """p50 and p90 of both runs, from `(TTFT ms, ITL ms or None)` of their requests."""
     found = []
     for what, column in (("TTFT", 0), ("ITL", 1)):
         ours = [value for row in real if (value := row[column]) is not None]
@@ -139,16 +139,14 @@ def compared(real: Sequence[tuple[float, float | None]], twin: Sequence[tuple[fl
     return found
 
 
-# --- drift
-# What engines that serve take, beside what the profile says of the same passes. Pure.
+# --- Drift: serving engines beside the profile's prediction for the same passes. Pure.
 #
-# Pass by pass, so that no queue and no client is in it: only how many tokens a pass computed, and how long it took.
-# Like
-# the trace that a fresh profile is checked by, it is compared in the median and at p90, of the last minutes.
+# It compares single passes, so no queue and no client is in it: the tokens that a pass computed, and its duration. The
+# median and p90 of the last minutes are compared, as for the trace above.
 
 WINDOW_S = 300.0
 PASSES_MIN = 50
-"""Of fewer nothing is said."""
+"""Fewer passes than this give no verdict."""
 KEPT = 512
 """Passes of a component and kind."""
 NOTED = 0.15
@@ -171,7 +169,7 @@ class Drifted:
 
 
 def expected_s(model: PerfModel, scheduled: Requests) -> float:
-    """What the profile says of a pass with these. Where it computes several prompts, they count as equally long."""
+    """The profile's prediction for such a pass. Several prompts count as equally long."""
     prompts, decodes = scheduled.num_prefill_requests, scheduled.num_decode_requests
     took_s = 0.0
     if prompts:
@@ -211,7 +209,7 @@ class Drift:
                 pairs.append((passed.at_s, passed.wall_time_s, expected))
 
     def figures(self, now_s: float) -> tuple[Drifted, ...]:
-        """Of the last minutes, by component and kind."""
+        """Drift of the last minutes, by component and kind."""
         return tuple(self._figures(now_s))
 
     def _figures(self, now_s: float) -> Iterator[Drifted]:

@@ -1,7 +1,7 @@
-"""What is known of an engine that is measured over HTTP: its limits, and the gap between its tokens. Pure.
+"""Limits of an engine that is measured over HTTP, and the gap between its tokens. Pure.
 
-A server that is a command tells no passes. Its limits stand in its metrics, in its list of models and in the words of
-its command; what stands in none of them has to be given.
+A server that was started by a command reports no passes. Its metrics, its list of models and its command line name its
+limits. The user gives the others.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NOTHING = Given()
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """What nobody says, by the option that would."""
+    """The unknown limits, each with the option that gives it."""
 
     options: tuple[str, ...]
 
@@ -77,7 +77,7 @@ def number_of(words: Sequence[str], options: Sequence[str]) -> int | None:
 
 
 def limits_of(told: Mapping[str, int | None], words: Sequence[str], given: Given) -> Limits | Unknown:
-    """Of one server: what was `given` first, then what it has `told`, then the words of its command."""
+    """Limits of one server: first those `given`, then those it reported (`told`), then its command line."""
     found = {
         "kv_tokens": given.kv_tokens or told.get("max_kv_tokens"),
         "context_length": given.context_length or told.get("context_length"),

@@ -1,4 +1,4 @@
-"""What is measured: the points of a sweep, from the limits of an engine. Pure.
+"""The points of a sweep, from the limits of an engine. Pure.
 
 Prompts: the sixteen lengths of Dynamo's profiler, and lengths that double, because short prompts are where TTFT bends.
 Decode: up to six context lengths, as Dynamo's, with up to six numbers of requests each, from one to all that fit.
@@ -30,8 +30,8 @@ CACHED = 0.5
 
 
 class Kind(enum.StrEnum):
-    """What a point is about. `CACHED` is a prompt of which a part is cached, `DECODE` a pass that only decodes, `MIXED`
-    one that computes a prompt as well."""
+    """The kind of a point. `CACHED`: a partly cached prompt. `DECODE`: a pass that only decodes. `MIXED`: a pass that
+    also computes a prompt."""
 
     PREFILL = "prefill"
     CACHED = "cached"
@@ -41,8 +41,8 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Point:
-    """A prompt of `tokens`, of which `cached` are in the cache; or `requests` that decode at a context of `tokens`, and
-    beside them, in the same pass, a prompt of `chunk`."""
+    """A prompt of `tokens`, of which `cached` are in the cache. Or `requests` that decode at a context of `tokens`,
+    beside a prompt of `chunk` tokens in the same pass."""
 
     kind: Kind
     tokens: int
@@ -52,7 +52,7 @@ class Point:
 
     @property
     def cost(self) -> float:
-        """What one repetition takes, relative to the others: prompt tokens that are computed, and a fixed part."""
+        """Relative cost of one repetition: computed prompt tokens, and a fixed part."""
         return 4096 + self.tokens * self.requests
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of an engine: tokens that its KV cache holds, of one sequence, and requests that run at once."""
+    """Limits of an engine: tokens of its KV cache, tokens of one sequence, requests at once."""
 
     max_kv_tokens: int
     context_length: int

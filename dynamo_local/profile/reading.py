@@ -27,25 +27,25 @@ DEFAULT_PROFILE = "dynamo_H200_TP1P_TP1D"
 """Measured: Llama-3.1-8B-Instruct-FP8 on an H200 (`data/README.md`)."""
 
 SHIPPED_GPUS = {DEFAULT_PROFILE: ("H200", 141e9), "Qwen3-8B_h100_sxm_vllm_tp1": ("H100", 80e9)}
-"""What the shipped profiles are of: a GPU and its memory."""
+"""GPU and memory of the shipped profiles."""
 
 BYTES_MAX = 16 << 20
-"""Of one file, and of the arrays that it says it holds. A sweep is a few kB."""
+"""Bound on one file, and on its declared arrays. A sweep has a few kB."""
 
 PROFILE_DOCUMENT = "profile.json"
 """Beside Dynamo's files in a folder that `dynamo profile` wrote (`profile.document`)."""
 
 POINTS_MAX = 100_000
 VALUE_MIN, VALUE_MAX = 1e-9, 1e12
-"""Of any length, time or throughput: beyond, it is no measurement, and arithmetic with it may overflow."""
+"""Bound on a length, time or throughput. A larger one is no measurement, and may overflow."""
 
 PREFILL_POINTS_MIN = 3
 USAGE_MAX = 1.05
 """A sweep rounds the mean context length; far above 1, usage is written in per cent."""
 
 _THROUGHPUT_SHARE = (1 / 256, 2.0)
-"""What measured throughput per GPU may be of what the latency gives for one engine: less by its number of GPUs and by
-requests that wait, never a thousandth, which is a unit mistaken."""
+"""Lowest plausible ratio of measured throughput per GPU to the throughput that latency implies for one engine. Several
+GPUs and waiting requests lower the ratio. A thousandth means a wrong unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ def _decode(path: Path) -> DecodePoints:
     max_kv_tokens = arrays.number("max_kv_tokens")
     usage = arrays.positive("x_kv_usage", least=0.0)
     if max(usage) > USAGE_MAX:
-        raise arrays.wrong(f"x_kv_usage holds {max(usage):g}; it is a fraction of max_kv_tokens, 0..1, no per cent")
+        raise arrays.wrong(f"x_kv_usage holds {max(usage):g}, but must be a fraction of max_kv_tokens, 0..1")
     context = arrays.positive("y_context_length", like="x_kv_usage")
     itl_ms = arrays.positive("z_itl", like="x_kv_usage")
     thpt = arrays.positive("z_thpt_per_gpu", like="x_kv_usage", optional=True)
@@ -157,8 +157,8 @@ def _decode(path: Path) -> DecodePoints:
         lines[row[0]] = lines.get(row[0], 0) + 1
     if sum(count >= 2 for count in lines.values()) < 2:
         raise arrays.wrong(
-            "two context lengths or more are needed (y_context_length), with two different x_kv_usage or more each; "
-            f"it has {', '.join(f'{count} at {context:g}' for context, count in sorted(lines.items()))}"
+            "two context lengths or more are needed (y_context_length), with two different x_kv_usage or more each, "
+            f"but there are {', '.join(f'{count} at {context:g}' for context, count in sorted(lines.items()))}"
         )
     contexts, usages, itls, *rest = _columns(rows)
     points = DecodePoints(max_kv_tokens, usages, contexts, itls, *rest)
@@ -206,7 +206,7 @@ class _Arrays:
         if name not in self._arrays:
             if optional:
                 return ()
-            raise self.wrong(f"it has no array {name}; it has: {', '.join(sorted(self._arrays)) or 'none'}")
+            raise self.wrong(f"no array {name}; the file has: {', '.join(sorted(self._arrays)) or 'none'}")
         values = self._arrays[name]
         if not isinstance(values, list) or not all(type(value) in (int, float) for value in values):
             raise self.wrong(f"{name} is no list of numbers")
@@ -218,14 +218,14 @@ class _Arrays:
         for at, value in enumerate(values):
             if not least <= value <= VALUE_MAX:
                 bound = "above 0" if least else "0 or more"
-                raise self.wrong(f"{name}[{at}] is {value!s:.30}; it must be a finite number, {bound}")
+                raise self.wrong(f"{name}[{at}] is {value!s:.30}, but must be a finite number, {bound}")
         return tuple(float(value) for value in values)
 
     def number(self, name: str) -> int:
         """One whole number above 0: plain, or an array of one."""
         value = self._arrays.get(name)
         if isinstance(value, list) and len(value) != 1:
-            raise self.wrong(f"{name} has {len(value)} values; it is one number")
+            raise self.wrong(f"{name} has {len(value)} values, but must be one number")
         if name in self._arrays and not isinstance(value, list):
             self._arrays[name] = [value]
         return max(1, round(self.positive(name)[0]))

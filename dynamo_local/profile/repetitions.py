@@ -1,7 +1,7 @@
-"""What the repetitions say of the host: a worker slower than its equals, a neighbour, an engine that drifts. Pure.
+"""Repetitions of points: their statistics, the plan of the next one, and what they show of the host. Pure.
 
-Each is told as a sentence for a person. All compare a repetition with others of the same point, so the points' own
-differences do not matter.
+The host's faults are a worker slower than its equals, a noisy neighbour, a drifting engine. Each becomes a sentence for
+a person. A repetition is compared with others of the same point, so differences between points do not matter.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ _T_NORMAL = 2.04
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One repetition of a point: milliseconds, on which worker, when (seconds since the run began), and what the engine
-    really computed then: mean requests of a pass, and KV tokens that they attended to."""
+    """One repetition of a point: duration in ms, the worker, and the time in seconds since the run began.
+
+    Also what the engine really computed: mean requests of a pass, and the KV tokens that they attended to.
+    """
 
     worker: str
     at_s: float
@@ -51,7 +53,7 @@ class Interval:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Of the mean of these, which are one or more and independent of each other, by Student's t."""
+    """Confidence interval of the mean, by Student's t. One or more independent values."""
     count = len(values)
     if count < 2:
         return Interval(values[0], math.inf, count)
@@ -70,20 +72,18 @@ def quantile(values: Sequence[float], share: float) -> float:
 def robust_mean(values: Sequence[float]) -> float:
     """The mean of those that are no further from the median than ten times the median distance.
 
-    Of a hundred passes one that the host's scheduler held up for ten times as long says nothing of the engine.
+    One pass of a hundred that the host's scheduler delayed tenfold says nothing about the engine.
     """
     middle = median(values)
     reach = 10 * median(abs(value - middle) for value in values)
     return fmean(value for value in values if abs(value - middle) <= max(reach, 0.02 * middle))
 
 
-# --- plan
-# Which point is measured next, when a point is done, and how long all of it still takes. Pure.
+# --- The plan: which point is measured next, when a point is done, and the remaining time. Pure.
 #
-# Each round visits every point that is not done, in an order of its own (from the seed), so that nothing that changes
-# slowly on the host is mistaken for a property of long prompts. A point is done when its confidence interval is
-# narrow
-# enough, or its share of the budget is spent. What points leave of their shares is shared among the others.
+# Each round visits every open point in its own order, from the seed. So a slow change of the host is not mistaken for a
+# property of long prompts. A point is done when its confidence interval is narrow enough, or its share of the budget is
+# spent. Unused shares go to the other points.
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known of a point: its repetitions, the oldest first, and the seconds that they took."""
+    """Progress of a point: its repetitions, oldest first, and their seconds."""
 
     samples: tuple[Sample, ...] = ()
     spent_s: float = 0.0
@@ -126,7 +126,7 @@ class Progress:
     elapsed_s: float = 0.0
 
     def of(self, point: Point) -> Measured:
-        """What is known of it."""
+        """Progress of a point."""
         return self.known.get(point, Measured())
 
     def noted(self, point: Point, samples: Sequence[Sample], took_s: float, failure: str | None = None) -> Progress:
@@ -194,7 +194,7 @@ class Progress:
         return max(1.0, min(wanted, rules.repeats_max) - count)
 
     def _cost_s(self, point: Point) -> float:
-        """Of one repetition: its own mean, else that of the others by their cost."""
+        """Duration of one repetition: the point's own mean, else estimated from the others by cost."""
         known = self.of(point)
         if known.samples:
             return known.spent_s / len(known.samples)
@@ -320,7 +320,7 @@ def neighbours(known: Mapping[Point, Measured]) -> Iterator[Noticed]:
 
 
 def busy_processors(share: float) -> Iterator[Noticed]:
-    """Of the host's processors, in the mean over the run, other processes than the measured graph's used so much."""
+    """Mean share of the processors that other processes used during the run."""
     if share >= OTHERS:
         text = (
             f"other processes used {min(share, 1.0):.0%} of this host's processors meanwhile: what runs on those (the "

@@ -33,7 +33,7 @@ def write_report(path: Path, profile: Profile, facts: Mapping[str, Any], documen
 
 
 def _told(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What stands above the plots."""
+    """The text above the plots."""
     yield from (("file", file) for file in facts["files"])
     yield "KV cache", f"{facts['max_kv_tokens']:,} tokens"
     prompts, contexts = facts["measured"]["isl"], facts["measured"]["context_length"]

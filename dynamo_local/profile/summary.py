@@ -21,7 +21,7 @@ PAYS = 0.5
 
 
 def summary_lines(document: Document) -> Iterator[str]:
-    """What was measured, what one engine can do, what was noticed, and how far it may be believed."""
+    """Lines: the measured engines, the capacity of one, the host's faults, and the verdict."""
     for role, engine in document.engines.items():
         yield (
             f"{role}: {engine.component}, {engine.engine} {engine.version} on {engine.gpus} GPU each; KV cache of "
@@ -54,7 +54,8 @@ def summary_lines(document: Document) -> Iterator[str]:
     if errors:
         yield f"held-out points: {median(errors.values()):.1%} off in the median"
     for row in document.certificate.trace:
-        yield f"trace: {row['what']} {row['real']:.4g} ms here, {row['twin']:.4g} ms in the twin ({row['error']:+.0%})"
+        simulated = f"{row['twin']:.4g} ms in the simulator ({row['error']:+.0%})"
+        yield f"trace: {row['what']} {row['real']:.4g} ms here, {simulated}"
     yield document.certificate.state
     for where in document.certificate.where:
         yield f"  {where}"
@@ -110,7 +111,7 @@ def mixed(document: Document) -> Iterator[str]:
         than = "as long as" if abs(bias) < SAME else f"{abs(bias):.1%} {'less' if bias > 0 else 'more'} than"
         yield (
             f"passes that prefill and decode at once take {than} the sum of both (off by {found['error']:.1%} on "
-            f"average, {found['points']:.0f} points); planners and the twin take the sum"
+            f"average, {found['points']:.0f} points); planners and the simulator take the sum"
         )
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynamo_local.sdk.links import reset_links
 from dynamo_local.sdk.service import (
     Dependency,
     DynamoService,
@@ -25,6 +24,7 @@ from dynamo_local.sdk.service import (
     dynamo_endpoint,
     endpoint,
     on_shutdown,
+    reset_links,
     service,
 )
 from dynamo_local.sdk.service_config import ServiceConfig

@@ -38,7 +38,7 @@ SET_BY_SERVE = frozenset(
         "DYNAMO_SERVICE_CONFIG",
     }
 )
-"""Variables that `dynamo serve` gives each worker; a service's `envs` with one would have no effect (lesson 22)."""
+"""Variables that `dynamo serve` sets for each worker. A service's `envs` with one of them is refused."""
 
 _ROLES_BY_NAME = {"VllmWorker": Role.DECODE, "PrefillWorker": Role.PREFILL, "Frontend": Role.FRONTEND}
 _NUMBERED = re.compile(r"_\d+$")
@@ -114,7 +114,7 @@ def parse_workers(workers: Any) -> int:
 
 
 def parse_resources(given: Any, base: Resources | None = None) -> Resources:
-    """`{"gpu": 1 | "1", "cpu": "10", "memory": "20Gi"}` over `base`; all optional, and all per worker (lesson 6)."""
+    """`{"gpu": 1 | "1", "cpu": "10", "memory": "20Gi"}` over `base`. All optional, all per worker."""
     base = base or Resources()
     if given is None:
         return base

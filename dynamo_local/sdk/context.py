@@ -1,7 +1,7 @@
-"""What a running component may ask of its worker process.
+"""The interface of a worker process for its component.
 
-The entry point (`dynamo_local.worker.serve_dynamo`) makes the one `WorkerContext` of the process and
-sets it before the component's class is instantiated; tests set a fake one.
+The entry point (`dynamo_local.worker.serve_dynamo`) makes one `WorkerContext` and sets it before it instantiates the
+component's class. Tests set a fake one.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from dynamo_local.ports import EndpointClient, KeyValueStore, PassSink, PrefillQ
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a component has in hand beside its endpoints' streams: requests that it took in by other ways.
+    """Requests of a component that did not come through its endpoints.
 
-    `requests` are their ids; `pulled` counts those of them that came out of a queue; `unnamed` counts those whose ids
-    only somebody else knows.
+    `requests`: their ids. `pulled`: how many of them came out of a queue. `unnamed`: requests whose ids are
+    unknown here.
     """
 
     requests: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class KvEvents(Protocol):
 
 
 class HeldMemory(Protocol):
-    """What processes hold, in bytes: on each of their devices, and in main memory."""
+    """Memory of processes, bytes: per device, and main memory."""
 
     @property
     def vram_bytes(self) -> int | Missing:
@@ -89,7 +89,7 @@ class EngineSleeper(Protocol):
 
     @property
     def asleep(self) -> HeldMemory | None:
-        """What it keeps while it sleeps; None while it does not."""
+        """Memory that it keeps while asleep. None: awake."""
         ...
 
     @property
@@ -133,7 +133,7 @@ class WorkerContext(Protocol):
     nats: Any
     draining: asyncio.Event
     inherited: Mapping[str, Any]
-    """What the component handed over whose role this process had before; empty in its first role."""
+    """Objects that the component of the former role handed over. Empty in the first role."""
     flips_to: str | None
     """The component whose role this worker can take over; None where it cannot."""
 
@@ -143,11 +143,11 @@ class WorkerContext(Protocol):
         ...
 
     def on_drain(self, callback: Callable[[], Awaitable[None]]) -> None:
-        """Await `callback` when endpoints have stopped taking new requests, before the worker exits.
+        """Await `callback` in a drain: after the endpoints stopped taking requests, before the worker exits.
 
-        Callbacks run side by side; each returns when the component's own work (HTTP connections,
-        pulled queue entries, KV hand-offs) is finished. It is cancelled when the drain is taken back: so it only
-        waits, and gives nothing up. What closes for good belongs into an `on_shutdown` hook.
+        Callbacks run concurrently. Each returns when the component's own work is finished: HTTP connections, pulled
+        queue entries, KV hand-offs. A cancelled drain cancels the callback, so it may only wait. Code that closes for
+        good belongs into an `on_shutdown` hook.
         """
         ...
 
@@ -171,11 +171,11 @@ class WorkerContext(Protocol):
         ...
 
     def set_sleeper(self, sleeper: EngineSleeper) -> None:
-        """What puts this worker's engine to sleep; without one the worker cannot."""
+        """Register the object that puts this worker's engine to sleep. Without one, the worker cannot sleep."""
         ...
 
     def set_work_source(self, source: Callable[[], Work]) -> None:
-        """What `status` shows of the component's own work, beside the streams of its endpoints."""
+        """Register the source of the component's own work for `status`, beside the streams of its endpoints."""
         ...
 
     def vital(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -184,8 +184,10 @@ class WorkerContext(Protocol):
         ...
 
     def keep(self, close: Callable[[], Awaitable[None]]) -> None:
-        """What stays when the worker changes its role: `close` is awaited when the process ends, after the components'
-        shutdown hooks."""
+        """Keep an object across changes of role.
+
+        `close` is awaited at the end of the process, after all shutdown hooks.
+        """
         ...
 
     def wait_for(self, what: str) -> None:
@@ -236,22 +238,24 @@ class WorkerContext(Protocol):
         requests: Callable[[float], Recent | None] | None = None,
         benchmark: Callable[[], tuple[ForwardPass, ...] | Missing | None] | None = None,
     ) -> None:
-        """What planners may ask this worker: `counters` are numbers that only grow, `limits` its engine's, `requests`
-        gives those of the last so many seconds, `benchmark` the passes that it measured at its start (None: not known
-        yet); see `transport.observation`. `counters` may raise a `DynamoError`: then they are missing."""
+        """Register the answers for planners (`transport.observation`).
+
+        `counters`: numbers that only grow. `limits`: of the engine. `requests(seconds)`: the recent ones. `benchmark`:
+        the passes measured at the start (None: not known yet). If `counters` raises a `DynamoError`, they are missing.
+        """
         ...
 
 
 _current: WorkerContext | None = None
 
-GUEST: ContextVar[WorkerContext | None] = ContextVar("dynamo_guest", default=None)
+COLOCATED: ContextVar[WorkerContext | None] = ContextVar("dynamo_guest", default=None)
 """The context of the component whose code runs, where it runs in another component's process."""
 
 
 def current_context() -> WorkerContext:
     """The component's context; RuntimeError outside a worker (a bug in the caller, hence no DynamoError)."""
-    if (guest := GUEST.get()) is not None:
-        return guest
+    if (component := COLOCATED.get()) is not None:
+        return component
     if _current is None:
         raise RuntimeError("no WorkerContext: this code runs outside a dynamo worker; tests call set_current_context()")
     return _current
@@ -263,11 +267,10 @@ def set_current_context(context: WorkerContext | None) -> None:
     _current = context
 
 
-# --- flipping
-# What a component offers whose worker can change its role: the process and its engine stay, the component is another.
+# --- Role flips. The process and its engine stay; the component is replaced.
 #
-# The next component is made beside the old one, with a context of its own, in which `inherited` is what the old one
-# handed over. What stays is closed with the process (`WorkerContext.keep`), never by a component.
+# The next component is made beside the old one, with a context of its own. `inherited` holds the objects that the old
+# component handed over. The process closes kept objects at its end (`WorkerContext.keep`); a component never does.
 
 FORMER_INSTANCE = "former_instance"
 """In `inherited`: the id of the instance that the process was in its role before."""
@@ -278,7 +281,10 @@ class Flippable(Protocol):
     """See `worker.flip`, which calls these in this order."""
 
     def hand_over(self) -> Mapping[str, Any]:
-        """What the next component goes on with, by name: its engine first of all. Changes nothing: a flip may fail."""
+        """Name -> object for the next component, such as the engine.
+
+        Must not change anything, because a flip may fail.
+        """
         ...
 
     async def try_out(self) -> None:
@@ -293,8 +299,10 @@ class Flippable(Protocol):
 
 @runtime_checkable
 class FlipsIdle(Flippable, Protocol):
-    """A `Flippable` whose engine changes its role only while it has nothing to do: the old role is taken out of routing
-    and finished first, and `try_out` is what changes the engine."""
+    """A `Flippable` whose engine can change only while idle.
+
+    The old role leaves routing and finishes first. Then `try_out` changes the engine.
+    """
 
     async def until_idle(self) -> None:
         """In the old role, out of routing: return when its engine has nothing in hand. May be cancelled."""

@@ -15,9 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from dynamo_local.errors import GraphError
-from dynamo_local.sdk import links
 from dynamo_local.sdk.checks import check_service_name, error_place, listing, nearest
-from dynamo_local.sdk.service import DynamoService
+from dynamo_local.sdk.service import DynamoService, Edge, linking_modules, recording
 
 # --- graph_files
 # Which graphs there are below a folder, told from their source alone: nothing is imported.
@@ -89,7 +88,7 @@ class LoadedGraph:
     services: Mapping[str, Service]
     namespace: str | None
     target: str
-    edges: tuple[links.Edge, ...] = field(default=(), repr=False)
+    edges: tuple[Edge, ...] = field(default=(), repr=False)
     targets: Mapping[str, str] = field(default_factory=dict)
 
     def bindings(self, name: str) -> dict[str, Service | None]:
@@ -112,13 +111,13 @@ def load_graph(target: str, *, base_dir: Path) -> LoadedGraph:
         )
     attribute = match[2]
     base_dir = base_dir.resolve()
-    with links.recording() as edges:
+    with recording() as edges:
         module = _import(target, base_dir)
         root = _root(module, attribute)
         return build_graph(root, tuple(edges), target)
 
 
-def build_graph(root: Service, edges: Sequence[links.Edge], target: str) -> LoadedGraph:
+def build_graph(root: Service, edges: Sequence[Edge], target: str) -> LoadedGraph:
     """The graph of `root`: what its links lead to if it has any, else all that `depends` leads to."""
     linked: dict[int, list[Service]] = {}
     for edge in edges:
@@ -261,7 +260,7 @@ def _is_users(name: str, base_dir: Path) -> bool:
 
 def _forget_earlier_loads(module_name: str) -> None:
     """Take out of `sys.modules` what would hide another folder's modules, or would not say its links again."""
-    again = _loaded_by_us | links.linking_modules() | {module_name}
+    again = _loaded_by_us | linking_modules() | {module_name}
     for name in again:
         if name != "__main__" and name.partition(".")[0] != "dynamo_local":
             sys.modules.pop(name, None)

@@ -1,22 +1,23 @@
-"""What a user writes: `@service`, `@endpoint`, `depends`, `@async_on_start`, `@on_shutdown` and `link`.
+"""The decorators of a graph: `@service`, `@endpoint`, `depends`, `@async_on_start`, `@on_shutdown`, and `link`.
 
-Dynamo's spellings are accepted where they mean something on one host; what cannot work here is refused at
-the decorator, with the place, instead of having no effect.
+Dynamo's spellings are accepted if they mean something on one host. Others are refused at the decorator, with file and
+line.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType, NoneType
 from typing import Any, Generic, TypeVar, get_type_hints, overload
 
 from dynamo_local.core.types import Role
 from dynamo_local.errors import GraphError
-from dynamo_local.sdk import links
 from dynamo_local.sdk.checks import (
+    Place,
     caller_place,
     check_endpoint_name,
     check_namespace,
@@ -30,6 +31,61 @@ from dynamo_local.sdk.checks import (
     parse_workers,
 )
 
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """`source.link(target)`, the line that said so, and the module if that was at its top level.
+
+    `graphs/agg.py` and `graphs/disagg.py` link the same `Frontend` object in different ways. So an edge belongs to the
+    recording during which it was made: `load_graph` opens one for each graph that it imports. `colocate`: the target
+    runs in the source's processes, unless the configuration says otherwise.
+    """
+
+    source: DynamoService[Any]
+    target: DynamoService[Any]
+    module: str | None
+    place: Place
+    colocate: bool = False
+
+
+_edges: list[Edge] = []
+_linking_modules: set[str] = set()
+
+
+def record(edge: Edge) -> None:
+    """Add an edge to the recording of now. Saying the same twice is no second edge."""
+    if edge.module is not None:
+        _linking_modules.add(edge.module)
+    if not any(known.source is edge.source and known.target is edge.target for known in _edges):
+        _edges.append(edge)
+
+
+@contextmanager
+def recording() -> Iterator[list[Edge]]:
+    """Collect the edges made inside; those made before are set aside and come back."""
+    global _edges
+    before, _edges = _edges, []
+    try:
+        yield _edges
+    finally:
+        _edges = before
+
+
+def edges() -> tuple[Edge, ...]:
+    """Edges of the recording of now."""
+    return tuple(_edges)
+
+
+def linking_modules() -> frozenset[str]:
+    """Modules that ever called `link` while imported: they must be imported again to say their links again."""
+    return frozenset(_linking_modules)
+
+
+def reset_links() -> None:
+    """Forget all edges. For tests that link without `load_graph`."""
+    _edges.clear()
+
+
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -38,7 +94,7 @@ _WITHOUT_MEANING = frozenset({"traffic", "image", "labels"})
 """Keywords of Dynamo's `@service` about BentoML and Kubernetes: accepted so that graphs port, and not used."""
 
 _MODEL_MARKS = ("model_validate", "__struct_fields__")
-"""By these a request's model is known, without importing pydantic or msgspec."""
+"""Attributes of a request model: they identify one without an import of pydantic or msgspec."""
 
 _ENDPOINT_MARK = "__dynamo_endpoint__"
 _START_MARK = "__dynamo_startup_hook__"
@@ -139,12 +195,14 @@ class DynamoService(Generic[T]):
             raise _refused(f"{self.name}.link({other!r}): not a service; decorate the class with @service")
         if other is self:
             raise _refused(f"{self.name}.link({self.name}): a service cannot be linked to itself")
-        links.record(links.Edge(self, other, importing_module(), caller_place(), colocate))
+        record(Edge(self, other, importing_module(), caller_place(), colocate))
         return other
 
     def request_model(self, endpoint_name: str) -> type | None:
-        """The model (pydantic's, or a msgspec `Struct`) with which the endpoint's method annotates its request, if it
-        does so; `NoneType` where it annotates None, because it does not look at the request."""
+        """The annotation of the endpoint method's request: a pydantic model or a msgspec `Struct`, or None.
+
+        `NoneType` if the method annotates None, because it ignores the request.
+        """
         method = inspect.unwrap(getattr(self.inner, self.endpoints[endpoint_name].method))
         parameters = list(inspect.signature(method).parameters)[1:]
         try:

@@ -1,6 +1,6 @@
-"""The arbiter's part of the twin: the same machine and the same shell as in the arbiter, over virtual processes.
+"""The arbiter's part of the simulator: the same `step` and controller as in the arbiter, over virtual processes.
 
-What is not here: crashes, failed starts, processes that hang. Whatever is spawned is ready after the start-up.
+There are no crashes, failed starts or hung processes. A spawned process is ready after its start-up.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import assert_never
 
-from dynamo_local.arbiter.controller import Shell
+from dynamo_local.arbiter.controller import FleetController
 from dynamo_local.arbiter.effects import Act, Done
-from dynamo_local.core.fleet.commands import decide_scale, decide_scale_all
 from dynamo_local.core.fleet.effects import (
     CallBack,
     CallOffFlip,
     Commit,
     CountRequests,
+    Effect,
     EndSession,
     FlipRole,
     Forget,
-    Instruction,
     LookAtGpus,
     LookUpKey,
     OrderSleep,
@@ -36,6 +35,7 @@ from dynamo_local.core.fleet.effects import (
 )
 from dynamo_local.core.fleet.events import (
     CalledBack,
+    Change,
     FlipAnswered,
     GpusSeen,
     KeyLookedUp,
@@ -46,13 +46,21 @@ from dynamo_local.core.fleet.events import (
     RequestsCounted,
     Scale,
     ScaleAll,
-    Stimulus,
     Swept,
 )
-from dynamo_local.core.fleet.fleet import Fleet, Process, Standby, StandbyFacts, Template, Worker
-from dynamo_local.core.fleet.lifecycle import FlipFailed
+from dynamo_local.core.fleet.fleet import (
+    Fleet,
+    Health,
+    Process,
+    Registration,
+    Standby,
+    StandbyFacts,
+    Start,
+    Template,
+    Worker,
+)
+from dynamo_local.core.fleet.lifecycle import TransitionKind
 from dynamo_local.core.fleet.moves import Move
-from dynamo_local.core.fleet.scaling import Change
 from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.gpus import GpuDevice, GpuLedger, Sleeper
 from dynamo_local.core.notes import About
@@ -60,14 +68,14 @@ from dynamo_local.core.types import Actuator, Role, WorkerState, lease_hex, watc
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.errors import DynamoError
-from dynamo_local.simulator.options import DECODE, GPU_MEMORY_BYTES, LONG_AGO_S, NAMESPACE, PREFILL, TwinOptions
+from dynamo_local.simulator.options import DECODE, GPU_MEMORY_BYTES, LONG_AGO_S, NAMESPACE, PREFILL, SimulationOptions
 from dynamo_local.simulator.process import Agenda, SimulatedProcess, What
 
 # --- beginning
-# What the twin's fleet is made of, and the workers that there are when a run begins.
+# Templates, devices, and the workers that there are when a run begins.
 
 
-def templates_of(options: TwinOptions) -> tuple[Template, ...]:
+def templates_of(options: SimulationOptions) -> tuple[Template, ...]:
     """Prefill, where there is any, and decode."""
     flips, standby = options.flips and bool(options.shape.prefill), options.standby
     decode = Template(
@@ -92,7 +100,7 @@ def templates_of(options: TwinOptions) -> tuple[Template, ...]:
     return (prefill, decode)
 
 
-def devices_of(options: TwinOptions) -> tuple[GpuDevice, ...]:
+def devices_of(options: SimulationOptions) -> tuple[GpuDevice, ...]:
     """Those of the host, on which nobody else is."""
     return tuple(
         GpuDevice(
@@ -114,10 +122,10 @@ def with_ready(fleet: Fleet, template: Template, n: int, number: int) -> Fleet:
         WorkerState.READY,
         since_s=LONG_AGO_S,
         gpus=ledger.held_uuids.get(name, ()),
-        served=True,
-        starts=1,
         process=Process(number, None, LONG_AGO_S, None),
-        lease=lease_hex(number),
+        registration=Registration(lease_hex(number)),
+        health=Health(served=True),
+        start=Start(1),
     )
     return replace(fleet, workers={**fleet.workers, name: worker}, gpus=ledger)
 
@@ -133,7 +141,7 @@ def with_sleeping(fleet: Fleet, template: Template, n: int, number: int, sim: Si
 
 
 # --- done_by
-# By what a worker came to where it was wanted.
+# The actuator that brought a worker where it was wanted.
 
 _ENDS = {
     (S.FLIPPING, S.READY): "flips",
@@ -145,11 +153,11 @@ _ENDS = {
 
 def done_by(transition: Transition) -> str | None:
     """None where the transition is not the end of such a way."""
-    return None if isinstance(transition.event, FlipFailed) else _ENDS.get((transition.before, transition.after))
+    return None if transition.kind is TransitionKind.FLIP_FAILED else _ENDS.get((transition.before, transition.after))
 
 
 # --- flips
-# Role flips of the twin's workers, as those of the real ones: the process and its streams go on.
+# Role flips of simulated workers, as those of real ones: the process and its streams go on.
 #
 # decode -> prefill: it pulls at once, beside its streams, and is out of decode routing with its new name. prefill ->
 # decode: it pulls nothing more, and is in decode routing with its new name.
@@ -178,7 +186,7 @@ class Flips:
 
 
 # --- sleeps
-# Standby in the twin: a worker finishes its streams, sleeps, and wakes when it is told to, its prefix cache empty.
+# Standby in the simulator: a worker finishes its streams, sleeps, and wakes when it is told to, its prefix cache empty.
 
 
 @dataclass(slots=True)
@@ -192,14 +200,14 @@ class _Order:
 
 
 class Sleeps:
-    """The orders that processes were given, by instance id."""
+    """The commands that processes were given, by instance id."""
 
-    def __init__(self, options: TwinOptions, agenda: Agenda) -> None:
+    def __init__(self, options: SimulationOptions, agenda: Agenda) -> None:
         self._agenda = agenda
         self._lead = options.lead
         self._residue_bytes = options.sim.sleep_residue_bytes
         self._host_bytes = options.sim.sleep_host_bytes
-        self._orders: dict[int, _Order] = {}
+        self._commands: dict[int, _Order] = {}
         self._sleeping: set[int] = set()
 
     def begins_asleep(self, process: SimulatedProcess) -> None:
@@ -208,22 +216,22 @@ class Sleeps:
         self._sleeping.add(process.instance_id)
 
     def sleep(self, process: SimulatedProcess, order: int, level: int, now_s: float) -> None:
-        """It takes nothing new. Who was still being woken just goes on sleeping."""
+        """It takes nothing new. A worker that was still being woken just goes on sleeping."""
         process.resting = True
         process.deregistered_s = now_s if process.deregistered_s is None else process.deregistered_s
-        self._orders[process.instance_id] = _Order(order, level, asleep=True)
+        self._commands[process.instance_id] = _Order(order, level, asleep=True)
         if process.instance_id in self._sleeping:
             self.rests(process, now_s)
 
     def rests(self, process: SimulatedProcess, now_s: float) -> None:
         """Its streams have ended, and nothing comes any more."""
-        order = self._orders.get(process.instance_id)
+        order = self._commands.get(process.instance_id)
         if order is not None and order.asleep and order.due_s is None:
             self._due(process, order, now_s + self._lead.sleep_s)
 
     def wake(self, process: SimulatedProcess, order: int, now_s: float) -> None:
         """It serves when its engine is awake; at once where that never slept."""
-        given = self._orders[process.instance_id] = _Order(order, 1, asleep=False)
+        given = self._commands[process.instance_id] = _Order(order, 1, asleep=False)
         self._due(process, given, now_s + (self._lead.wake_s if process.instance_id in self._sleeping else 0.0))
 
     def _due(self, process: SimulatedProcess, order: _Order, at_s: float) -> None:
@@ -231,9 +239,9 @@ class Sleeps:
         self._agenda.add(at_s, What.ORDERED, process.instance_id)
 
     def carried_out(self, process: SimulatedProcess, now_s: float) -> KeyPut | None:
-        """What it says of itself then; None where another order has come since, or is not due yet."""
+        """Its ready key then; None if another order has come since, or if this one is not due yet."""
         number = process.instance_id
-        order = self._orders.get(number)
+        order = self._commands.get(number)
         if order is None or order.due_s != now_s or process.asked_to_leave:
             return None
         if order.asleep:
@@ -250,7 +258,7 @@ class Sleeps:
             self._sleeping.discard(number)
             process.deregistered_s, process.resting = None, False
             facts = StandbyFacts(order.number)
-        del self._orders[number]
+        del self._commands[number]
         return KeyPut(stimulus_id="standby", name=process.name, pid=number, lease=lease_hex(number), standby=facts)
 
 
@@ -261,12 +269,12 @@ class Sleeps:
 class Spares:
     """Processes of which a worker is made sooner. The next one is started when that worker is ready."""
 
-    def __init__(self, options: TwinOptions) -> None:
+    def __init__(self, options: SimulationOptions) -> None:
         self._lead = options.lead
         self._warm_s = [LONG_AGO_S] * options.spares
 
     def start_s(self, now_s: float) -> float:
-        """Of a start now: from a spare, if one is warm."""
+        """How long a start takes now: from a prewarmed process, if one is warm."""
         lead = self._lead
         for n, warm_at_s in enumerate(self._warm_s):
             if warm_at_s <= now_s:
@@ -297,7 +305,7 @@ class FleetPoint:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """What became of a wish: the moves that were made, or why none was."""
+    """The outcome of a command: the moves that were made, or why none was."""
 
     moves: tuple[Move, ...] = ()
     refused: DynamoError | None = None
@@ -320,7 +328,7 @@ class VirtualFleet:
 
     def __init__(
         self,
-        options: TwinOptions,
+        options: SimulationOptions,
         agenda: Agenda,
         make_process: Callable[[int, str, Role], SimulatedProcess],
         now_s: float,
@@ -351,8 +359,9 @@ class VirtualFleet:
         for template in fleet.templates:
             for _ in range(template.standby or 0):
                 fleet = self._begun(fleet, template, asleep=True)
-        self.shell = Shell(fleet, self, self._clock, observers=[self])
-        self.on_fleet(fleet)
+        self.controller = FleetController(fleet, self, self._clock)
+        self.controller.subscribe(on_transition=self._on_transition, on_fleet=self._on_fleet)
+        self._on_fleet(fleet)
 
     def _begun(self, fleet: Fleet, template: Template, *, asleep: bool) -> Fleet:
         """One more that has been there before: it serves, or sleeps; none where no device is free for one to sleep."""
@@ -368,7 +377,7 @@ class VirtualFleet:
         return with_sleeping(fleet, template, n, number, self._options.sim)
 
     def _number(self, name: str) -> int:
-        """A new process's number; it stands for its pid, too."""
+        """A new process's number, which is its pid, too."""
         number = next(self._numbers)
         self._names[number] = name
         return number
@@ -381,11 +390,11 @@ class VirtualFleet:
 
     def view(self) -> Fleet:
         """The fleet at this moment, as decisions are made from it."""
-        return self.shell.fleet
+        return self.controller.fleet
 
     def serving(self, *roles: Role) -> list[SimulatedProcess]:
         """The registered processes of these roles, in the order of their entries."""
-        workers = [worker for worker in self.shell.fleet.workers.values() if worker.role in roles]
+        workers = [worker for worker in self.controller.fleet.workers.values() if worker.role in roles]
         found = [self.processes.get(worker.name) for worker in workers]
         return [process for process in found if process is not None and process.serves]
 
@@ -398,26 +407,23 @@ class VirtualFleet:
         order = Scale(
             stimulus_id=stimulus_id,
             component=component,
-            change=Change(step, relative=True),
+            target=Change(step, relative=True),
             by_person=False,
             wait_for_gpus=True,
             wake=standby,
             sleep=standby,
         )
         try:
-            moves = decide_scale(self.shell.fleet, order)
-            self.shell.feed(order)
+            return Scaled(self.controller.feed(order).moves)
         except DynamoError as refusal:
             return Scaled(refused=refusal)
-        return Scaled(moves)
 
     def scale_all(self, targets: Mapping[str, int], now_s: float, stimulus_id: str) -> dict[str, Scaled]:
         """So many workers of each component, or a refusal of all."""
         self._clock.at_s = now_s
         order = ScaleAll(stimulus_id=stimulus_id, targets=targets, actuators=self._options.actuators)
         try:
-            made = decide_scale_all(self.shell.fleet, order)
-            self.shell.feed(order)
+            made = self.controller.feed(order).by_component
         except DynamoError as refusal:
             return dict.fromkeys(targets, Scaled(refused=refusal))
         return {component: Scaled(moves) for component, moves in made.items()}
@@ -428,12 +434,12 @@ class VirtualFleet:
         """Its start-up is over: it registers, unless it was taken back."""
         self._clock.at_s = now_s
         name = self._names[instance_id]
-        worker = self.shell.fleet.workers.get(name)
+        worker = self.controller.fleet.workers.get(name)
         if worker is None or worker.pid != instance_id or worker.state is not WorkerState.STARTING:
             return
         process = self.processes[name] = self._make_process(instance_id, name, worker.role)
         key = KeyPut(stimulus_id="registered", name=name, pid=instance_id, lease=lease_hex(instance_id))
-        self.shell.feed(key)
+        self.controller.feed(key)
         if process.serves:  # else it was started to sleep
             self.joined(process, now_s)
 
@@ -450,7 +456,7 @@ class VirtualFleet:
             return
         key = self._sleeps.carried_out(process, now_s)
         if key is not None:
-            self.shell.feed(key)
+            self.controller.feed(key)
             if process.serves:
                 self.joined(process, now_s)
 
@@ -475,16 +481,16 @@ class VirtualFleet:
             self._agenda.add(now_s + wait_s, What.EXIT, instance_id)
 
     def due(self, now_s: float) -> None:
-        """Something that the shell waits for is due: a drain's deadline, or a look at the GPUs."""
+        """Something that the controller waits for is due: a drain's deadline, or a look at the GPUs."""
         self._clock.at_s = now_s
-        self.shell.tick()
+        self.controller.tick()
 
     def _exited(self, instance_id: int, code: int) -> None:
         name = self._names[instance_id]
         self.processes.pop(name, None)
-        self.shell.feed(ProcessGone(stimulus_id=f"exit:{instance_id}", name=name, pid=instance_id, code=code))
+        self.controller.feed(ProcessGone(stimulus_id=f"exit:{instance_id}", name=name, pid=instance_id, code=code))
 
-    # --- control.effects.Effects ---------------------------------------------------------------
+    # --- control.effects.EffectRunner ---------------------------------------------------------------
 
     def lock(self, name: str, uuids: Sequence[str]) -> tuple[str, ...]:
         """Nobody else is on this host."""
@@ -493,14 +499,12 @@ class VirtualFleet:
     def unlock(self, uuids: Sequence[str]) -> None:
         """Nobody else is on this host."""
 
-    def commit(
-        self, commit: Commit, fleet: Fleet, instructions: Sequence[Instruction], then: Callable[[], None]
-    ) -> None:
+    def commit(self, commit: Commit, fleet: Fleet, effects: Sequence[Effect], then: Callable[[], None]) -> None:
         """There is no file: it is written at once."""
         then()
 
     def begin(self, act: Act, worker: Worker | None, done: Done) -> None:
-        """See `Effects`. Everything but a start takes no time."""
+        """See `EffectRunner`. Everything but a start takes no time."""
         now_s = self._clock.at_s
         match act:
             case Spawn(name=name, stimulus_id=cause):
@@ -553,12 +557,12 @@ class VirtualFleet:
     def _renamed(self, was: str, name: str, now_s: float) -> None:
         """The same process in its new role."""
         process = self.processes[name] = self.processes.pop(was)
-        process.name, process.role = name, self.shell.fleet.workers[name].role
+        process.name, process.role = name, self.controller.fleet.workers[name].role
         self._names[process.instance_id] = name
         self.joined(process, now_s)
 
     def _asked_to_leave(self, name: str, now_s: float) -> None:
-        worker = self.shell.fleet.workers[name]
+        worker = self.controller.fleet.workers[name]
         process = self.processes.get(name)
         if process is None:  # it was never ready: it has nothing to finish
             self._exited(worker.pid or 0, 0)
@@ -569,7 +573,7 @@ class VirtualFleet:
         self.check_exit(process, now_s)
 
     def wake_at(self, at_s: float) -> None:
-        """See `Effects`."""
+        """See `EffectRunner`."""
         self._agenda.add(max(at_s, self._clock.at_s), What.DEADLINE)
 
     def tell(self, text: str, about: About = None) -> None:
@@ -578,17 +582,13 @@ class VirtualFleet:
     def report(self, worker: Worker, reason: str) -> None:
         """Nothing fails here."""
 
-    # --- control.effects.Observer --------------------------------------------------------------
+    # --- the controller's subscriber ----------------------------------------------------------------
 
-    def on_stimulus(self, stimulus: Stimulus) -> None:
-        """See `arbiter.effects.Observer`."""
-
-    def on_transition(self, worker: Worker, transition: Transition) -> None:
-        """Workers are counted by `on_fleet`; here what brought them there."""
+    def _on_transition(self, worker: Worker, transition: Transition) -> None:
         if (how := done_by(transition)) is not None:
             self.done_by[how] += 1
 
-    def on_fleet(self, fleet: Fleet) -> None:
+    def _on_fleet(self, fleet: Fleet) -> None:
         """Note how many there are of each kind, where that has changed."""
         counts = {component: _count(fleet.of(component)) for component in (PREFILL, DECODE)}
         held = sum(len(worker.gpus) for worker in fleet.workers.values())

@@ -1,8 +1,7 @@
-"""The way of a request, as in the real data plane: choose a worker, prefill here or there, take over the KV, decode.
+"""The way of a request, as in the real data plane: choose a worker, prefill here or remotely, take over the KV, decode.
 
-The decisions are those of `core.routing.choice` and `core.routing.disagg`; the engines are `SimScheduler`s. What a hop
-over NATS or
-TCP takes is left out.
+`core.routing.choice` and `core.routing.disagg` decide. The engines are `SimScheduler`s. Hops over NATS and TCP take no
+time here.
 """
 
 from __future__ import annotations
@@ -30,19 +29,20 @@ from dynamo_local.engines.sim.requests import (
 from dynamo_local.engines.sim.scheduler import SimScheduler
 from dynamo_local.profile.interpolation import PerfModel
 from dynamo_local.simulator.fleet import VirtualFleet
-from dynamo_local.simulator.observed import PassesSeen, TrafficSeen
-from dynamo_local.simulator.options import TwinOptions
+from dynamo_local.simulator.observed import ObservedPasses, ObservedTraffic
+from dynamo_local.simulator.options import SimulationOptions
 from dynamo_local.simulator.process import Agenda, Dropped, Job, SimulatedProcess, What, entry_of, is_entry, samples_of
 from dynamo_local.simulator.trace import block_keys
 
-# --- prefill_choice
-# The decode worker's decision in the twin: prefill here, or there. By the functions of the real one.
+# --- The decode worker's decision: prefill here or remotely. It uses the functions of a real worker.
 
 
 class PrefillChoices:
     """Decides for all decode workers of a run, each by what it knows itself; `queue` is what they sample."""
 
-    def __init__(self, options: TwinOptions, perf: PerfModel, config: SchedulerConfig, queue: PrefillLine[Job]) -> None:
+    def __init__(
+        self, options: SimulationOptions, perf: PerfModel, config: SchedulerConfig, queue: PrefillLine[Job]
+    ) -> None:
         self._options = options
         self._timing = Timing(perf, config.speed)
         self._config = config
@@ -50,7 +50,7 @@ class PrefillChoices:
         self._computing = 0
 
     def side(self, role: Role) -> DecodeSide | None:
-        """What a new worker of that role decides with; None: by the thresholds, or never."""
+        """The estimator of a new worker of that role. None: thresholds decide, or there is no remote prefill."""
         if self._options.disagg_policy != "slo" or role is not Role.DECODE:
             return None
         return DecodeSide(
@@ -114,7 +114,7 @@ class Flow:
     """Requests among the processes of a fleet. Every call takes the time and brings what it touches to it."""
 
     def __init__(
-        self, options: TwinOptions, perf: PerfModel, agenda: Agenda, picker: Picker, *, watches: bool = False
+        self, options: SimulationOptions, perf: PerfModel, agenda: Agenda, picker: Picker, *, watches: bool = False
     ) -> None:
         config, self.max_model_len = shape_of(options.sim, perf)
         self._config = replace(config, coalesce=options.coalesce)
@@ -131,8 +131,8 @@ class Flow:
         self._fleet: VirtualFleet
         self._all: list[SimulatedProcess] = []
         self.ended = 0
-        self.seen = TrafficSeen()
-        self.passes_seen = PassesSeen() if watches else None
+        self.seen = ObservedTraffic()
+        self.observed_passes = ObservedPasses() if watches else None
         """None where nobody looks at them: to keep them costs time."""
 
     def attach(self, fleet: VirtualFleet) -> None:
@@ -144,7 +144,7 @@ class Flow:
 
     def make_process(self, instance_id: int, name: str, role: Role) -> SimulatedProcess:
         """A fresh engine: its cache is empty."""
-        watch = None if self.passes_seen is None else self.passes_seen.watch(instance_id)
+        watch = None if self.observed_passes is None else self.observed_passes.watch(instance_id)
         scheduler = SimScheduler(self._config, self._perf, watch=watch)
         side, pulls = self._choices.side(role), role is Role.PREFILL
         process = SimulatedProcess(instance_id, name, role, scheduler, side=side, pulls=pulls)
@@ -175,7 +175,7 @@ class Flow:
         return found
 
     def loads(self, now_s: float) -> dict[str, Load]:
-        """Of the decode workers that serve, by name."""
+        """Name -> load of each serving decode worker."""
         return {process.name: load_of(process.scheduler) for process in self.serving(now_s, *DECODES)}
 
     # --- time ----------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ class Flow:
     # --- prefill elsewhere ---------------------------------------------------------------------
 
     def _joined(self, process: SimulatedProcess, now_s: float) -> None:
-        """Who pulls is fed; others are found by the picker. It may have been somebody else's before (a flip)."""
+        """Give work to this process if it pulls. The picker finds the others. The name may be new after a flip."""
         if process.side is None:
             process.side = self._choices.side(process.role)
         if process.pulls and not process.prefilling and process not in self._idle:
@@ -436,7 +436,7 @@ class Flow:
         self.ended += 1
 
     def _cut(self, process: SimulatedProcess, now_s: float) -> None:
-        """A process was killed with work in it. What has not produced a token goes elsewhere, the rest is lost."""
+        """A process was killed with work in it. Requests without a token go to another worker; the rest are lost."""
         self._roll(process, now_s)
         prefills = [job for engine_id, job in process.streams.items() if is_entry(engine_id)]
         decodes = [job for engine_id, job in process.streams.items() if not is_entry(engine_id)]

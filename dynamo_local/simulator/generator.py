@@ -24,27 +24,21 @@ from dynamo_local.sdk.checks import listing, nearest
 from dynamo_local.sdk.settings import validate_section
 from dynamo_local.simulator.trace import HASH_BLOCK_TOKENS, TraceRequest
 
-# --- options
-# What a generated trace is made from, and three services whose published figures give the defaults.
+# --- Options of a generated trace. Three services with published figures give the defaults.
 #
-# `chat` follows the conversation trace of Kimi, a chat service (Qin et al., "Mooncake: Trading More Storage for Less
-# Computation", FAST '25, and the trace that its authors published with it): 12,031 requests in 3,537 s, 12,035 prompt
-# tokens and 343 answer tokens in the mean, and one block of 512 tokens with which every prompt begins. The median of
-# its
-# prompts is 6,909 tokens, and an endless cache has 39.8 % of the tokens (llmtrafficlens 0.11). Its times are whole
-# multiples of three seconds, so `cv` is read from counts: their variance is 2.1 times their mean in windows of 10 s
-# and
-# 2.9 times in windows of 60 s, and for such arrivals that ratio goes to cv². The spread of the answers, 0.7, is ours;
-# their median is the one that then gives the published mean.
+# `chat` follows the conversation trace of Kimi, a chat service (Qin et al., "Mooncake", FAST '25, and its published
+# trace). Published: 12,031 requests in 3,537 s, on average 12,035 prompt tokens and 343 answer tokens. Every prompt
+# begins with the same block of 512 tokens. The median prompt has 6,909 tokens. An unbounded cache holds 39.8 % of the
+# tokens (llmtrafficlens 0.11). Its times are multiples of 3 s, so `cv` comes from counts. Their variance is 2.1 times
+# their mean in windows of 10 s, and 2.9 times in windows of 60 s. For such arrivals that ratio tends to cv². Our own
+# choice: a spread of 0.7 for the answers. Their median follows from the published mean.
 #
-# `code` follows the code completion service of Patel et al., "Splitwise" (ISCA '24, section III): medians of 1,500
-# and 13
-# tokens; and its data set, the Azure LLM inference trace 2023: 8,819 requests at 2.57 per second, 95 % of the prompts
-# below 7,302 tokens, which gives their spread. The answers' spread, 1.24, and `cv`, 2, are ours: BurstGPT (Wang et
-# al.,
-# arXiv:2401.17644) finds real services burstier than Poisson and models them by a Gamma distribution, as is done
-# here.
-# Nothing is published about the prefixes that those prompts share, so they share none.
+# `code` follows the code completion service of Patel et al., "Splitwise" (ISCA '24, section III): medians of 1,500 and
+# 13 tokens. Its data set is the Azure LLM inference trace 2023: 8,819 requests at 2.57 per second. There 95 % of the
+# prompts have less than 7,302 tokens, which gives their spread. Our own choices: 1.24 for the answers' spread, and 2
+# for `cv`. BurstGPT (Wang et al., arXiv:2401.17644) finds services burstier than Poisson, and uses a Gamma
+# distribution, too.
+# Shared prefixes are not published, so the prompts share none.
 #
 # `sin` is the load of Dynamo's load-planner benchmark: Poisson arrivals between 5 and 20 per second with a period of
 # 150 s, prompts of 3,000 tokens and answers of 150.
@@ -60,7 +54,7 @@ _Spread = Annotated[float, Field(ge=0, le=2)]
 
 
 class BadGenerate(BadInput):
-    """What was asked of the generator cannot be; the message names the key."""
+    """An option of the generator is impossible. The message names the key."""
 
     code = "bad_generate"
 
@@ -102,7 +96,7 @@ class GeneratorOptions(BaseModel):
     think: Annotated[float, Field(ge=0, le=_DAY_S)] = 60.0
     """Mean seconds between a prompt and the one that goes on from it; at least half of it."""
     system: Annotated[int, Field(ge=0, le=1_000_000)] = 0
-    """Tokens with which new conversations begin, in whole blocks of 512. What they share counts for `reuse`."""
+    """Tokens with which new conversations begin, in whole blocks of 512. Shared ones count for `reuse`."""
     systems: Annotated[int, Field(ge=1, le=10_000)] = 1
     """How many different beginnings there are; the n-th is taken 1/n times as often as the first."""
 
@@ -114,7 +108,7 @@ class GeneratorOptions(BaseModel):
                 raise ValueError(f"{name} is the median, {median}, above {name}-max, {most}; set {name}-max as well")
         requests = self.rate * self.duration
         if requests < 1:
-            raise ValueError(f"rate × duration is {requests:g} requests; it must be 1 or more")
+            raise ValueError(f"rate × duration is {requests:g} requests; at least 1 is needed")
         if requests > REQUESTS_MAX:
             raise ValueError(f"rate × duration is {requests:,.0f} requests; at most {REQUESTS_MAX:,} are made")
         if requests * self.isl > PROMPT_TOKENS_MAX:
@@ -266,8 +260,7 @@ def _when(options: GeneratorOptions, expected: float, after_s: float) -> float:
     return at_s
 
 
-# --- prefixes
-# What prompts share: system prompts that many begin with, and conversations that go on from their own last prompt.
+# --- Shared prefixes: common system prompts, and conversations that continue their own last prompt.
 
 OPEN_MAX = 50_000
 """Conversations that may go on are remembered up to so many: an endless trace needs no endless memory."""
@@ -384,12 +377,12 @@ class Prefixes:
 
 
 def generate(options: GeneratorOptions) -> Iterator[TraceRequest]:
-    """The requests, one at a time, in the order of their times; the first at 0 s. The same options, the same requests.
+    """Yield the requests in the order of their times, the first at 0 s. Equal options give equal requests.
 
-    Chance is `random.Random` of the standard library (Mersenne Twister), whose `random()` is the same on every
-    platform and in every version of Python; its Gamma and normal variates have not changed either, and a test would
-    notice. Times are whole milliseconds and lengths whole tokens, so that the last bits of a platform's `sin` and
-    `exp` do not show. Times, lengths and prefixes have generators of their own: a change of `isl` moves no arrival.
+    Random numbers come from `random.Random` (Mersenne Twister), which gives the same `random()` on every platform and
+    Python. A test would notice a change of its Gamma or normal variates. Times are whole milliseconds and lengths whole
+    tokens, so a platform's last bits of `sin` and `exp` do not show. Times, lengths and prefixes have a generator each,
+    so a change of `isl` moves no arrival.
     """
     prompts, answers = (Random(f"{options.seed}/{what}") for what in ("isl", "osl"))
     prefixes = Prefixes(options, Random(f"{options.seed}/prefixes"))

@@ -1,4 +1,4 @@
-"""What a run was worth: completion, attainment, GPU-hours, latencies. Pure; definitions in docs/simulate.md."""
+"""Metrics of a run: completion, attainment, GPU-hours, latencies. Pure. docs/simulate.md defines them."""
 
 from __future__ import annotations
 

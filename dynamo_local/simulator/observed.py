@@ -1,4 +1,4 @@
-"""The forward passes of the twin's engines, as a planner is shown them."""
+"""A planner's view of the simulated fleet: forward passes of the engines, and windows of traffic."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEARTBEAT_S = 1.0
 
 
 @dataclass(slots=True)
-class PassesSeen:
+class ObservedPasses:
     """`watches` are where the schedulers put the passes that have ended, by instance id."""
 
     watches: dict[int, list[PassDone]] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class PassesSeen:
 
 
 def capabilities(process: SimulatedProcess, context_length: int) -> Capabilities:
-    """What its engine can take at most."""
+    """The limits of the engine."""
     config = process.scheduler.config
     return Capabilities(
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -64,8 +64,7 @@ def capabilities(process: SimulatedProcess, context_length: int) -> Capabilities
     )
 
 
-# --- traffic_seen
-# What clients and engines did in the twin, by time: the windows of traffic that a planner is shown.
+# --- Windows of traffic
 
 NO_REQUEST = Missing("no request in this window")
 
@@ -73,7 +72,7 @@ Events = list[tuple[float, ...]]
 """Each begins with its time, in seconds."""
 
 
-class TrafficSeen:
+class ObservedTraffic:
     """Events in the order of their times. As Frontends count: a request when it begins, its first token and its end
     when they come."""
 

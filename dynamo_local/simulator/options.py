@@ -1,4 +1,4 @@
-"""What one simulated run is made of, as a value."""
+"""The options of one simulated run, as a value."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NO_TARGETS = Targets()
 LONG_AGO_S = -1e9
 """Since when what there is at the beginning has been there: no grace period protects it."""
 GPU_MEMORY_BYTES = 80 * 1024**3
-"""Of each device. It matters for who fits beside a worker that sleeps."""
+"""Memory of each device. It limits which workers fit beside a sleeping one."""
 START_UP_S = 30.0
 """From the decision to a worker that serves, unless said otherwise."""
 
@@ -57,20 +57,19 @@ class LeadOptions:
     spare_s: float = 8.0
     cold_s: float = START_UP_S
     sleep_s: float = 0.5
-    """What the engine takes to let go of its GPU, after its last stream."""
+    """Time from the last stream until the engine has released its GPU."""
 
 
 @dataclass(frozen=True, slots=True)
-class TwinOptions:
+class SimulationOptions:
     """The host and the graph. Defaults are those of `examples/llm/configs/disagg.yaml` and of the components.
 
-    `spares` are processes from which a start takes `leads.spare_s`; the next one is there a cold start later. Without
-    `leads` a cold start takes `start_up_s`, and the others what `LeadOptions` says.
-    With `flips` prefill and decode workers can take over each other's role; `standby` of the prefill and of the decode
-    workers are kept asleep beside those that serve (None: none can sleep), and are so from the beginning, as far as
-    there are GPUs.
-    `coalesce=False` runs every pass as an event of its own: the slow form that tests compare with.
-    Raises `ConfigError` for a shape that cannot be.
+    `spares`: the number of prewarmed processes. A start from one takes `leads.spare_s`. The next is ready a cold start
+    later. Without `leads`, a cold start takes `start_up_s`, and `LeadOptions` has the other lead times.
+    `flips`: prefill and decode workers can change roles. `standby`: how many prefill and decode workers sleep beside
+    the serving ones, from the beginning, as far as there are GPUs. None: no worker can sleep.
+    `coalesce=False` makes every pass an event of its own. Tests compare with this slow form.
+    Raises `ConfigError` for an impossible shape.
     """
 
     shape: FleetShape = FleetShape(1, 1)
@@ -83,7 +82,7 @@ class TwinOptions:
     conditional: bool = True
     disagg_policy: DisaggPolicy = "threshold"
     targets: Targets = NO_TARGETS
-    """What `slo` decides by; what is judged by is `Slo`."""
+    """The targets by which `slo` decides. `Slo` holds the targets for the verdict."""
     prefill_timeout_s: float = 15.0
     max_inflight: int = MAX_INFLIGHT
     max_num_waiting: int = MAX_NUM_WAITING
@@ -117,11 +116,11 @@ class TwinOptions:
         return self.leads if self.leads is not None else LeadOptions(cold_s=self.start_up_s)
 
     def start_up_known_s(self, component: str) -> float:
-        """What a start takes, as a host knows it that has seen some."""
+        """Start-up times, as a host has them after some starts."""
         return self.lead.spare_s if self.spares else self.lead.cold_s
 
     def medians(self, component: str) -> dict[str, float]:
-        """The leads of the rungs that there are, as `LeadTimes.medians` has them."""
+        """Scaling option -> lead time, in the form of `LeadTimes.medians`."""
         lead, actuators = self.lead, self.actuators
         flip = Rung.FLIP_TO_PREFILL if component == PREFILL else Rung.FLIP_TO_DECODE
         flips = {flip: lead.flip_s} if Actuator.FLIP in actuators else {}
@@ -131,7 +130,7 @@ class TwinOptions:
 
     @property
     def actuators(self) -> frozenset[Actuator]:
-        """By what a planner's numbers may be carried out."""
+        """The scaling options that a planner's targets may use."""
         flips = {Actuator.FLIP} if self.flips and self.shape.prefill else set()
         return frozenset(flips) if self.standby is None else frozenset({*flips, Actuator.WAKE})
 

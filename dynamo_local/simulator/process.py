@@ -1,4 +1,4 @@
-"""What the twin knows of one worker process, and of one request on its way."""
+"""One simulated worker process, and one request on its way."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Dropped(enum.StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request. Times are None until they come; `dropped` says why it was given up.
+    """One request. A time is None until it comes. `dropped` is the reason if the request was given up.
 
-    `worker` decodes it, `source` prefills it; `engine_id` is its name in the decode engine, and `queued` and
-    `away` say that its entry waits in the prefill queue, or that its decode worker waits for the reply.
+    `worker` decodes the request and `source` prefills it. `engine_id` is its name in the decode engine. `queued`: its
+    entry waits in the prefill queue. `away`: its decode worker waits for the reply.
     """
 
     number: int
@@ -74,11 +74,11 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class SimulatedProcess:
-    """A process that has been ready. `streams` are its requests by their names in its engine; of a decode worker
-    `away` counts those that wait for a remote prefill; with `disagg-policy: slo` it has a `side`, which decides.
+    """A process that has been ready. `streams`: name in its engine -> request.
 
-    It `pulls` from the prefill queue, `prefilling` of its streams are entries of that. `resting`: it is to sleep, or
-    sleeps, and does not leave, unless it is `asked_to_leave`.
+    `away`: requests of a decode worker that wait for a remote prefill. `side`: decides with `disagg-policy: slo`.
+    `pulls`: it takes entries from the prefill queue. `prefilling`: how many streams are such entries. `resting`: it is
+    asleep or about to sleep, and leaves only if `asked_to_leave`.
     """
 
     instance_id: int
@@ -106,7 +106,7 @@ class SimulatedProcess:
 
     @property
     def in_flight(self) -> int:
-        """What it has to finish before it may leave."""
+        """Requests to finish before it may leave."""
         return len(self.streams) + len(self.waiting) + self.scheduler.num_held
 
     @property
@@ -164,8 +164,7 @@ def samples_of(
     return found
 
 
-# --- agenda
-# What happens next, in an order that depends on nothing but the time and what it is.
+# --- The agenda. The order of events depends only on their time and kind.
 
 
 class What(enum.IntEnum):
@@ -178,7 +177,7 @@ class What(enum.IntEnum):
     EXIT = 2
     """A leaving process may be done; `index` is the instance."""
     DEADLINE = 3
-    """Something that the shell of the fleet waits for is due."""
+    """Something that the controller of the fleet waits for is due."""
     STARTED = 4
     """A process is ready to serve; `index` is the instance."""
     FLIPPED = 5

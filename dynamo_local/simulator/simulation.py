@@ -26,12 +26,9 @@ from dynamo_local.profile.interpolation import PerfModel, ProfileModel
 from dynamo_local.simulator.fleet import FleetPoint, Scaled, VirtualFleet
 from dynamo_local.simulator.flow import DECODES, Flow
 from dynamo_local.simulator.observed import capabilities
-from dynamo_local.simulator.options import DECODE, PREFILL, TwinOptions
+from dynamo_local.simulator.options import DECODE, PREFILL, SimulationOptions
 from dynamo_local.simulator.process import Agenda, Job, What
 from dynamo_local.simulator.trace import TraceRequest
-
-# --- observing
-# What the twin's planner is shown beyond loads and workers, as far as it wants it.
 
 
 def observed(flow: Flow, needs: Needs, observation: Observation) -> Observation:
@@ -42,11 +39,11 @@ def observed(flow: Flow, needs: Needs, observation: Observation) -> Observation:
         window_s = needs.traffic_window_s
         requests = flow.seen.requests(now_s, window_s) if needs.requests else None
         observation = replace(observation, traffic=flow.seen.window(now_s, window_s), requests=requests)
-    if needs.passes and flow.passes_seen is not None:
+    if needs.passes and flow.observed_passes is not None:
         serving = flow.serving(now_s, Role.PREFILL, *DECODES)
         one_each = {PREFILL if each.role is Role.PREFILL else DECODE: each for each in serving}
         limits = {component: capabilities(each, flow.max_model_len) for component, each in one_each.items()}
-        observation = replace(observation, engines=flow.passes_seen.engines(serving, now_s), capabilities=limits)
+        observation = replace(observation, engines=flow.observed_passes.engines(serving, now_s), capabilities=limits)
     return observation
 
 
@@ -55,14 +52,14 @@ STUCK_AFTER_S = 6 * 3600.0
 
 
 class Stuck(DynamoError):
-    """The run does not come to an end: a defect of the twin, or of what it drives."""
+    """The run does not end. This is a defect of the simulator, or of the code that it drives."""
 
     code = "stuck"
 
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """What the planner saw at one pull: entries waiting, and the mean KV use of the decode workers (None: of none)."""
+    """One observation of the planner: waiting entries, mean KV use of the decode workers (None: no worker)."""
 
     at_s: float
     queue: int | None
@@ -80,7 +77,7 @@ class Acted:
 
 @dataclass(slots=True)
 class Run:
-    """What happened. Times are seconds after the first arrival; `end_s` is the last completion."""
+    """The result of a run. Times are seconds after the first arrival. `end_s` is the last completion."""
 
     jobs: list[Job]
     points: list[FleetPoint] = field(default_factory=list)
@@ -98,7 +95,7 @@ class Simulation:
 
     def __init__(
         self,
-        options: TwinOptions,
+        options: SimulationOptions,
         trace: Sequence[TraceRequest],
         *,
         planner: PolicyDriver | None = None,
@@ -117,11 +114,9 @@ class Simulation:
         self.flow = Flow(options, perf, self._agenda, picker or LeastLoaded(), watches=watches)
         self.fleet = VirtualFleet(options, self._agenda, self.flow.make_process, 0.0)
         self.flow.attach(self.fleet)
-        self._times = ScalingTimes(self.fleet.now_s)
-        self.fleet.shell.observers.append(self._times)
-        self._times.lead_times = options.medians
-        if options.leads is not None:  # as a host knows them from earlier runs
-            self._times.known = options.start_up_known_s
+        known = {} if options.leads is None else {"known": options.start_up_known_s}  # from earlier runs of a host
+        self._times = ScalingTimes(self.fleet.now_s, lead_times=options.medians, **known)
+        self.fleet.controller.subscribe(on_transition=self._times.on_transition)
         self._run = Run([Job(number, request) for number, request in enumerate(trace)])
 
     def run(self) -> Run:
@@ -237,7 +232,7 @@ class Case:
     """
 
     name: str
-    options: TwinOptions
+    options: SimulationOptions
     planner: PlannerConfig | None = None
     make_policy: Callable[[PlannerConfig], Policy[Any]] = policy_of
     no_operation: bool = False

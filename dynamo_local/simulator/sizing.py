@@ -1,7 +1,7 @@
-"""`dynamo plan`: how many workers keep targets under a load, found in the twin with a measured profile.
+"""`dynamo plan`: how many workers keep targets under a load, found in the simulator with a measured profile.
 
-Fleets are tried from the smallest on, the splits of one size side by side, until one attains what is wanted. How sure
-that is: the same fleet with other arrivals, and with engines as much slower and quicker as the profile may be off.
+The search begins with the smallest fleet and tries all splits of a size, until one keeps the targets. The result is
+checked with other arrivals, and with engines slower and faster by the profile's error.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from dynamo_local.profile.interpolation import ProfileModel
 from dynamo_local.profile.reading import profile_folder
 from dynamo_local.simulator.generator import GeneratorOptions, generate
 from dynamo_local.simulator.metrics import Metrics, measure
-from dynamo_local.simulator.options import FleetShape, Slo, TwinOptions
+from dynamo_local.simulator.options import FleetShape, SimulationOptions, Slo
 from dynamo_local.simulator.process import Job
 from dynamo_local.simulator.simulation import Case, run_cases
 from dynamo_local.simulator.trace import TraceRequest
 
 REQUESTS = 1500
-"""Of a load that is made: enough for a share of some tenths of a per cent."""
+"""Requests of a generated load. Enough to resolve tenths of a per cent."""
 SEEDS = 3
 AT_ONCE = 1e18
 """Bytes per second of a hand-off that takes no longer for a longer prompt."""
@@ -49,9 +49,11 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """A profile's engines in the twin, GPUs of one of each role, and how far their times may be off (a share).
-    `beyond`, where prefill and decode are together: what a first token takes beyond the engine, which the twin knows
-    nothing of (`Document.beyond_engine`); where they are apart the twin's hand-offs take it."""
+    """A profile's engines in the simulator. `error`: how far their times may be off, as a share.
+
+    `beyond`: the time of a first token outside of the engine (`Document.beyond_engine`), for aggregated engines. With
+    prefill and decode apart, the simulated hand-offs contain that time.
+    """
 
     profile: str
     sim: SimOptions
@@ -122,8 +124,10 @@ def engines_of_profile(profile: str, *, aggregated: bool) -> Engines:
 
 
 def with_handoff(sim: SimOptions, beyond: Mapping[str, float]) -> SimOptions:
-    """The twin's hand-offs take what a first token was measured to take beyond the engine, by the size of its prompt:
-    the way over HTTP is in it, as it is in the TTFT that a client sees. Where nothing was measured they stay."""
+    """Set the time of simulated hand-offs to the measured time of a first token outside of the engine.
+
+    That time depends on the prompt's size and contains HTTP, as a client's TTFT does. Unmeasured ones stay.
+    """
     if not beyond:
         return sim
     per_token_s = beyond["per_token_ms"] / 1000
@@ -213,8 +217,8 @@ def hear_later(jobs: Iterable[Job], beyond: Mapping[str, float]) -> None:
         job.last_s = None if job.last_s is None else job.last_s + later_s
 
 
-def _options(engines: Engines, shape: FleetShape, speed: float) -> TwinOptions:
-    return TwinOptions(
+def _options(engines: Engines, shape: FleetShape, speed: float) -> SimulationOptions:
+    return SimulationOptions(
         shape=shape,
         sim=replace(engines.sim, speed=speed),
         gpus=shape.prefill * engines.prefill_gpus + shape.decode * engines.decode_gpus,
@@ -234,7 +238,7 @@ def _bounds(engines: Engines, shape: FleetShape, traces: Traces, slo: Slo) -> tu
 
 
 def section(engines: Engines, planned: Planned, wanted: Wanted, components: Mapping[str, str]) -> dict[str, Any]:
-    """What belongs into the configuration: the fleet, and a planner with these targets."""
+    """Sections for the configuration: the fleet, and a planner with these targets."""
     shape = planned.best.shape
     found: dict[str, Any] = {
         components.get("decode", "VllmWorker"): {"ServiceArgs": {"workers": shape.decode}},
@@ -302,8 +306,10 @@ def _rank(candidate: Candidate) -> tuple[bool, float, float]:
 
 
 def differing(documents: Sequence[Document | None]) -> list[dict[str, dict[str, Any]]]:
-    """Of each profile, by role, `gpus` and the options that are not the same in all; of one that does not say what was
-    measured, nothing."""
+    """For each profile: role -> `gpus` and the options that differ between the profiles.
+
+    A profile that does not name its engines gets an empty entry.
+    """
     told = [_told(document) for document in documents]
     known = [of for of in told if of is not None]
     names = {
@@ -332,7 +338,7 @@ def _said(name: str, value: Any) -> str:
 
 
 def sections_of(candidate: Candidate, components: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """What the configuration must say for these engines, by component: only what differs among the profiles."""
+    """Component -> options that select these engines: only those that differ between the profiles."""
     found: dict[str, dict[str, Any]] = {}
     for role, settings in candidate.settings.items():
         section: dict[str, Any] = {}

@@ -1,1 +1,1 @@
-"""What the host offers: processes, GPUs, locks, paths, files and logs."""
+"""The host, for every process: processes, GPUs, locks, paths, files and logs."""

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import Final
 
 YOUNG_VALUES: Final = 10_000
-"""Python looks for garbage each time so many values more have been made than freed; by itself after 700, which is seven
-requests of a Frontend: with hundreds under way it finds them all alive, again and again."""
+"""Allocations beyond frees that trigger a collection. Python's default of 700 is seven requests of a Frontend. With
+hundreds of requests under way, each such collection would find them all alive."""
 
 
 @contextmanager
@@ -30,10 +30,10 @@ def paused() -> Iterator[None]:
 
 @contextmanager
 def keeping() -> Iterator[None]:
-    """`paused`, and what there is at the end of the block stays for the process's life: it is not walked through again.
+    """Like `paused`. Objects that exist at the end of the block are never traversed again.
 
-    For an entry point's own imports, before it loads anything of a user: Python's last collection is also what closes a
-    file that a module of a graph has left open, and that must still find it.
+    For an entry point's own imports, before it loads a user's code. Python's last collection closes files that a
+    graph's module left open, so it must still see the user's objects.
     """
     with paused():
         try:

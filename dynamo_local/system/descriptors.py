@@ -19,7 +19,7 @@ LOOK_EVERY_S = 1.0
 NONE_LEFT = Trouble("file descriptors")
 
 
-class SpareDescriptors:
+class ReservedDescriptors:
     """Holds `SPARE` descriptors while there are enough. `tell` takes messages for a person. Call `close` at the end."""
 
     def __init__(self, tell: Tell) -> None:

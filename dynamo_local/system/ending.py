@@ -33,7 +33,7 @@ def end_at_the_latest(code: int, within_s: float = END_WITHIN_S) -> None:
 
 
 def end_now(code: int) -> None:
-    """End without waiting for anything. What was logged and printed is written."""
+    """End the process without waiting. Logged and printed text is written first."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -42,7 +42,7 @@ def end_now(code: int) -> None:
 
 def _end(code: int, within_s: float, loop: asyncio.AbstractEventLoop | None) -> None:
     time.sleep(within_s)
-    log.error("still there %g s after the end of its work; it ends now, and left behind:\n%s", within_s, _left(loop))
+    log.error("still there %g s after the end of its work, so it ends now. Left behind:\n%s", within_s, _left(loop))
     end_now(code)
 
 

@@ -1,13 +1,12 @@
 """Threads for calls that may block: one executor for each thing they block on, and a deadline for each call.
 
-Python's default executor is one for everything: sixteen calls that hang in a driver leave no thread for a commit, and
-`asyncio.run` and the interpreter wait at their end for every thread of it. So the arbiter gives the GPU driver, files
-and sweeps of /proc executors of their own. Their threads are daemons: a call that never returns is left behind when
-the process ends.
+Python has one default executor. Sixteen calls that hang in a driver would leave no thread for a commit, and the end of
+`asyncio.run` and of the interpreter would wait for each. So the GPU driver, files and scans of /proc have an executor
+each. Their threads are daemons: the process can end while a call hangs.
 
-`await SWEEPS.run(work, deadline_s, what="...")` is the way in. A thread cannot be interrupted: past the deadline the
-caller goes on with `CallOverdue`, and the thread stays lost until its call returns. While every thread is lost, new
-calls are refused at once with `ExecutorStuck`: nobody queues behind a hung driver.
+Use `await SWEEPS.run(work, deadline_s, what="...")`. A thread cannot be interrupted. Past the deadline the caller gets
+`CallOverdue`, and the thread stays lost until its call returns. While every thread is lost, new calls are refused at
+once with `ExecutorStuck`.
 """
 
 from __future__ import annotations
@@ -208,15 +207,15 @@ SWEEP_DEADLINE_S = 60.0
 # Ending tasks for good.
 
 AGAIN_S = 2.0
-"""What a task still does once it was cancelled (giving back an entry of the queue) takes some milliseconds."""
+"""Time for a cancelled task to clean up. Giving an entry back to the queue takes some milliseconds."""
 
 
 async def ended(*tasks: asyncio.Future[Any] | None) -> None:
-    """Cancel these tasks, and return when they have ended; what they raise is not. None stands for no task.
+    """Cancel these tasks and wait for their end. Their exceptions are dropped. None stands for no task.
 
-    One cancellation may not be enough: Python 3.11's `asyncio.wait_for`, which nats-py calls, drops one that comes
-    together with what was waited for, and nats-py's `publish` drops any while it waits for its buffer. A loop around
-    such a call would go on for ever, and whoever waits for its end with it. So it is cancelled again.
+    One cancellation may not be enough. Python 3.11's `asyncio.wait_for`, which nats-py calls, loses a cancellation that
+    comes together with the awaited result. The `publish` of nats-py loses one while it waits for its buffer. A loop
+    around such a call would run for ever. So the cancellation is repeated.
     """
     given = [task for task in tasks if task is not None]
     left = {task for task in given if not task.done()}

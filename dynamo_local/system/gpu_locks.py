@@ -1,18 +1,18 @@
 """One kernel lock per GPU: two namespaces on one host never take one device.
 
 A lock is `flock` on `<folder>/<uuid>.lock`, the same lock that `filelock.FileLock` takes, so either excludes the
-other. It is written by hand for one property: flock belongs to the *open file*, which a child process inherits.
-A worker that was given the descriptor holds the lock with us, and after us: the arbiter may be killed, the GPU
-stays reserved until the worker (and all that inherited the descriptor from it) is gone, and the kernel frees it then.
-`filelock` would spoil that twice: it closes its descriptors in forked children, and its release unlocks
-the open file for everybody. So `release` here only closes our descriptor.
+other. It is our own code for one reason: flock belongs to the *open file*, which a child process inherits. A worker
+with the descriptor holds the lock together with the arbiter, and after it. If the arbiter is killed, the GPU stays
+reserved
+until the worker and its children are gone. Then the kernel frees the lock. `filelock` breaks this twice: it closes its
+descriptors in forked children, and its release unlocks the open file for all. So `release` only closes our descriptor.
 
-The file's text says who holds it. It means something only while the lock is held; files are never removed,
-because removing one lets two processes lock two files of one name. Where others may remove them (systemd-tmpfiles ages
-/var/tmp), it leaves a folder alone that is itself locked; so we lock the folder too, shared.
-
-The place is the same for every shell of a user, whatever its variables. `$DYN_GPU_LOCK_DIR` is one *more* place, for
-containers that share GPUs but no /var/tmp: a lock is taken in all places, or in none.
+The file's text names the holder. The text is valid only while the lock is held. Files are never removed: otherwise two
+processes could lock two files of one name. systemd-tmpfiles, which ages /var/tmp, skips a locked folder. So the folder
+has a shared lock, too.
+ The lock folder is the same for every shell of a user; no variable moves it. `$DYN_GPU_LOCK_DIR` is one *more* place,
+for
+containers that share GPUs but not /var/tmp. A lock is taken in all places or in none.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TEMPORARY = (Path("/var/tmp"), Path("/tmp"))
 
 @dataclass(frozen=True, slots=True)
 class LockHolder:
-    """Who reserved a GPU: the worker's watcher, and the arbiter that took the lock for it."""
+    """The holder of a GPU: the worker's watcher, and the arbiter that took the lock for it."""
 
     namespace: str
     watcher_name: str
@@ -160,11 +160,11 @@ class GpuLocks:
         return [*locks, *self._folder_fds.values()] if locks else []
 
     def holder_of(self, uuid: str) -> LockHolder | None:
-        """Who holds the lock now, in whatever process; None if nobody does."""
+        """The holder of the lock, in any process. None: free."""
         return next(filter(None, map(_holder_in, self._paths(uuid))), None)
 
     def holders_of(self, uuids: Iterable[str]) -> dict[str, str]:
-        """Who holds each of these now, by UUID, in words; ourselves, too. Any thread may call it (it reads files)."""
+        """UUID -> holder in words, this process included. Reads files. Any thread may call it."""
         holders = {uuid: self.holder_of(uuid) for uuid in uuids}
         return {uuid: str(holder) for uuid, holder in holders.items() if holder is not None}
 

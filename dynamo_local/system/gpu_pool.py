@@ -1,7 +1,8 @@
 """The GPUs of a run: what NVML shows, and the locks that other namespaces respect.
 
-Who holds what is the fleet's ledger (`core.gpus`); this only looks, and locks. A hung driver blocks one thread of its
-own; decisions then use the last inventory, which `freshness` calls stale until the driver answers again.
+The fleet's ledger (`core.gpus`) says which worker holds which GPU. This module only reads and locks. A hung driver
+blocks one thread of its own. Decisions then use the last inventory, which `freshness` calls stale until the driver
+answers.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Freshness:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What a thread saw: the devices, and who holds which lock (by UUID, in words). `began_s` is monotonic."""
+    """One scan: the devices, and UUID -> lock holder in words. `began_s` is monotonic."""
 
     devices: tuple[GpuDevice, ...]
     holders: Mapping[str, str]

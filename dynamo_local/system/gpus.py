@@ -130,7 +130,7 @@ class Inventory(Protocol):
         ...
 
     def sample(self) -> tuple[GpuDevice, ...]:
-        """By index. Blocks. Raises `GpuError` if there is no driver, or a device asked for does not exist."""
+        """Devices by index. Blocks. Raises `GpuError` without a driver, or for a device that does not exist."""
         ...
 
     def close(self) -> None:
@@ -147,8 +147,8 @@ def open_inventory(gpus: str | None, env: Mapping[str, str]) -> Inventory:
     """The inventory that `--gpus` (or `Host.gpus`) and the caller's environment describe.
 
     `gpus` is `sim:8`, `1,2,3` (indices as `nvidia-smi` shows them, UUIDs, or unique prefixes of UUIDs), or
-    None / `all`. Of real devices only those in the caller's `CUDA_VISIBLE_DEVICES` exist for us; simulated ones
-    ignore it. Raises `GpuError` for an option that cannot be read; devices are looked for in `sample()`.
+    None / `all`. Real devices outside of the caller's `CUDA_VISIBLE_DEVICES` are ignored. Simulated ones ignore the
+    variable. Raises `GpuError` for an unreadable option. `sample()` looks for the devices.
     """
     option = (gpus or "all").strip()
     if option.startswith("sim"):
@@ -195,7 +195,7 @@ def visible_to_cuda(devices: Sequence[GpuDevice], visible: str | None) -> tuple[
 def chosen_by_option(
     devices: Sequence[GpuDevice], visible: Sequence[GpuDevice], wanted: Sequence[str] | None
 ) -> tuple[GpuDevice, ...]:
-    """Of the visible devices those that `--gpus` names; it cannot bring back one that the environment hides."""
+    """The visible devices that `--gpus` names. A device that the environment hides stays hidden."""
     if wanted is None:
         return tuple(visible)
     origin = f"--gpus {','.join(wanted)}"
@@ -203,7 +203,7 @@ def chosen_by_option(
     hidden = [device for device in chosen if device not in visible]
     if hidden:
         raise GpuError(
-            f"{origin}: your CUDA_VISIBLE_DEVICES hides {_listed(hidden)}; it leaves {_listed(visible)}; "
+            f"{origin}: your CUDA_VISIBLE_DEVICES hides {_listed(hidden)} and leaves {_listed(visible)}; "
             "unset it or choose among these"
         )
     return chosen
@@ -348,8 +348,10 @@ def _device(nvml: Any, index: int, uuid: str, handle: Any, links: Mapping[str, i
 
 
 def _memory(nvml: Any, handle: Any) -> tuple[int | Missing, int | Missing]:
-    """Total and used bytes. Version 2 of the call leaves the driver's own reserve out of `used`: version 1 counts
-    it, over 512 MiB on an idle Hopper, which would look like another user's process."""
+    """Total and used bytes. Version 2 of the call leaves the driver's own reserve out of `used`.
+
+    Version 1 counts that reserve: over 512 MiB on an idle Hopper, which would look like another user's process.
+    """
     memory = optional(nvml, "nvmlDeviceGetMemoryInfo", handle, nvml.nvmlMemory_v2)
     if isinstance(memory, Missing):
         memory = optional(nvml, "nvmlDeviceGetMemoryInfo", handle)  # drivers before 510

@@ -1,7 +1,6 @@
-"""What this host refuses us (memory, descriptors, disk space, a folder), as one line that says what to do.
+"""Refusals of the host (memory, descriptors, disk space, a folder), as one line that says what to do.
 
-A traceback of an `OSError` helps nobody. Where we know what was being done, `telling` adds it to the message;
-`cli.main` explains all other such errors.
+`telling` adds the current action to the message where it is known. `cli.main` explains all other `OSError`s.
 """
 
 from __future__ import annotations

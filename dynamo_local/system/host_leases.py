@@ -46,11 +46,12 @@ LOOPBACK = "127.0.0.1"
 
 
 class PortLease:
-    """A free loopback TCP port that nobody else is given for as long as the lease is open.
+    """A free loopback TCP port, reserved as long as the lease is open.
 
-    It keeps a bound socket that never listens. Linux then leaves the port out of what port 0 and `connect` pick
-    from, while a server that sets SO_REUSEADDR (every Go server does) can still bind and listen on it, and again
-    after a restart. So no other process slips in between choosing a port and the server's start.
+    The lease is a bound socket that never listens. Linux then does not choose the port for port 0 or `connect`. A
+    server with SO_REUSEADDR, such as every Go server, can still listen on it, and again after a restart. So no
+    other process
+    takes the port between its choice and the server's start.
     """
 
     def __init__(self, port: int = 0) -> None:

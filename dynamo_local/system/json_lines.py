@@ -49,7 +49,7 @@ class JsonLog:
     """
 
     what: ClassVar[str]
-    """What the records are, in a word, for messages."""
+    """The kind of the records, in a word, for messages."""
     kinds: ClassVar[Kinds]
     unwritable: ClassVar[type[LogUnwritable]] = LogUnwritable
 

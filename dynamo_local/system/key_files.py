@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 1.0
 
 Seen = tuple[int, int, int]
-"""By which a file has changed: inode, size, time of its last change (ns)."""
+"""The state of a file: inode, size, time of its last change (ns)."""
 
 
 class ApiKeys:
@@ -64,7 +64,7 @@ class ApiKeys:
                     said = str(error)
             else:
                 said = ""
-                log.info("API keys: %s has changed; it now has %d", self._source.name, len(self._keys.digests))
+                log.info("API keys: %s has changed and now has %d keys", self._source.name, len(self._keys.digests))
 
 
 def _look(path: str) -> Seen:

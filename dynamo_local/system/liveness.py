@@ -18,11 +18,10 @@ from dynamo_local.state.raw import read_raw
 from dynamo_local.system.paths import Paths
 from dynamo_local.system.processes import is_alive
 
-# --- lock
-# One arbiter per namespace: a kernel lock held for the arbiter's whole life.
+# --- The namespace lock: one arbiter per namespace, by a kernel lock that the arbiter holds for its whole life.
 #
-# Two arbiters on one control socket silently steal from each other (circus-facts); the lock is taken before
-# anything is bound, and the kernel frees it within a millisecond when its holder is killed.
+# Two circus arbiters on one control socket silently take each other's messages. The lock is taken before any socket is
+# bound. The kernel frees it within a millisecond after its holder was killed.
 
 GUARDIAN = "the guardian, ending what a killed arbiter left behind"
 """How a guardian at work describes itself."""
@@ -77,7 +76,7 @@ def release(held: FileLock) -> None:
 
 
 def holder(lock: Path) -> str:
-    """Who holds the lock, in words."""
+    """The holder of the lock, in words."""
     try:
         return _info_file(lock).read_text() or "another process"
     except FileNotFoundError:
@@ -99,14 +98,14 @@ def is_held(lock: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Who answers for a run, by its statefile. `pid` is None where the arbiter that it names is gone."""
+    """The arbiter of a run, by its statefile. `pid` is None if that arbiter is gone."""
 
     run_id: str
     pid: int | None
 
 
 def recorded(paths: Paths) -> Recorded | None:
-    """What the statefile says; None where there is none that can be read."""
+    """The arbiter that the statefile names. None: no readable statefile."""
     try:
         raw = read_raw(paths.statefile)
     except StateError:
@@ -129,7 +128,7 @@ def arbiter_pid(paths: Paths) -> int | None:
 
 
 def who(paths: Paths) -> str:
-    """Who answers for the namespace, in words."""
+    """The arbiter of the namespace, in words."""
     if is_held(paths.lock):
         return holder(paths.lock)
     pid = arbiter_pid(paths)

@@ -120,8 +120,8 @@ def rotate(path: Path, *, max_bytes: int = MAX_BYTES, kept: int = KEPT) -> bool:
 def set_aside(path: Path, *, kept: int = KEPT, max_bytes: int = MAX_BYTES) -> None:
     """Keep the old file as `.1`, so that a failed start never shows lines of the last run.
 
-    `.1` takes the old one up as long as both are not larger than `max_bytes`: of a graph that is started again and
-    again, the first start's log is the one that is looked for.
+    The old file is appended to `.1` while both together are within `max_bytes`. So the log of the first start survives
+    if a graph is started again and again.
     """
     size = path.stat().st_size if path.exists() else 0
     if not size:
@@ -212,8 +212,8 @@ class Follower:
 class Interleaver:
     """Lines of several files with prefixes, for the foreground and for `dynamo logs -f`.
 
-    The files are given at every `poll`: processes come and go, and nobody has to register them. What was written
-    before we began is not shown, unless the file has been written to since: `skip` those that are in use already.
+    Each `poll` gets the current files, so processes need no registration. Lines from before the first poll are left out
+    for the files in `skip`, which were in use already.
     """
 
     def __init__(self) -> None:
@@ -277,9 +277,9 @@ _CLOCK = re.compile(r"\d{1,2}:\d\d(:\d\d)?")
 
 
 def written_at(line: str, now: datetime) -> float | None:
-    """When the line was written, in seconds since 1970; None where it does not say. Without a zone: local time.
+    """When the line was written, in seconds since 1970. None: the line has no time. Without a zone: local time.
 
-    vLLM leaves the year out; it is the last one in which that day is not after `now`.
+    vLLM leaves the year out. The year is then the last one in which that day is not after `now`.
     """
     head = line[:LOOKED_AT]
     found = _DATED.search(head)

@@ -63,7 +63,7 @@ def check_plots(option: str = "--report") -> None:
 
 
 def svg(draw: Callable[[Any], None], width: float, height: float) -> str:
-    """What `draw` puts on a matplotlib figure of that size (inches), as an `<svg>` element."""
+    """The drawing of `draw` on a matplotlib figure of that size (inches), as an `<svg>` element."""
     check_plots()
     import matplotlib
 

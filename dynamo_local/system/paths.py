@@ -1,8 +1,8 @@
-"""Where the files and sockets of a namespace are on this host. Only this module decides that.
+"""Paths of a namespace's files and sockets on this host. No other module decides them.
 
-* The *runtime folder* holds sockets, locks, the embedded servers' data and the NATS token: private to the
-  user (0700, owner checked), because whoever can write the control socket can run commands as the user.
-* The *log folder* holds one file per process and survives the run: it is what one reads after a failure.
+* The *runtime folder* holds sockets, locks, the embedded servers' data and the NATS token. The folder is private to the
+  user (0700, owner checked): a process that can write to the control socket can run commands as the user.
+* The *log folder* holds one file per process. The folder survives the run, for reading after a failure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dynamo_local.state.raw import home, prepare_folder, read_raw, statefile_pat
 from dynamo_local.system.host_errors import telling
 
 IPC_PATH_MAX = 107
-"""Bytes that a unix socket's path may have (sockaddr_un, circus-facts)."""
+"""Longest path of a unix socket, bytes (`sun_path` of sockaddr_un, with its final zero)."""
 
 
 def check_namespace(namespace: str) -> str:
@@ -159,8 +159,10 @@ class Paths:
         return self.logs / f"{watcher}.log"
 
     def worker_folder(self, watcher: str) -> Path:
-        """For sockets of what the worker starts, whose long names need a short folder. The worker makes it; it goes
-        with the run."""
+        """Folder for sockets of processes that a worker starts. Their long names need a short folder.
+
+        The worker makes the folder, and the end of the run removes it.
+        """
         return self.runtime / "w" / watcher
 
     def prepare(self) -> None:

@@ -1,4 +1,4 @@
-"""What the supervisor needs of the host that runs its processes: our own arbiter, or somebody's stock circusd."""
+"""The interface to the program that runs the processes: our own arbiter, or a stock circusd."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ ExitCallback = Callable[[str, int, int | None], None]
 class ProcessSpec:
     """A process to start: in a session of its own, writing to its own log file.
 
-    `death_signal` is sent by the kernel when the host dies (None: the process outlives it); `asks_itself` says that
-    the program is an entry point of ours, which asks the kernel for it (`prctl.die_as_asked`): then the host can use a
-    cheap vfork; `inherited_fds` stay open in the process (the GPUs' locks).
+    `death_signal`: sent by the kernel when the host dies. None: the process outlives the host. `asks_itself`: the
+    program is our own entry point and asks the kernel for that signal (`prctl.die_as_asked`), so the host can use
+    a cheap vfork.
+    `inherited_fds`: stay open in the process (the GPU locks).
     """
 
     name: str
@@ -32,9 +33,7 @@ class ProcessSpec:
 
 
 class ProcessHost(Protocol):
-    """Starts processes as watchers and tells of their exits. The supervisor ends them, by pid and session."""
-
-    on_exit: ExitCallback | None
+    """Starts processes as watchers. The supervisor ends them, by pid and session."""
 
     async def start_process(self, spec: ProcessSpec) -> int:
         """A watcher of that name with its one process; the pid. OSError says why it could not be started.
@@ -44,9 +43,9 @@ class ProcessHost(Protocol):
         ...
 
     def rename(self, was: str, name: str, pid: int) -> None:
-        """The watcher `was`, whose process is `pid`, is called `name` from now on; nothing where it has ended.
+        """Rename the watcher `was`, whose process is `pid`, to `name`. No effect if the process has ended.
 
-        What had that name has no process any more: it is dropped.
+        A former watcher of that name, which has no process any more, is dropped.
         """
         ...
 
@@ -58,10 +57,9 @@ class ProcessHost(Protocol):
 class SupervisedHost(ProcessHost, Protocol):
     """A host with a control endpoint: our own arbiter, or the plugin under somebody's stock circusd.
 
-    `supervisor` is whoever answers the commands (`circus_plugins.commands.Commanded`).
+    Its maker gives it a supervisor, which answers the commands (`arbiter.supervisor.Supervisor`), and the
+    `ExitCallback` that it calls when a process ends.
     """
-
-    supervisor: Any
 
     def start(self) -> Awaitable[Any]:
         """Make everything ready to start processes and to answer commands."""
@@ -94,7 +92,7 @@ class AdoptingHost(SupervisedHost, Protocol):
         ...
 
 
-class SpareHost(ProcessHost, Protocol):
+class PrewarmingHost(ProcessHost, Protocol):
     """A host in which a process may become another one: it was started as a spare, and is a worker now."""
 
     def rename_process(self, name: str, spec: ProcessSpec) -> int:

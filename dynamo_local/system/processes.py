@@ -1,7 +1,7 @@
-"""What Linux offers to keep hold of processes: identity, death signals, pidfds, sessions.
+"""Linux processes: identity, death signals, pidfds, sessions.
 
-circus knows only pids. A pid alone is not an identity (it is reused) and signalling a process does not
-reach its grandchildren, so: start times, pidfds and session ids (lesson 3).
+circus knows only pids. A pid is reused, so a pid and a start time identify a process. A signal to a process does not
+reach its grandchildren, so signals go to sessions.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def is_resource_tracker(pid: int) -> bool:
 def kill_session(session: int, signum: int = signal.SIGKILL) -> list[int]:
     """Signal every member of the session; returns the pids that were there.
 
-    circus's own escalation missed 4 of 6 grandchildren (circus-facts); the session does not. A resource tracker is
-    left to end by itself.
+    circus's own escalation missed 4 of 6 grandchildren in a trial. The session contains all. A resource tracker ends by
+    itself.
     """
     hit = []
     for pid in session_members(session):
@@ -126,10 +126,10 @@ def kill_session(session: int, signum: int = signal.SIGKILL) -> list[int]:
 
 
 async def aend_session(session: int, *, deadline_s: float = END_SESSION_DEADLINE_S) -> list[int]:
-    """SIGKILL every member of the session, which is found in a thread; returns the pids that were there.
+    """SIGKILL every member of the session. Returns the pids that were found.
 
-    `kill_session` for an event loop. Where reading /proc hangs (below a process that hangs in the kernel), it kills
-    the leader and its process group without looking, after `deadline_s` or at once, and never raises for it.
+    `kill_session` for an event loop: a thread reads /proc. If /proc hangs, because a process hangs in the kernel, the
+    leader and its process group are killed after `deadline_s`. Never raises for that.
     """
     try:
         return await SWEEPS.run(lambda: kill_session(session), deadline_s, what=f"looking for session {session}")
@@ -172,12 +172,10 @@ def send_signal(pid: int, signum: signal.Signals) -> None:
         log.debug("pid %d was gone before %s", pid, signum.name)
 
 
-# --- own_environment
-# Give this process another environment: Python's, the C library's, and the one that /proc shows to others.
+# --- Replaces this process's environment: Python's, the C library's, and the one that /proc shows to others.
 #
-# The kernel shows the memory in which a program's environment was when it began. What a run left behind is found by
-# the
-# marks in there (`arbiter.marks`), so a process that becomes another one has to write its new marks into that memory.
+# The kernel shows the memory that held the program's environment at its start. Leftovers of a run are found by the
+# marks in it (`arbiter.marks`). So a process that becomes another worker writes its new marks into that memory.
 
 _ARG_START, _ARG_END, _ENV_START, _ENV_END = 45, 46, 47, 48
 """Places in /proc/PID/stat, counted from the first field behind the name."""

@@ -95,7 +95,7 @@ class OncePerSecond(logging.Formatter):
 
 def log_to_stderr(level: str) -> None:
     """Set up a worker process's log: everything from `level` on goes to stderr in `FORMAT`."""
-    # What FORMAT does not show is not looked up for each line (Python's logging howto, "Optimization").
+    # Fields that FORMAT does not show are not computed for each line (Python's logging howto, "Optimization").
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None  # type: ignore[attr-defined]
     handler = logging.StreamHandler(sys.stderr)

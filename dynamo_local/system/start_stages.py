@@ -25,7 +25,7 @@ class Stages:
         self._passed: list[tuple[str, float]] = []
 
     def passed(self, stage: str) -> None:
-        """The stage has ended now; it began with the end of the one before."""
+        """End a stage now. The stage began with the end of the one before."""
         self._passed.append((stage, _now_s()))
 
     def stages(self) -> dict[str, float]:
@@ -37,7 +37,7 @@ class Stages:
             began_s = at_s
         return found
 
-    def words(self, digits: int = 2) -> str:
+    def describe(self, digits: int = 2) -> str:
         """`7.31 s: interpreter 0.20, imports 0.93, connections 0.04, …`"""
         found = self.stages()
         each = ", ".join(f"{stage} {seconds:.{digits}f}" for stage, seconds in found.items())
@@ -55,24 +55,21 @@ def _own() -> Stages:
 
 
 def begin_anew() -> None:
-    """What came before was no part of the start: a spare's imports."""
+    """Forget the time before: the imports of a prewarmed process are no part of the start."""
     global _start
     _start = Stages()
 
 
 def passed(stage: str) -> None:
-    """See `Stages`."""
     _own().passed(stage)
 
 
 def stages() -> dict[str, float]:
-    """See `Stages`."""
     return _own().stages()
 
 
-def words() -> str:
-    """See `Stages`."""
-    return _own().words()
+def describe() -> str:
+    return _own().describe()
 
 
 # --- notify

@@ -1,6 +1,6 @@
 """With what etcd and NATS are reached: certificates, passwords and tokens, from the variables that Dynamo 1.x reads.
 
-A certificate or key in a variable is the path of a PEM file, or PEM itself, as Dynamo 1.x wants it. What is secret is
+A certificate or key in a variable is the path of a PEM file, or PEM itself, as Dynamo 1.x wants it. Secrets are
 never shown: not by `repr`, not in an error.
 """
 
@@ -31,7 +31,7 @@ NOT_SPOKEN = ("NATS_AUTH_NKEY", "NATS_AUTH_CREDENTIALS_FILE", "NATS_TLS_INSECURE
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """What is shown to, and demanded of, a server that speaks TLS, each in PEM.
+    """The certificate for, and the demands on, a server that speaks TLS, each in PEM.
 
     Without `ca` the authorities of the system are trusted; without `certificate` none is shown.
     """
@@ -113,9 +113,9 @@ class NatsAccess:
 
 
 def run_environment(state: State) -> dict[str, str]:
-    """By what a run's etcd and NATS are reached, from its statefile: what its workers were told.
+    """The way to a run's etcd and NATS, from its statefile: the same that its workers were given.
 
-    Of servers that are the user's, only the address: what is secret is not in a statefile.
+    If the servers are the user's, only their addresses: a statefile holds no secrets.
     """
     env = {"ETCD_ENDPOINTS": state.etcd_endpoints or "", "NATS_SERVER": state.nats_server or ""}
     if state.nats_token_file:

@@ -40,12 +40,12 @@ class Certificates:
 
     @property
     def certificate(self) -> Path:
-        """Of the servers, for 127.0.0.1, and of their clients."""
+        """The certificate of the servers, for 127.0.0.1, and of their clients."""
         return self.folder / "cert.pem"
 
     @property
     def key(self) -> Path:
-        """Of `certificate`; the run's secret."""
+        """The key of `certificate`: the run's secret."""
         return self.folder / "key.pem"
 
     @property
@@ -59,7 +59,7 @@ class Certificates:
 
     @property
     def nats_env(self) -> dict[str, str]:
-        """What makes a client of NATS trust its server, and show its own certificate."""
+        """Makes a client of NATS trust its server, and show its own certificate."""
         return {
             "NATS_TLS_CA_CERT_PATH": str(self.authority),
             "NATS_TLS_CLIENT_CERT_PATH": str(self.certificate),
@@ -77,7 +77,7 @@ class Certificates:
         return self.authority, self.certificate, self.key
 
     def texts(self) -> dict[Path, str]:
-        """What is in the files, to write them again if somebody removes them. Raises `OSError`."""
+        """The content of the files, to write them again if somebody removes them. Raises `OSError`."""
         return {path: path.read_text() for path in self.paths}
 
     def missing(self) -> list[Path]:
@@ -103,7 +103,7 @@ def make(folder: Path) -> Certificates:
 
 
 def write(folder: Path) -> Certificates:
-    """What `make` does, in this process."""
+    """The work of `make`, in this process."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -154,7 +154,7 @@ def write(folder: Path) -> Certificates:
 
 
 def _only_signs(usage: Callable[..., KeyUsage]) -> KeyUsage:
-    """What the authority's key is for."""
+    """The uses of the authority's key."""
     others = ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
     more = ("crl_sign", "encipher_only", "decipher_only")
     return usage(key_cert_sign=True, **dict.fromkeys((*others, *more), False))

@@ -129,7 +129,7 @@ class ControlClient:
         """The worker's answer.
 
         Raises `NoWorkers` (no process of that name listens), `DeadlineExceeded` (it listens and did not answer
-        within `timeout_s`: it hangs, or is slow), `NatsUnavailable`, or what the worker answered, such as
+        within `timeout_s`), or `NatsUnavailable`. Also raises what the worker answered, such as
         `DrainNotCancellable`.
         """
         subject = control_subject(self._namespace, watcher_name)

@@ -11,14 +11,14 @@ from dynamo_local.system import collector
 SMALL_BYTES: Final = 4096
 
 UNREADABLE: Final = (msgspec.DecodeError, RecursionError)
-"""What `decode` raises: nonsense, a wrong type, or nesting deeper than Python allows."""
+"""The errors of `decode`: nonsense, a wrong type, or nesting deeper than Python allows."""
 
 
 def decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes | memoryview) -> Any:
     """Raises one of `UNREADABLE`.
 
     While millions of small values are made, the garbage collector would walk through them again and again: nine
-    seconds for 8 MB, instead of a third of one. Of what is small not so many can be made.
+    seconds for 8 MB, instead of a third of one. A small message cannot hold so many values.
     """
     if len(data) < SMALL_BYTES:
         return decoder.decode(data)

@@ -99,8 +99,8 @@ def _field(value: dict[str, Any], name: str, kind: type[Any]) -> Any:
 class InstanceView:
     """The instances of one endpoint, kept current by a watch.
 
-    While etcd is away the last known instances stay (`stale` is then True): a stale view is better than none, and
-    a request to a worker that is really gone fails at once.
+    While etcd is away the last known instances stay, and `stale` is True. A stale view is better than none, and a
+    request to a worker that is really gone fails at once.
     """
 
     def __init__(self, kv: KeyValueStore, namespace: str, component: str, endpoint: str) -> None:

@@ -22,8 +22,8 @@ from dynamo_local.transport.access import EtcdAccess
 # --- connection
 # One etcd member: where it is, the connection to it, and what its errors mean.
 
-# circus forks with a preexec_fn; with gRPC's fork handlers a fifth of the children died before exec (circus-facts).
-# Both variables are read once, when gRPC is imported.
+# circus forks with a preexec_fn. With gRPC's fork handlers a fifth of the children died before exec. Both variables are
+# read once, when gRPC is imported.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
@@ -284,10 +284,9 @@ def _watch_event(event: Any) -> WatchEvent:
 # --- store
 # `ports.KeyValueStore` over etcd's gRPC API, with the stubs of aetcd.
 #
-# Only aetcd's protocol layer (`aetcd.rpc`) is used. Its `Client` has faults that we cannot accept: `add_callback`
-# without a timeout waits for ever while etcd is away, `_terminate_stream` makes the reading task await itself when
-# the
-# stream breaks, and one broken stream ends every watch of the process. A stream per watch is thirty lines.
+# Only aetcd's protocol layer (`aetcd.rpc`) is used. Its `Client` has faults that we cannot accept. `add_callback`
+# without a timeout waits for ever while etcd is away. `_terminate_stream` makes the reading task await itself when the
+# stream breaks. One broken stream ends every watch of the process. A stream per watch is thirty lines.
 
 T = TypeVar("T")
 

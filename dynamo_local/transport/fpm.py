@@ -1,4 +1,4 @@
-"""Dynamo's FPM format: one pass as a msgpack map by field name. What is absent is 0; another version is not read.
+"""Dynamo's FPM format: one pass as a msgpack map by field name. An absent field is 0. Another version is not read.
 
 {"version": 1, "worker_id": "7587884888361987", "dp_rank": 0, "counter_id": 4711, "wall_time": 0.0123,
  "scheduled_requests": {"num_prefill_requests": 1, "sum_prefill_tokens": 512, "var_prefill_length": 0.0, …},

@@ -1,7 +1,7 @@
 """The Router's side of KV events: an index that follows all workers of a component.
 
-etcd lists the workers (the blocks of a worker that is gone are dropped), NATS brings their batches, and a worker that
-is new, or whose numbers have a gap, is asked through its endpoint `kv_blocks`.
+etcd lists the workers: the blocks of a worker that is gone are dropped. NATS brings their batches. A worker that is
+new, or whose numbers have a gap, is asked through its endpoint `kv_blocks`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _Batch(msgspec.Struct, array_like=True):
 
 
 class KvBlocksRequest(msgspec.Struct):
-    """What a Router asks a worker's `kv_blocks`: the last batch that it has."""
+    """A Router's question to a worker's `kv_blocks`: the number of the last batch that the Router has."""
 
     epoch: str = ""
     seq: int = 0

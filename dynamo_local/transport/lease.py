@@ -1,7 +1,7 @@
 """A worker's lease in etcd: kept alive, its keys registered again when etcd lost them, not when it was revoked.
 
 To the client library a revoked lease, an expired one and one that etcd forgot look alike: a keepalive is answered
-with no TTL (circus-facts). `classify_missing_lease` tells them apart.
+with no TTL. `classify_missing_lease` tells them apart.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def classify_missing_lease(
 ) -> Revoked | Lost:
     """Why etcd does not know our lease (issue 2, item 6).
 
-    `draining`: our statefile entry says so. `history_kept`: etcd's revision has not gone back, and what we wrote is
-    in its history. `last_good_age_s`: from when we *sent* the last keepalive that was answered to when we first heard
-    that the lease is missing, so that it can only have expired if this is at least `ttl_s`.
+    `draining`: our statefile entry says so. `history_kept`: etcd's revision has not gone back, and it knows what we
+    wrote. `last_good_age_s`: from when we *sent* the last answered keepalive to when we first heard that the lease
+    is missing. So the lease can only have expired if this is at least `ttl_s`.
     """
     if draining:
         return Revoked("the statefile says that this worker drains")
@@ -75,10 +75,10 @@ class _Entry:
 class LeaseKeeper:
     """Grants a lease, keeps it and the keys under it alive, and says when it was revoked.
 
-    `revoked` is set when the lease was taken away from outside; the keeper then does nothing more until
-    `reinstate` or `close`. When it was lost, a new one is granted, `on_regrant(new_lease_id)` is awaited
-    (`lease_id` is the new one by then), and then all keys are put again: whoever sees a key may send at once, so
-    subjects are to be served first. A callback that raises is tried again, and no key is put until it succeeds.
+    `revoked` is set when the lease was taken away from outside. The keeper then does nothing more until `reinstate`
+    or `close`. If the lease was lost, a new one is granted, and `on_regrant(new_lease_id)` is awaited (`lease_id` is
+    the new one by then). Only then are all keys put again: a caller that sees a key may send at once, so subjects
+    must be served first. A callback that raises is tried again, and no key is put until it succeeds.
     """
 
     def __init__(
@@ -256,9 +256,9 @@ class LeaseKeeper:
             await self._watch_own_key()
 
     def _present(self) -> list[_Entry]:
-        """What is not withdrawn, in the order in which it was first put. That order holds for ever: the last key says
-        that the others are there. (Keys that came back behind it let the arbiter drain the last worker that could be
-        found, because it took the one that was just registering again for ready.)"""
+        """The keys that are not withdrawn, in the order in which they were first put. That order holds for ever: the
+        last key says that the others are there. (Keys that came back behind it made the arbiter drain the last
+        worker that could be found. It took the one that was just registering again for ready.)"""
         return [entry for entry in self._entries if entry not in self._withdrawn]
 
     async def _put_entries(self, entries: Sequence[_Entry]) -> None:

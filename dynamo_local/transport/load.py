@@ -1,8 +1,8 @@
 """Workers' loads over NATS: published on `{ns}.load.{component}`, and asked for on `{ns}.load`.
 
 A picker, which needs loads at every request, subscribes (`LoadView`). The arbiter asks all workers once per pull
-(`LoadSampler`): receiving 64 loads a second cost it 1.5 % of a core, one scatter request 0.14 % (circus-facts).
-A worker that does not answer is absent, never a load of zero.
+(`LoadSampler`): receiving 64 loads a second cost it 1.5 % of a core, one scatter request 0.14 %. A worker that does
+not answer is absent, never a load of zero.
 """
 
 from __future__ import annotations
@@ -193,8 +193,8 @@ class LoadPublisher:
 class LoadSampler:
     """Asks all workers of a namespace at once.
 
-    An answer that comes after its question's time is part of the next sample, with its age: on a starved host a worker
-    whose answers all take longer than that, or an asker that reads them later, would otherwise look dead.
+    An answer that comes after its question's time is part of the next sample, with its age. Otherwise a worker on a
+    starved host, whose answers all take longer, would look dead. So would all workers if the asker reads late.
     """
 
     def __init__(self, nats: Client, namespace: str, clock: Clock | None = None) -> None:

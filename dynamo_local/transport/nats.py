@@ -1,7 +1,7 @@
 """The connection to NATS: a first connect with a deadline, then reconnecting for ever, and a close that never raises.
 
-nats-py's defaults are for a server far away: it waits two seconds between attempts, gives up after sixty, and
-tries for ever on the first connect if told to try for ever afterwards.
+nats-py's defaults are for a server far away. It waits two seconds between attempts, and gives up after sixty. If
+told to try for ever afterwards, it also tries for ever on the first connect.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ async def close_quietly(client: Client, timeout_s: float = 2.0) -> None:
 async def _within(timeout_s: float, work: Coroutine[Any, Any, None]) -> None:
     """Run `work`; past the deadline, cancel it until it has ended, and raise `TimeoutError`.
 
-    nats-py can let one cancellation pass and go on for ever (its close does; so does Python 3.11's `asyncio.wait_for`
-    when what it waits for ends at the same moment), and `asyncio.timeout` cancels only once.
+    nats-py can let one cancellation pass and go on for ever: its close does. So does Python 3.11's
+    `asyncio.wait_for` if the awaited work ends at the same moment. `asyncio.timeout` cancels only once.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -162,9 +162,9 @@ class _Client(Client):
     Both a close and a reconnect wait for the end of one transport, and who stops waiting cancels the other: nats-py's
     close ends there, without its callback.
 
-    A flush is a ping. nats-py (2.16) sets the result of its future when the answer comes, also where that future was
-    cancelled meanwhile, by its timeout or with its caller: this raises, and ends the loop that reads. The client then
-    says that it is connected and hears nothing more, until its own pings are found to be unanswered, 15 s later.
+    A flush is a ping. nats-py (2.16) sets the result of its future when the answer comes, even if a timeout or the
+    caller has cancelled that future meanwhile. This raises, and ends the loop that reads. The client then says that
+    it is connected and hears nothing more. 15 s later its own pings are found to be unanswered.
     """
 
     def __init__(self) -> None:
@@ -245,7 +245,7 @@ class _Watcher:
 # Turns failures of the NATS client into our typed errors; and subscriptions that the server has when we say so.
 
 CALL_TIMEOUT_S = 2.0
-"""Deadline of one round trip. A healthy local server answers in under 1 ms (circus-facts: 0.5 ms for consumer info)."""
+"""Deadline of one round trip. A healthy local server answers in under 1 ms (0.5 ms for consumer info)."""
 
 
 @contextlib.contextmanager
@@ -267,9 +267,9 @@ def nats_call(nats: Client, what: str) -> Iterator[None]:
 async def flush(nats: Client) -> None:
     """Return when the server has processed what was sent before, e.g. a subscription.
 
-    nats-py (2.16) writes its PING past its own buffer of commands, so one `flush()` can be answered before a SUB
-    has even left. By the time of the answer the buffer has been written; the second PING comes after it.
-    With one, 1 in 10 requests still reached a listener that had "unsubscribed and flushed".
+    nats-py (2.16) writes its PING past its own buffer of commands, so one `flush()` can be answered before a SUB has
+    even left. When the answer comes the buffer has been written, and the second PING comes after it. With one, 1
+    in 10 requests still reached a listener that had "unsubscribed and flushed".
     """
     for _ in range(2):
         await nats.flush(int(CALL_TIMEOUT_S))

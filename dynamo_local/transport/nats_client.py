@@ -1,8 +1,8 @@
 """The names of nats-py that we use; who needs one takes it from here, so that nats-py's first import is the one below.
 
-nats-py imports aiohttp where it is installed (vLLM brings it), only to speak NATS over websockets, which we never do:
-a fifth of the processor time of a worker's start, and 40 modules more in each of its processes. While nats-py is
-imported here, aiohttp is not there for it. Whoever wants aiohttp imports it before or after as ever.
+nats-py imports aiohttp if it is installed (vLLM brings it), only to speak NATS over websockets, which we never do.
+That is a fifth of the processor time of a worker's start, and 40 modules more in each of its processes. While
+nats-py is imported here, aiohttp is hidden from it. Other code can import aiohttp before or after.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""What a planner asks the workers, on `{ns}.observe`: requests, counted and one by one; forward passes; the engine's
-limits.
+"""A planner's questions to the workers, on `{ns}.observe`: requests (counted, and one by one), forward passes, and
+the engine's limits.
 
-One question to all, as for loads: 64 workers that send two hundred passes a second each would hold the arbiter's loop
-all the time; an answer brings at most `MAX_PASSES` of those since the last question, evenly spread, and its cost does
-not grow with their rate. Nothing is sent while nobody asks. A worker that does not answer is absent, never idle.
+One question goes to all, as for loads. 64 workers that send two hundred passes a second each would hold the
+arbiter's loop all the time. An answer brings at most `MAX_PASSES` of those since the last question, evenly spread,
+and its cost does not grow with their rate. Nothing is sent while nobody asks. A worker that does not answer is
+absent, never idle.
 
-A question and an answer are msgpack maps; a pass is `[age in seconds, pass in Dynamo's format (passes.fpm)]`.
+A question and an answer are msgpack maps. A pass is `[age in seconds, pass in Dynamo's format (passes.fpm)]`.
 """
 
 from __future__ import annotations
@@ -66,13 +67,13 @@ async def scatter(
 
 
 MAX_PASSES = 64
-"""Of each rank, in one answer: as many as a model of 64 samples takes."""
+"""Passes of each rank in one answer: as many as a model of 64 samples takes."""
 MAX_BYTES = 512 * 1024
 MAX_RANKS = 64
 ASK_TIMEOUT_S = 0.5
 """Below the deadline of the pull that waits for it."""
 TIMES_DECIMALS = 4
-"""Of seconds: how exactly a planner is told when a pass ended. What nobody measured would fill its log."""
+"""Decimals of a pass's end in seconds. More would fill a planner's log with digits that nobody measured."""
 LIMITS = ("max_num_batched_tokens", "max_num_seqs", "max_kv_tokens", "context_length", "dp_size")
 
 Benchmarked = tuple[ForwardPass, ...] | Missing
@@ -80,7 +81,7 @@ Benchmarked = tuple[ForwardPass, ...] | Missing
 
 
 def no_benchmark() -> Benchmarked:
-    """Of an engine that does not measure itself."""
+    """The answer of an engine that does not measure itself."""
     return Missing("it does not measure itself")
 
 
@@ -144,7 +145,7 @@ def observe_subject(namespace: str) -> str:
 
 
 class ObservationServer:
-    """A worker's side. `worker_id` gives the instance id of now, decimal; it is used for passes that have none."""
+    """A worker's side. `worker_id` gives the current instance id, decimal, for passes that have none."""
 
     def __init__(
         self,

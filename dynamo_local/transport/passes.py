@@ -119,7 +119,7 @@ UNSENT_PASSES = 1024
 
 
 class PassEvents:
-    """`publish` is a recorder's listener. What cannot be sent is lost: the numbers of the passes show it."""
+    """`publish` is a recorder's listener. A pass that cannot be sent is lost: the numbers of the passes show it."""
 
     def __init__(
         self, nats: Client, namespace: str, component: str, worker_id: Callable[[], str], clock: Clock | None = None
@@ -170,7 +170,7 @@ class PassEvents:
 
 
 # --- recorder
-# What a worker keeps of its engine's passes until somebody asks: the last two thousand of each rank.
+# A worker keeps its engine's last two thousand passes of each rank until somebody asks.
 
 KEPT_PASSES = 2048
 """Ten seconds of an engine that makes two hundred a second: a planner asks every five."""
@@ -188,7 +188,7 @@ class PassRecorder:
         """Where it is not the worker's own instance id: a command registers itself."""
         self._ranks: dict[int, deque[ForwardPass]] = {}
         self.missed: dict[int, int] = {}
-        """By rank: passes that never came, as the gaps in their numbers show."""
+        """Passes that never came, by rank, as the gaps in their numbers show."""
         self.listeners: list[Callable[[ForwardPass], None]] = []
         self.refresh: Callable[[], None] = lambda: None
 
@@ -207,8 +207,8 @@ class PassRecorder:
             listener(passed)
 
     def since(self, after: Mapping[int, int], most: int) -> list[ForwardPass]:
-        """Of each rank what came after the pass with that number (by rank; all of a rank that is not in it), oldest
-        first: at most `most` passes, evenly spread, and a heartbeat only where it is the last of all."""
+        """The passes after a number, for each rank (all of a rank that is not in `after`), oldest first. At most
+        `most` passes, evenly spread, and a heartbeat only if it is the last of all."""
         self.refresh()
         return [passed for rank, kept in self._ranks.items() for passed in _newer(kept, after.get(rank, -1), most)]
 

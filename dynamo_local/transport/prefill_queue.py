@@ -47,9 +47,8 @@ from dynamo_local.transport.nats_client import (
 # --- codec
 # The bytes of a prefill queue entry: msgpack, with token ids as little-endian int32.
 #
-# A list of 131,072 token ids is up to 655 kB as plain msgpack and 524,288 bytes here, whatever their values;
-# so a prompt of 128k tokens fits NATS's default `max_payload` of 1 MiB. The bound is a quarter of `max_payload`:
-# about
+# A list of 131,072 token ids is up to 655 kB as plain msgpack and 524,288 bytes here, whatever their values. So a
+# prompt of 128k tokens fits NATS's default `max_payload` of 1 MiB. The bound is a quarter of `max_payload`: about
 # 260,000 tokens there, 2 million with the embedded server's 8 MiB.
 
 HEADROOM_BYTES = 4096
@@ -179,7 +178,7 @@ class NoConsumer(NatsError):
 class PullInbox:
     """Pull requests, and the entries that answer them.
 
-    nats-py's `fetch` gives up listening when the server's request expires, or when it is cancelled; an entry that
+    nats-py's `fetch` stops listening when the server's request expires, or when it is cancelled. An entry that
     arrives just then waits in its buffer for the next fetch while `ack_wait` runs out. Here an entry that nobody
     waits for is given back at once.
     """
@@ -253,7 +252,7 @@ DEFAULT_ACK_WAIT_S = 5.0
 class JetStreamPulledTask:
     """An entry in this worker's hands (`ports.PulledTask`).
 
-    Each answer waits until the server has taken it, and raises `NatsUnavailable` otherwise; the entry is then
+    Each answer waits until the server has taken it, and raises `NatsUnavailable` otherwise. The entry is then
     delivered again `ack_wait` later, and the second reply to the decode side is refused as a duplicate.
     """
 
@@ -321,23 +320,18 @@ async def _beat(pulled: PulledTask, every_s: float) -> None:
 #
 # * `cancel` purges the subject: in one round trip, from any process, also when the answer to `enqueue` was lost.
 #   The server takes the entry out of `num_pending` (or of what is in flight: then its ack is a no-op).
-# * a run's start purges the subjects of other runs of its namespace (lesson 18), and nothing else.
+# * a run's start purges the subjects of other runs of its namespace, and nothing else.
 #
-# Two lines. An entry that says when it has to be begun (`start_within_s`) and comes to its turn after that, while
-# others
-# wait, is moved to the stream `{ns}_prefill_late`: copied, then removed, so that a death in between loses nothing,
-# and
-# the copy's message id makes the second one a duplicate. That stream is pulled from when the first has nothing, and
-# at
-# every eighth turn (`core.routing.prompts`). Nobody has to wait on both: who moves an entry looks for work just then,
-# and
-# ends at the second line before it waits.
+# Two lines. An entry may say when a worker has to begin it (`start_within_s`). If its turn comes later than that, and
+# others wait, it is moved to the stream `{ns}_prefill_late`: copied, then removed, so that a death in between loses
+# nothing, and the copy's message id makes the second one a duplicate. That stream is pulled from when the first has
+# nothing, and at every eighth turn (`core.routing.prompts`). Nobody has to wait on both: who moves an entry looks for
+# work just then, and ends at the second line before it waits.
 #
-# Dead letters. A server-side `max_deliver` leaves the message in the stream for ever, in no count, and says so once,
-# in a core-NATS advisory that is lost if nobody is connected just then (circus-facts, "NATS"): the worker that
-# would listen is the one that died. So the server redelivers without limit, every delivery carries its number, and
-# whoever is handed an entry for the (max_deliver + 1)th time moves it to `{ns}_prefill_dead`: none is stuck or
-# uncounted.
+# Dead letters. A server-side `max_deliver` leaves the message in the stream for ever, in no count. It says so once, in
+# a core-NATS advisory that is lost if nobody is connected just then: the worker that would listen is the one that died.
+# So the server redelivers without limit, and every delivery carries its number. A worker that gets an entry for the
+# (max_deliver + 1)th time moves it to `{ns}_prefill_dead`: none is stuck or uncounted.
 
 DEFAULT_MAX_DELIVER = 5
 CONSUMER = "prefill_workers"

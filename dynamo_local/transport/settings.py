@@ -93,7 +93,7 @@ class WatchedSettings(Generic[S]):
 
     @property
     def current(self) -> S:
-        """What is in force now."""
+        """The settings in force."""
         return self._current
 
     async def start(self, timeout_s: float = FIRST_READ_TIMEOUT_S) -> None:

@@ -1,14 +1,15 @@
 """Components that run in another one's process (`ServiceArgs.colocate`): they live and die with the worker's role.
 
-They have no lease, no subjects and no load of their own: their keys are under their host's lease, and their endpoints
-answer only within the process (`transport.requests.local`). They start before their host and stop after it.
+They have no lease and no load of their own: their keys stand under their host's lease. Calls from the same process
+stay in it (`transport.requests.local`); other programs can call them over NATS. They start before their host and stop
+after it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 
 from dynamo_local.core.types import Instance
 from dynamo_local.errors import ConfigError
-from dynamo_local.sdk.context import GUEST
+from dynamo_local.sdk.context import COLOCATED
 from dynamo_local.sdk.loader import LoadedGraph
 from dynamo_local.sdk.service import DynamoService
 from dynamo_local.sdk.settings import load_settings
@@ -24,15 +25,12 @@ from dynamo_local.transport.lease import LeaseKeeper
 from dynamo_local.transport.requests.client import DependencyClient
 from dynamo_local.transport.requests.local import ColocatedPlane, LocalEndpoint
 from dynamo_local.worker.context import Callback, Connections, Context, Identity
-from dynamo_local.worker.registration import adapted
+from dynamo_local.worker.registration import Endpoints, adapted
 from dynamo_local.worker.startup import dependency_clients, required
-
-# --- order
-# In which order the components of one process start.
 
 
 def in_order(graph: LoadedGraph, names: Sequence[str]) -> tuple[DynamoService[Any], ...]:
-    """Those services, each after the others that it calls. Raises `ConfigError` for a name that is none."""
+    """The services in the order in which they start: each after those that it calls. Raises `ConfigError`."""
     found: dict[str, DynamoService[Any]] = {}
 
     def add(name: str) -> None:
@@ -40,7 +38,7 @@ def in_order(graph: LoadedGraph, names: Sequence[str]) -> tuple[DynamoService[An
             return
         under_way.add(name)
         if name not in graph.services:
-            raise ConfigError(f"{graph.target} has no service {name!r}; it has: {', '.join(graph.services)}")
+            raise ConfigError(f"{graph.target} has no service {name!r}; its services: {', '.join(graph.services)}")
         for other in graph.bindings(name).values():
             if other is not None and other.name in names:
                 add(other.name)
@@ -56,7 +54,7 @@ Service = DynamoService[Any]
 
 
 class Host(Protocol):
-    """What a guest needs of the process; `served_role.RoleHost` has it."""
+    """The process, as a colocated component needs it. `served_role.RoleHost` implements this."""
 
     @property
     def graph(self) -> LoadedGraph:
@@ -85,28 +83,31 @@ class Host(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Guest:
-    """One that was made. `component` is the instance of the user's class."""
+class ColocatedComponent:
+    """`component` is the instance of the user's class."""
 
     service: Service
     context: Context
     component: Any
 
 
-class Guests:
-    """Those of one role. Raises `ConfigError` for a component that the graph has not, and for options that are none."""
+class ColocatedComponents:
+    """The colocated components of one role.
+
+    Raises `ConfigError` for a component that the graph does not have, and for unknown options.
+    """
 
     def __init__(self, host: Host, identity: Identity, draining: asyncio.Event, stack: contextlib.AsyncExitStack):
         self._host = host
         self._identity = identity
         self._draining = draining
         self._stack = stack
-        self._services = in_order(host.graph, identity.guests)
+        self._services = in_order(host.graph, identity.colocated)
         self._settings = {service.name: load_settings(service) for service in self._services}
-        self._made: list[Guest] = []
+        self._made: list[ColocatedComponent] = []
 
     def around(self, connections: Connections, lease: LeaseKeeper) -> Connections:
-        """The connections, with calls of the guests that stay in the process."""
+        """The connections; calls to colocated components stay in the process."""
         if not self._services:
             return connections
         namespace = self._identity.namespace
@@ -116,11 +117,11 @@ class Guests:
         return replace(connections, plane=plane)
 
     async def begin(self, connections: Connections, lease: LeaseKeeper) -> list[DependencyClient]:
-        """Make each component and run its start hooks; the clients of what they depend on and must wait for."""
+        """Make each component and run its start hooks. Returns the clients of dependencies that must be ready first."""
         waited: list[DependencyClient] = []
         for service in self._services:
             context = Context(
-                replace(self._identity, component=service.name, guests=()),
+                replace(self._identity, component=service.name, colocated=()),
                 connections,
                 lease,
                 self._settings[service.name],
@@ -140,53 +141,58 @@ class Guests:
             waited += required(service, clients)
         return waited
 
+    def serving(self, endpoints: Endpoints) -> list[Coroutine[Any, Any, None]]:
+        """To be awaited before registering: their endpoints are served on NATS too, for callers in other processes."""
+        return [endpoints.serve_colocated(made.context, made.service, made.component) for made in self._made]
+
     async def register_waiting_keys(self) -> None:
-        """As `Context.register_waiting_keys`."""
-        for guest in self._made:
-            await guest.context.register_waiting_keys()
+        for made in self._made:
+            await made.context.register_waiting_keys()
 
     def drain_callbacks(self) -> list[Callback]:
-        """What their components have still to finish."""
-        return [callback for guest in self._made for callback in guest.context.drain_callbacks()]
+        """Unfinished work of the colocated components."""
+        return [callback for made in self._made for callback in made.context.drain_callbacks()]
 
     async def ready(self) -> None:
         """The worker is registered as ready."""
-        for guest in self._made:
-            await guest.context.ready()
+        for made in self._made:
+            await made.context.ready()
 
     async def resume(self) -> None:
         """The drain was taken back."""
-        for guest in self._made:
-            await guest.context.resume()
+        for made in self._made:
+            await made.context.resume()
 
     async def run_hooks(self, bounded: Callable[[str, Awaitable[None]], Awaitable[None]]) -> None:
         """Their shutdown hooks, the last that started first, each through `bounded`."""
-        for guest in reversed(self._made):
-            for hook in guest.service.on_shutdown:
-                work = _within(guest.context, partial(_call_hook, guest.component, hook))
-                await bounded(f"{guest.service.name}'s shutdown hook {hook}", work)
+        for made in reversed(self._made):
+            for hook in made.service.on_shutdown:
+                work = _within(made.context, partial(_call_hook, made.component, hook))
+                await bounded(f"{made.service.name}'s shutdown hook {hook}", work)
 
 
-def _endpoints(guest: Guest) -> dict[str, LocalEndpoint]:
-    bindings = ((GUEST, guest.context),)
-    made = {}
-    for name, declared in guest.service.endpoints.items():
-        model = guest.service.request_model(name)
-        made[name] = LocalEndpoint(name, adapted(getattr(guest.component, declared.method), model), model, bindings)
-    return made
+def _endpoints(made: ColocatedComponent) -> dict[str, LocalEndpoint]:
+    bindings = ((COLOCATED, made.context),)
+    endpoints = {}
+    for name, declared in made.service.endpoints.items():
+        model = made.service.request_model(name)
+        endpoints[name] = LocalEndpoint(name, adapted(getattr(made.component, declared.method), model), model, bindings)
+    return endpoints
 
 
-async def _started(service: Service, context: Context, clients: Mapping[str, DependencyClient | None]) -> Guest:
+async def _started(
+    service: Service, context: Context, clients: Mapping[str, DependencyClient | None]
+) -> ColocatedComponent:
     component = service.create(clients)
     for hook in service.on_start:
         await _call_hook(component, hook)
-    return Guest(service, context, component)
+    return ColocatedComponent(service, context, component)
 
 
 async def _within(context: Context, work: Callable[[], Any]) -> Any:
     """Run it in a task whose code, and whose own tasks, ask that context."""
     scope = copy_context()
-    scope.run(GUEST.set, context)
+    scope.run(COLOCATED.set, context)
     return await asyncio.create_task(work(), context=scope)
 
 

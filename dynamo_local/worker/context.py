@@ -39,10 +39,10 @@ KeyOf = Callable[[int], str]
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this worker is, from its environment. `start_deadline_s` bounds every wait of the start.
+    """The worker's identity, from its environment. `start_deadline_s` bounds every wait of the start.
 
-    `standby`: it may be put to sleep. `guests` are the components that run in its process, too. `worker_folder` is for
-    its sockets; it need not be there.
+    `standby`: the worker may be put to sleep. `colocated`: colocated components. `worker_folder`: for its sockets; the
+    folder may not exist yet.
     """
 
     namespace: str
@@ -59,12 +59,12 @@ class Identity:
     gpus: int = 0
     flips_to: str | None = None
     standby: bool = False
-    guests: tuple[str, ...] = ()
+    colocated: tuple[str, ...] = ()
     worker_folder: Path | None = None
 
     @property
     def siblings_folder(self) -> Path | None:
-        """Of all workers of its component on this host."""
+        """Folder that all workers of this component share on this host."""
         return None if self.worker_folder is None else self.worker_folder.parent / f"of-{self.component}"
 
     @classmethod
@@ -95,14 +95,14 @@ class Identity:
             gpus=int(env.get("DYN_WORKER_GPUS", "0")),
             flips_to=env.get("DYN_FLIPS_TO") or None,
             standby=env.get("DYN_STANDBY") == "1",
-            guests=tuple(name for name in env.get("DYN_COLOCATED", "").split(",") if name),
+            colocated=tuple(name for name in env.get("DYN_COLOCATED", "").split(",") if name),
             worker_folder=Path(folder) if (folder := env.get("DYN_WORKER_FOLDER")) else None,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Connections:
-    """What a worker is connected to, once it is."""
+    """The connections of a worker."""
 
     kv: KeyValueStore
     nats: Any
@@ -110,12 +110,11 @@ class Connections:
 
 
 class Context:
-    """The component's context. Keeps what the component registered (callbacks, sources, keys, facts).
+    """The component's context. It holds the component's registrations: callbacks, sources, keys, facts.
 
-    `stack` closes what the component opened, before the connections are closed; `kept` what stays in the process when
-    it changes its role, and `inherited` is what stayed of the role before. `on_fatal` is called with
-    the reason when the worker has become useless. `on_facts` is called when `facts` has changed, `on_wait` with what
-    the start waits for.
+    `stack`: closes what the component opened, before the connections close. `kept`: stays in the process when the role
+    changes. `inherited`: what the former role kept. `on_fatal(reason)`: the worker can no longer serve. `on_facts`:
+    `facts` changed. `on_wait(subject)`: the start waits for it.
     """
 
     def __init__(
@@ -278,7 +277,7 @@ class Context:
         self._benchmark = benchmark or no_benchmark
 
     def handed_on(self) -> dict[str, Any]:
-        """What stays of this context itself, for the next role's."""
+        """The part of this context that the next role takes over."""
         known = self._queue_known or None
         own = ((PASSES, self._passes), (KV_EVENTS, self._events), (SLEEPER, self.sleeper), (QUEUE_KNOWN, known))
         return {name: each for name, each in own if each is not None}

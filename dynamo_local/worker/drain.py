@@ -45,7 +45,7 @@ STANDBY = (Phase.FALLING_ASLEEP, Phase.SLEEPING, Phase.WAKING)
 
 
 class DrainSteps(Protocol):
-    """What a drain does and undoes, implemented by the worker process."""
+    """The actions of a drain and of its cancellation. The worker process implements them."""
 
     def unfollow_lease(self) -> None:
         """Until `resume` it is no order to leave that the lease is revoked: it goes with the drain."""

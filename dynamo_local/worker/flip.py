@@ -4,11 +4,10 @@
     -> try it out -> register it: the point of no return -> the old role is given up: deregistered, its stragglers
     served for a moment, later ones refused (they go to another worker), what it had taken finished.
 
-Until the point of no return everything can be undone, and is if anything fails: then the old role goes on as if nothing
-had been asked. After it the flip has happened, whatever comes.
+Before the point of no return, any failure undoes everything, and the old role goes on. After it, the flip has happened.
 
-An engine that changes only while it is idle (`sdk.context.FlipsIdle`) serves nobody meanwhile: its old role is out of
-routing, and finished, before the new one begins; undone, it comes back.
+An engine that can change only while idle (`sdk.context.FlipsIdle`) serves no request meanwhile. Its old role leaves
+routing and finishes before the new one begins. If the flip is undone, the old role returns.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from dynamo_local.worker.served_role import RoleHost, ServedRole
 log = logging.getLogger("dynamo_local.worker")
 
 FLIP_DEADLINE_S = 10.0
-"""A flip takes some 100 ms. What lets it take longer is a canary that waits for a prefill, or etcd."""
+"""A flip takes some 100 ms. A canary that waits for a prefill makes it longer, or a slow etcd."""
 REFUSED_S = 1.0
 """So long the old role's endpoints refuse what still comes, after the last straggler; then nobody is there any more."""
 UNDO_TIMEOUT_S = 5.0
@@ -184,7 +183,7 @@ class Flipping:
             log.warning("stays %s: %s", old.identity.watcher_name, error, exc_info=not foreseen)
             raise FlipFailed(f"{type(error).__name__}: {error}") from error
         self._switch(old, new)
-        log.info("became %s in %s", to, stages.words(3))
+        log.info("became %s in %s", to, stages.describe(3))
 
     async def _fall_idle(self, old: ServedRole, component: FlipsIdle) -> None:
         """Out of routing, its lease kept; what it has taken is finished. Raises as `Registration.withdraw`."""

@@ -22,7 +22,7 @@ COMMON = (
     "dynamo_local.sdk.loader",
     "uvloop",
 )
-"""Of every worker with an engine; the module of a graph imports all of its components."""
+"""Modules of every worker with an engine. A graph's module imports all of its components."""
 ENGINE = {
     "sim": ("dynamo_local.engines.sim", "numpy"),
     "vllm": ("dynamo_local.engines.vllm.preloading",),
@@ -37,7 +37,7 @@ def preload(engine: str) -> None:
         from dynamo_local.engines.vllm.preloading import preload as preload_vllm
 
         preload_vllm()
-    # What is imported stays: a collector that never touches it again leaves its pages shared with a forked EngineCore.
+    # Imported modules stay. If the collector never touches them again, a forked EngineCore shares their pages.
     gc.collect()
     gc.freeze()
 

@@ -1,13 +1,17 @@
 """One worker process, from its start to its exit.
 
-connect -> serve the control endpoint -> grant a lease (`registration`) -> make the component, run its start hooks
--> wait for what it depends on -> serve its endpoints on NATS (`endpoints`) -> register them in etcd -> ready
--> (SIGTERM, the lease is revoked, or a message) drain (`drain`); it can be taken back -> shut down -> exit 0
+1. Connect, and serve the control endpoint.
+2. Grant a lease (`registration`).
+3. Make the component, and run its start hooks.
+4. Wait for its dependencies.
+5. Serve its endpoints on NATS, and register them in etcd: the worker is ready.
+6. Drain on SIGTERM, a revoked lease or a message (`drain`). A drain can be cancelled.
+7. Shut down, and exit with 0.
 
-What it serves is its role (`served_role`), which may be changed while it lives (`flipping`).
+The component that it serves is its role (`served_role`). A flip changes the role of a running process (`flip`).
 
-Asked to leave while it starts, it leaves at once. When something vital fails, its engine first of all, it ends
-at once with exit code 1: whoever supervises it decides what follows.
+A worker that is told to leave during its start leaves at once. If a vital part fails, such as the engine, the worker
+ends at once with exit code 1, and its supervisor decides what follows.
 """
 
 from __future__ import annotations
@@ -62,7 +66,7 @@ RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a worker knows of itself. `lease` is hex, None while it has none; `draining` is the reason why it drains."""
+    """The worker's own status. `lease`: hex, or None. `draining`: the reason of the drain."""
 
     pid: int
     lease: str | None
@@ -165,8 +169,7 @@ class EntryWriter:
                 self._clean.set()
 
 
-# --- status
-# What a worker says of itself when it is asked (`status` of its control endpoint).
+# --- The answer to `status` on the control endpoint
 
 SHOWN_REQUESTS = 100
 
@@ -254,7 +257,7 @@ class WorkerProcess:
 
     @property
     def _role(self) -> ServedRole:
-        """What it serves now; a flip changes that."""
+        """The current role. A flip changes it."""
         return self._roles.role
 
     # --- life ----------------------------------------------------------------------------------
@@ -363,7 +366,7 @@ class WorkerProcess:
         await role.register()
         await role.register_ready(lambda: self._entry.flush(ENTRY_TIMEOUT_S))
         start_stages.passed("registration")
-        log.info("the start took %s", start_stages.words())
+        log.info("the start took %s", start_stages.describe())
 
     def _wait_for(self, what: str) -> None:
         self._waiting_for = what
@@ -481,7 +484,7 @@ class WorkerProcess:
         return worker_status(self._role, self._roles.former, self._drain, waiting=self._waiting_for)
 
     def _truth(self) -> Entry:
-        """What the statefile should say of this worker now."""
+        """The worker's own part of its statefile entry, as it is now."""
         registration, context = self._role.registration, self._role.context
         return Entry(
             pid=os.getpid(),

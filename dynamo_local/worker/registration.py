@@ -1,8 +1,11 @@
 """A worker's lease in etcd, and the keys that it holds there: from the grant until it is given back.
 
-grant -> the key with the worker's name (whoever wants to revoke the lease finds it there)
--> endpoints -> the component's own keys -> the key that tells the arbiter: ready
--> (a drain) revoked: all keys go with it -> (the drain is taken back) a new lease, and the same keys under it
+1. The lease is granted. The first key has the worker's name, and shows which lease to revoke.
+2. The endpoints' keys follow, those of colocated components among them.
+3. The components' own keys follow.
+4. The ready key comes last. The arbiter waits for it.
+5. A drain revokes the lease, and all keys go with it.
+6. If the drain is taken back, a new lease holds the same keys.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any, Protocol
 from dynamo_local.core.types import Load, instance_key, lease_hex, lease_key, ready_key
 from dynamo_local.errors import EtcdUnavailable, InvalidRequest
 from dynamo_local.ports import KeyValueStore
+from dynamo_local.sdk.context import COLOCATED
 from dynamo_local.sdk.service import DynamoService
 from dynamo_local.system.executors import together
 from dynamo_local.transport.discovery import instance_to_value, make_instance, subject_for
@@ -42,14 +46,15 @@ class Endpoints:
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
-        self._servers: list[EndpointServer] = []
+        self._served: list[tuple[str, EndpointServer]] = []
+        """Component and server: those of colocated components are under the same lease."""
 
     async def serve(
         self, context: Context, service: DynamoService[Any], component: Any, load: Callable[[], Load]
     ) -> None:
-        """Take requests from now on, for the methods of `component` and, if it reports its load, for that.
+        """Take requests for the methods of `component`, and for its load if it reports one.
 
-        Raises `NatsUnavailable`. What is started here is closed by `context`'s stack.
+        Raises `NatsUnavailable`. The stack of `context` closes these endpoints.
         """
         handlers = {name: getattr(component, declared.method) for name, declared in service.endpoints.items()}
         if service.endpoints and context.load_source is not None:
@@ -58,63 +63,87 @@ class Endpoints:
         models |= {name: service.request_model(name) for name in service.endpoints}
         for name, (handler, model) in context.more_endpoints.items():
             handlers[name], models[name] = handler, model
-        for name, handler in handlers.items():
-            server = EndpointServer(
-                context.nats,
-                subject=self._subject(name, context.lease_id),
-                handler=adapted(handler, models[name]),
-                name=name,
-                decode=decoder_of(models[name]),
-            )
+        await self._start(
+            context,
+            self._identity.component,
+            {name: (adapted(handlers[name], models[name]), models[name]) for name in handlers},
+        )
+
+    async def serve_colocated(self, context: Context, service: DynamoService[Any], component: Any) -> None:
+        """The same for a component that runs in this process: others find it in etcd, and call it over NATS."""
+        models = {name: service.request_model(name) for name in service.endpoints}
+        handlers = {name: getattr(component, declared.method) for name, declared in service.endpoints.items()}
+        served = {name: (_within(context, adapted(handlers[name], model)), model) for name, model in models.items()}
+        await self._start(context, service.name, served)
+
+    async def _start(self, context: Context, component: str, handlers: Mapping[str, tuple[Handler, Any]]) -> None:
+        servers = []
+        for name, (handler, model) in handlers.items():
+            subject = self._subject(component, name, context.lease_id)
+            decode = decoder_of(model)
+            server = EndpointServer(context.nats, subject=subject, handler=handler, name=name, decode=decode)
             context.close_with_worker(server.close)
-            self._servers.append(server)
-        await together(*(server.start() for server in self._servers))
+            servers.append(server)
+        self._served += [(component, server) for server in servers]
+        await together(*(server.start() for server in servers))
 
     async def rebind(self, lease_id: int) -> None:
         """Serve the subjects of a new lease instead."""
-        for server in self._servers:
-            await server.rebind(self._subject(server.name, lease_id))
+        for component, server in self._served:
+            await server.rebind(self._subject(component, server.name, lease_id))
 
     def stop_accepting(self, linger_s: float) -> None:
         """Serve what comes within `linger_s`; refuse what comes later."""
-        for server in self._servers:
+        for _component, server in self._served:
             server.stop_accepting(linger_s)
 
     def resume_accepting(self) -> None:
         """The drain was taken back."""
-        for server in self._servers:
+        for _component, server in self._served:
             server.resume_accepting()
 
     def until_idle(self) -> list[Callable[[], Awaitable[None]]]:
         """For each endpoint, a function that returns once its requests have ended."""
-        return [partial(_until_idle, server) for server in self._servers]
+        return [partial(_until_idle, server) for _component, server in self._served]
 
     @property
     def in_flight(self) -> int:
         """Requests whose caller does not have the whole answer yet, over all endpoints."""
-        return sum(server.in_flight for server in self._servers)
+        return sum(server.in_flight for _component, server in self._served)
 
     def in_flight_ids(self) -> list[str]:
         """Their request ids."""
-        return [request_id for server in self._servers for request_id in server.in_flight_ids()]
+        return [request_id for _component, server in self._served for request_id in server.in_flight_ids()]
 
     def keys(self, lease_id: int) -> list[str]:
         """The etcd keys that register the endpoints under a lease."""
-        return [self._key(server.name, lease_id) for server in self._servers]
+        return [self._key(component, server.name, lease_id) for component, server in self._served]
 
     def registrations(self) -> list[tuple[Callable[[int], str], Callable[[int], bytes]]]:
         """For each endpoint, its key and its value in etcd, as functions of the lease."""
-        return [(partial(self._key, server.name), partial(self._value, server.name)) for server in self._servers]
+        return [
+            (partial(self._key, component, server.name), partial(self._value, component, server.name))
+            for component, server in self._served
+        ]
 
-    def _key(self, endpoint: str, lease_id: int) -> str:
-        return instance_key(self._identity.namespace, self._identity.component, endpoint, lease_id)
+    def _key(self, component: str, endpoint: str, lease_id: int) -> str:
+        return instance_key(self._identity.namespace, component, endpoint, lease_id)
 
-    def _value(self, endpoint: str, lease_id: int) -> bytes:
-        identity = self._identity
-        return instance_to_value(make_instance(identity.namespace, identity.component, endpoint, lease_id))
+    def _value(self, component: str, endpoint: str, lease_id: int) -> bytes:
+        return instance_to_value(make_instance(self._identity.namespace, component, endpoint, lease_id))
 
-    def _subject(self, endpoint: str, lease_id: int) -> str:
-        return subject_for(self._identity.namespace, self._identity.component, endpoint, lease_id)
+    def _subject(self, component: str, endpoint: str, lease_id: int) -> str:
+        return subject_for(self._identity.namespace, component, endpoint, lease_id)
+
+
+def _within(context: Context, handler: Handler) -> Handler:
+    """The handler, in the context of its colocated component. A request has a task, and so a set of variables."""
+
+    def bound(payload: Any, request: RequestContext) -> Any:
+        COLOCATED.set(context)
+        return handler(payload, request)
+
+    return bound
 
 
 async def _tell_load(load: Callable[[], Load], _request: Any) -> dict[str, float | None]:
@@ -153,10 +182,10 @@ class Touch(Protocol):
 
 
 class Registration:
-    """What etcd knows of this worker. `on_change` is called whenever that has changed.
+    """The worker's keys in etcd. `on_change` is called after each change.
 
-    `facts` go into the ready key's value; `on_revoked` is called when somebody has revoked the lease; `serves` says
-    whether the worker is ready and does not drain.
+    `facts`: go into the value of the ready key. `on_revoked`: called after somebody revoked the lease. `serves`:
+    whether the worker is ready and not draining.
     """
 
     def __init__(
@@ -220,15 +249,15 @@ class Registration:
         )
         await lease.start()
         self._follow()
-        # The first key is watched, so that a revoke is seen at once also during a long start; and whoever wants
-        # to revoke it finds the lease by the worker's name.
+        # The first key is watched, so a revoke is seen at once even during a long start. The key's name contains the
+        # worker's name, so that a person finds the lease to revoke.
         about = json.dumps({"pid": os.getpid(), "run_id": identity.run_id}).encode()
         await lease.register(self._lease_key, lambda _lease: about)
         self._on_change()
         return lease
 
     async def register_endpoints(self) -> None:
-        """Whoever sees these keys may send a request at once. Raises as `LeaseKeeper.register`."""
+        """Register the endpoints. Requests may come at once. Raises as `LeaseKeeper.register`."""
         assert self._lease is not None
         await self._lease.register_all(self._endpoints.registrations())
 
@@ -283,17 +312,17 @@ class Registration:
                 return
 
     async def give_back(self, timeout_s: float) -> None:
-        """Return once etcd has none of our keys any more. Raises `EtcdUnavailable`; it then expires by itself."""
+        """Return once etcd has none of our keys. Raises `EtcdUnavailable`; then the lease expires later."""
         assert self._lease is not None
         await self._lease.revoke(timeout_s)
         self._given_back, self.ready = True, False
         self._on_change()
 
     async def give_back_failed(self, timeout_s: float, why: str) -> None:
-        """Give the lease back, and record first that this is a failure, and `why`.
+        """Record a failure with its reason, then give the lease back.
 
-        To the arbiter a lease that is given back looks like a drain, and a worker that was drained is not started again
-        (its exit came 15 ms after its key's end).
+        Without the record, the arbiter would take this for a drain and not start the worker again. (The exit came 15 ms
+        after the end of the key.)
         """
         assert self._lease is not None
         if self._was_ready and self.holds_lease:

@@ -1,8 +1,8 @@
 """Entry point of a worker that is a command: `python -S serve_command.py --service-name X`.
 
-The command is started before anything else is even imported, and has a moment for itself before all that we need
-(etcd's and NATS's clients, the statefile) is loaded beside it. Without `site` (-S) Python itself starts in a third of
-the time; what `site` does is done once the command runs. Everything else is as in `serve_dynamo`.
+The command starts before any other import. The clients of etcd and NATS and the statefile are loaded a moment later.
+Without `site` (-S), Python starts in a third of the time. The work of `site` is done once the command runs. The rest is
+as in `serve_dynamo`.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def _worker(target: str, service_name: str) -> WorkerProcess:
     start_stages.passed("graph")
     service = graph.services.get(service_name)
     if service is None:
-        raise ConfigError(f"{target} has no service {service_name!r}; it has: {', '.join(graph.services)}")
+        raise ConfigError(f"{target} has no service {service_name!r}; its services: {', '.join(graph.services)}")
     return WorkerProcess(graph, service, Identity.of(os.environ, service_name))
 
 

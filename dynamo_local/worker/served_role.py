@@ -24,7 +24,7 @@ from dynamo_local.system.executors import together
 from dynamo_local.transport.control import ControlServer
 from dynamo_local.transport.load import LoadPublisher
 from dynamo_local.transport.requests.client import DependencyClient
-from dynamo_local.worker.colocated import Guests
+from dynamo_local.worker.colocated import ColocatedComponents
 from dynamo_local.worker.context import Callback, Connections, Context, Identity
 from dynamo_local.worker.registration import Endpoints, Registration, Touch
 from dynamo_local.worker.startup import dependency_clients, dynamo_context_of, required
@@ -36,11 +36,10 @@ Operations = Mapping[str, Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RoleHost:
-    """What a role needs of its process. `kept` closes what stays when the role changes; `facts` go into a role's
-    ready key.
+    """The process, as a role needs it. `kept`: closes what outlives a change of role. `facts`: go into the ready key.
 
-    `on_change` is called when the statefile's entry is out of date, `on_revoked` and `serves` with the role: somebody
-    has revoked its lease; whether it is the one of now, and takes requests.
+    `on_change()`: the statefile's entry is out of date. `on_revoked(role)`: somebody revoked its lease. `serves(role)`:
+    it is the current role and takes requests.
     """
 
     graph: LoadedGraph
@@ -88,7 +87,7 @@ class ServedRole:
         self.component: Any = None
         self._inherited = inherited
         self._stack = contextlib.AsyncExitStack()
-        self._guests = Guests(host, identity, self.draining, self._stack)
+        self._colocated = ColocatedComponents(host, identity, self.draining, self._stack)
         self._control: ControlServer | None = None
         self._publisher: LoadPublisher | None = None
 
@@ -107,11 +106,14 @@ class ServedRole:
         await self.registration.take_lease(connections.kv, self.host.is_draining)
 
     async def begin(self, connections: Connections) -> list[DependencyClient]:
-        """Make the components, guests first, and run their start hooks; the clients of what must be waited for."""
+        """Make the components, colocated ones first, and run their start hooks.
+
+        Returns the clients of dependencies that must be ready first.
+        """
         lease = self.registration.lease
         assert lease is not None
-        connections = self._guests.around(connections, lease)
-        waited = await self._guests.begin(connections, lease)
+        connections = self._colocated.around(connections, lease)
+        waited = await self._colocated.begin(connections, lease)
         self.context = Context(
             self.identity,
             connections,
@@ -134,7 +136,7 @@ class ServedRole:
         return [*waited, *required(self.service, clients)]
 
     def be_current(self) -> None:
-        """What the process's code asks for its context is told this role's. Nothing before `begin`."""
+        """The role's context becomes the current one of the process. No effect before `begin`."""
         lease = self.registration.lease
         if self.context is not None and lease is not None:
             set_current_context(self.context)
@@ -156,6 +158,7 @@ class ServedRole:
         self._stack.push_async_callback(publisher.close)
         await together(
             self.endpoints.serve(context, self.service, self.component, self.load),
+            *self._colocated.serving(self.endpoints),
             publisher.start(),
             context.answer_planners(),
         )
@@ -164,13 +167,13 @@ class ServedRole:
     async def register(self) -> None:
         """Put all keys but the one that says that it is ready. Raises `EtcdUnavailable`, `LeaseNotFound`."""
         await self.registration.register_endpoints()
-        await self._guests.register_waiting_keys()
+        await self._colocated.register_waiting_keys()
         await self._made.register_waiting_keys()
 
     async def register_ready(self, flush: Callable[[], Awaitable[object]]) -> None:
         """Put the last key, after `flush`. Raises as `register`."""
         await self.registration.register_ready(flush)
-        await self._guests.ready()
+        await self._colocated.ready()
         await self._made.ready()
         endpoints = ", ".join(self.service.endpoints) or "none"
         log.info("ready: lease %s, endpoints %s", lease_hex(self._made.lease_id), endpoints)
@@ -179,12 +182,12 @@ class ServedRole:
         """Let the component go on, if it had been told to stop: not where a drain was taken back early."""
         if self.draining.is_set():
             self.draining.clear()
-            await self._guests.resume()
+            await self._colocated.resume()
             await self._made.resume()
 
     def until_finished(self) -> list[Callback]:
-        """What is to be awaited before it leaves: its components' own work, and its endpoints' requests."""
-        return [*self._made.drain_callbacks(), *self._guests.drain_callbacks(), *self.endpoints.until_idle()]
+        """The work to await before leaving: that of its components, and the requests of its endpoints."""
+        return [*self._made.drain_callbacks(), *self._colocated.drain_callbacks(), *self.endpoints.until_idle()]
 
     # --- going -----------------------------------------------------------------------------------
 
@@ -204,7 +207,7 @@ class ServedRole:
         if self.component is not None:
             for hook in self.service.on_shutdown:
                 await bounded(f"the shutdown hook {hook}", _call_hook(self.component, hook))
-        await self._guests.run_hooks(bounded)
+        await self._colocated.run_hooks(bounded)
 
     async def close(self) -> None:
         """Close what the component opened, the lease last."""
@@ -213,12 +216,12 @@ class ServedRole:
     # --- what others may ask -----------------------------------------------------------------------
 
     def load(self) -> Load:
-        """Of its engine; else how many requests it serves."""
+        """The engine's load. Without an engine: the number of requests."""
         source = self.context.load_source if self.context is not None else None
         return source() if source is not None else Load(request_active_slots=self.endpoints.in_flight)
 
     def work(self) -> Work:
-        """What the component has in hand, the requests of its endpoints among it."""
+        """The component's unfinished work, its endpoints' requests included."""
         work = Work() if self.context is None else self.context.work_source()
         return Work((*self.endpoints.in_flight_ids(), *work.requests), work.pulled, work.unnamed)
 

@@ -1,10 +1,10 @@
-"""A worker on standby: out of routing and asleep, or on its way there or back, as the last order says.
+"""A worker on standby: out of routing and asleep, or on its way there or back. The last order decides.
 
     READY --sleep--> FALLING_ASLEEP --streams ended, engine asleep--> SLEEPING --wake--> WAKING --> READY
                        \\--wake-------------------------------------------------------->/
 
-Orders are numbered: one that was taken already changes nothing, so that whoever does not know whether it arrived sends
-it again. What was carried out is told in the ready key. The lease, and with it the worker's life, goes on.
+Orders are numbered. An order that was received before changes nothing, so the arbiter may send it again. The ready key
+names the last order that was carried out. The worker keeps its lease.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RETRY_S = 0.2
 
 
 class StandbySteps(Protocol):
-    """What an order does, implemented by the worker process."""
+    """The actions of an order. The worker process implements them."""
 
     async def withdraw(self) -> None:
         """Return when nobody finds the worker any more. Raises `EtcdUnavailable`, `LeaseNotFound`."""
@@ -158,7 +158,7 @@ class Sleeping:
             stages.passed("keys")
         await self._carried_out(order)
         stages.passed("ready key")
-        log.info("awake after %s", stages.words(3))
+        log.info("awake after %s", stages.describe(3))
 
     async def _carried_out(self, order: int) -> None:
         self.done = order
@@ -174,8 +174,7 @@ class Sleeping:
                 await asyncio.sleep(RETRY_S)
 
 
-# --- standby_facts
-# What a worker says about standby in its ready key: `core.fleet.fleet.StandbyFacts`, as JSON.
+# --- The standby facts in the ready key: `core.fleet.fleet.StandbyFacts` as JSON
 
 
 def standby_facts(identity: Identity, context: Context, sleeping: Sleeping) -> dict[str, Any]:

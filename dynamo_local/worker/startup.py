@@ -1,4 +1,4 @@
-"""What a worker needs before its component can start: connections, and clients of what it depends on."""
+"""The start of a worker before its component: connections, and clients of its dependencies."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def required(service: DynamoService[Any], clients: Mapping[str, DependencyClient
 
 
 def dynamo_context_of(context: Context, service: DynamoService[Any], lease: LeaseKeeper) -> dict[str, Any]:
-    """What Dynamo's graphs expect to find in `dynamo_context`."""
+    """The entries that Dynamo's graphs expect in `dynamo_context`."""
     return {
         "runtime": context,
         "component": context.component,

@@ -12,9 +12,8 @@ import os
 import sys
 
 from dynamo_local.errors import DynamoError, UnknownWorker
+from dynamo_local.state import State, load
 from dynamo_local.state.raw import statefile_path
-from dynamo_local.state.schema import State
-from dynamo_local.state.store import load
 from dynamo_local.transport.access import EtcdAccess, run_environment
 from dynamo_local.transport.etcd import EtcdStore
 

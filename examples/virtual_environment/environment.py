@@ -13,9 +13,8 @@ import argparse
 import asyncio
 import sys
 
-from dynamo_local.core.virtual import PlannerDecision
 from dynamo_local.errors import DynamoError
-from dynamo_local.virtual import VirtualConnectorClient
+from dynamo_local.virtual import PlannerDecision, VirtualConnectorClient
 
 TRY_AGAIN_S = 10.0
 

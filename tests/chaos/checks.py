@@ -1,4 +1,4 @@
-"""What must hold at every moment of a chaos run, read from outside: the statefile, /proc, the event log."""
+"""Conditions that hold at every moment of a chaos run, read from outside: the statefile, /proc, the event log."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ def process_faults(paths: Paths) -> list[str]:
 
 
 def _asleep(statefile: Path) -> set[int]:
-    """Pids of workers that sleep."""
     try:
         entries = load(statefile).components.values()
     except StateError:  # `statefile_faults` says so
@@ -65,7 +64,7 @@ def _devices(pid: int) -> list[str]:
 
 
 def unexplained(records: Iterable[Mapping[str, Any]], hurt: set[int], outage: Callable[[float], bool]) -> list[str]:
-    """Of the event log: processes that ended although nobody ordered it and we did not hurt them, and worse.
+    """Processes that the event log shows to end without an order and without a fault of ours, and worse.
 
     `outage` says whether something that a start needs (etcd, NATS, room, descriptors) was missing at a time (seconds
     since 1970): a start may fail of that.

@@ -1,4 +1,4 @@
-"""What a chaos run broke, whom it hits, and when that is whole again."""
+"""Faults of a chaos run: their victims, and when all is whole again."""
 
 from __future__ import annotations
 

@@ -37,13 +37,12 @@ class Attempt:
 
     @property
     def retryable(self) -> bool:
-        """The error itself says so."""
         return self.code not in (None, "connection") and from_wire({"code": self.code, "message": self.why}).retryable
 
 
 @dataclass(slots=True)
 class Tally:
-    """What became of all requests. `saved` are those that a retry made right; `codes` counts first failures."""
+    """The outcome of all requests. `saved` are those that a retry made right; `codes` counts first failures."""
 
     right: int = 0
     saved: int = 0
@@ -56,7 +55,6 @@ class Tally:
 
 
 async def attempt(port: int, ask: Ask, oracle: Oracle) -> Attempt:
-    """Send one request, once."""
     began_s = time.monotonic()
     loop, request = asyncio.get_running_loop(), http_request(ask)
     try:
@@ -92,11 +90,7 @@ class Clients:
     """Sends the trace's requests when they are due, until `stop`."""
 
     def __init__(
-        self,
-        port: int,
-        excused: Callable[[Attempt], bool],
-        calm: Callable[[], Awaitable[None]],
-        tally: Tally,
+        self, port: int, excused: Callable[[Attempt], bool], calm: Callable[[], Awaitable[None]], tally: Tally
     ) -> None:
         self._port = port
         self._excused = excused
@@ -107,11 +101,9 @@ class Clients:
         self._retries = asyncio.Semaphore(RETRIES_AT_ONCE)
 
     def stop(self) -> None:
-        """Send no more; those under way go on."""
         self._stopped.set()
 
     async def run(self) -> None:
-        """Until stopped, and every answer is there."""
         begin_s = time.monotonic()
         async with asyncio.TaskGroup() as group:
             for number, ask in enumerate(asks(conversation().rows, speed=1.0, thinning=1, answer_max=ANSWER_MAX)):

@@ -1,4 +1,4 @@
-"""What a chaos run does, when: a pure function of its seed and its length, so that a seed replays the same plan.
+"""The plan of a chaos run: a pure function of its seed and its length, so that a seed replays the same plan.
 
 Rounds of a *storm*, in which things are killed and stopped beside commands, and a *calm*, in which there are commands
 alone: there nothing at all may fail. Which worker an action hits is drawn too (`unit`), among those there are then.
@@ -25,7 +25,7 @@ LONG_S = 300.0
 
 
 class Kind(StrEnum):
-    """What is done."""
+    """The kinds of action."""
 
     KILL = "kill -9 of a worker"
     STOP = "SIGSTOP, later SIGCONT"

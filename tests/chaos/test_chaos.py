@@ -36,7 +36,7 @@ SPARE_S = 300.0
 """For the start, the end, and whatever takes its full bound on the way."""
 SHOWN = 20
 DISK_BYTES = 64 * 1024 * 1024
-"""Of the disk with the statefile and the logs: more than an hour writes, little enough to be filled in a moment."""
+"""The disk with the statefile and the logs: more than an hour writes, little enough to be filled in a moment."""
 WORDS = (
     *(f"--{name}.ServiceArgs.workers={count}" for name, count in BASE.items()),
     *(f"--{name}.ServiceArgs.standby=0" for name in (DECODE, PREFILL)),  # each may be put to sleep
@@ -53,7 +53,6 @@ WORDS = (
 
 @pytest.mark.timeout(SECONDS + SPARE_S)
 async def test_nothing_is_lost_that_a_retry_could_save(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Kills, stops, dead etcd and NATS, dead arbiters and commands, from a seed; every answer is held to the oracle."""
     plan = make_plan(SEED, SECONDS)
     with capsys.disabled():
         print(f"\nchaos: DYN_CHAOS_SEED={SEED} DYN_CHAOS_SECONDS={SECONDS:g}, {len(plan)} actions", flush=True)
@@ -87,7 +86,6 @@ async def test_nothing_is_lost_that_a_retry_could_save(capsys: pytest.CaptureFix
 
 
 def test_a_seed_replays_its_plan_and_every_kind_of_action_is_in_it() -> None:
-    """Without this a failing seed would tell nothing."""
     for seed in range(20):
         plan = make_plan(seed, 120)
         assert plan == make_plan(seed, 120) != make_plan(seed + 1, 120)

@@ -61,8 +61,6 @@ class Chaos:
         self._arbiter_pid = int(served.status()["arbiter_pid"])
         self._tasks: set[asyncio.Task[None]] = set()
 
-    # --- what is broken ------------------------------------------------------------------------
-
     def excused(self, found: Attempt) -> bool:
         """A failure while something was broken, of a kind that a retry can save."""
         frontend = any("Frontend" in fault.what for fault in self._during(found))
@@ -94,7 +92,6 @@ class Chaos:
             await asyncio.sleep(LOOK_EVERY_S)
 
     def broken(self) -> list[str]:
-        """What we broke and what has not healed yet."""
         return [fault.what for fault in self.faults if fault.ended_s is None]
 
     def _break(self, what: str, healed: Callable[[Status], bool], *, excuses: bool = True) -> None:
@@ -110,11 +107,8 @@ class Chaos:
         finally:
             over.append(True)
 
-    # --- watching ------------------------------------------------------------------------------
-
     @property
     def watches(self) -> tuple[Callable[[], Awaitable[None]], ...]:
-        """All that is to run beside the plan."""
         return (self.watch_statefile, self.watch_processes, self.watch_status)
 
     async def guarded(self, watch: Callable[[], Awaitable[None]]) -> None:
@@ -125,13 +119,11 @@ class Chaos:
             self._wrong([f"{watch}: {type(error).__name__}: {error}"])
 
     async def watch_statefile(self) -> None:
-        """Until cancelled."""
         while True:
             self._wrong(await asyncio.to_thread(statefile_faults, self.served.paths.statefile))
             await asyncio.sleep(STATEFILE_EVERY_S)
 
     async def watch_processes(self) -> None:
-        """Until cancelled."""
         while True:
             self._wrong(await asyncio.to_thread(process_faults, self.served.paths))
             await asyncio.sleep(PROCESSES_EVERY_S)
@@ -166,11 +158,8 @@ class Chaos:
         return f"{time.monotonic() - self._begin_s:7.2f} s"
 
     def note(self, what: str) -> None:
-        """Into the story."""
         self.story.append(f"{self._now()} ({time.strftime('%H:%M:%S')}) {what}")
         print(self.story[-1], file=sys.__stdout__, flush=True)
-
-    # --- doing ---------------------------------------------------------------------------------
 
     async def carry_out(self, plan: tuple[Action, ...]) -> None:
         """Each action when it is due; none waits for the end of those before, but all for an adoption."""
@@ -299,7 +288,6 @@ class Chaos:
                 await asyncio.to_thread(during, full_disk(self._disk), seconds)
 
     async def _alone(self, action: Action, status: Status) -> None:
-        """What keeps the arbiter from answering."""
         if action.kind is Kind.ADOPT:
             async with self._room:  # an adoption that cannot write is refused, rightly
                 await self._adopt(status)
@@ -344,8 +332,6 @@ class Chaos:
         self._arbiter_pid = (await self.status())["arbiter_pid"]
         self.note(f"  adopted by {self._arbiter_pid}")
 
-    # --- the end -------------------------------------------------------------------------------
-
     async def settle(self) -> None:
         """Back to the numbers of the start: every worker ready, within a bound."""
         await self.calm()
@@ -380,7 +366,6 @@ class Chaos:
                 await self._ask("drain", name=name)
 
     def last_events(self, count: int = 60) -> list[str]:
-        """Of the event log, in short."""
         return [
             f"{time.strftime('%H:%M:%S', time.localtime(r['time']))} {r['seq']} {r['watcher_name']} {r['event']} "
             f"{r['from']}->{r['to']} {r['stimulus_id']}"

@@ -27,7 +27,5 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(scope="session")
 def graph() -> Iterator[Served]:
-    """It runs for all of them."""
-    with Served("--VllmWorker.max-local-prefill-length=16") as served:
-        served.start()
+    with Served("--VllmWorker.max-local-prefill-length=16").started() as served:
         yield served

@@ -31,7 +31,7 @@ OFFLINE = {
 
 
 def profiled(graph: Served, folder: Path, *words: str) -> dict[str, Any]:
-    """What `aiperf profile` reports of so many requests, of exactly so many tokens each."""
+    """The report of `aiperf profile` about so many requests, of exactly so many tokens each."""
     asked = {
         "model": MODEL,
         "url": graph.url,
@@ -67,9 +67,7 @@ def profiled(graph: Served, folder: Path, *words: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
-    [("chat", ["--streaming"]), ("completions", [])],
-    ids=["a chat, streamed", "a completion, whole"],
+    ("kind", "words"), [("chat", ["--streaming"]), ("completions", [])], ids=["a chat, streamed", "a completion, whole"]
 )
 def test_aiperf_loses_no_request_and_counts_every_token(
     graph: Served, tmp_path: Path, kind: str, words: list[str]

@@ -33,7 +33,6 @@ TOOL: Any = {"type": "function", "function": {"name": "Weather", "parameters": W
 
 @pytest.fixture(scope="session")
 def llm(graph: Served) -> ChatOpenAI:
-    """LangChain's."""
     return ChatOpenAI(model=MODEL, base_url=f"{graph.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 

@@ -1,6 +1,6 @@
-"""The parties of the `Effects` contract: the fake of the unit tests, the arbiter's own on a simulated host, the twin's.
+"""The parties of the `EffectRunner` contract: the tests' fake, the arbiter's own on a simulated host, the simulator's.
 
-Each has one decode worker that serves, and can be told to let things go on. `journal` says in which order the shell
+Each has one ready decode worker, and can be told to let things go on. `journal` says in which order the controller
 asked for what, and when it heard that it was done.
 """
 
@@ -15,12 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from dynamo_local.arbiter.controller import Shell
-from dynamo_local.arbiter.effects import Act, Done, Effects
-from dynamo_local.core.fleet.effects import Commit, Instruction, words
-from dynamo_local.core.fleet.events import Scale, Stimulus
+from dynamo_local.arbiter.controller import FleetController
+from dynamo_local.arbiter.effects import Act, Done, EffectRunner
+from dynamo_local.core.fleet.effects import Commit, Effect, describe
+from dynamo_local.core.fleet.events import Change, Event, Scale
 from dynamo_local.core.fleet.fleet import Fleet, Worker
-from dynamo_local.core.fleet.scaling import Change
 from dynamo_local.core.gpus import GpuLedger
 from dynamo_local.simulator.fleet import VirtualFleet
 from dynamo_local.simulator.process import Agenda, What
@@ -41,12 +40,12 @@ class EffectsWorld(Protocol):
     """`acts_take_time`: an act is under way for a while, so that its order can be seen."""
 
     acts_take_time: bool
-    shell: Shell
-    effects: Effects
+    controller: FleetController
+    effects: EffectRunner
     journal: list[str]
 
     def now_s(self) -> float:
-        """The shell's time."""
+        """The controller's time."""
         ...
 
     async def advance(self, seconds: float) -> None:
@@ -66,29 +65,27 @@ class EffectsWorld(Protocol):
         ...
 
     def leaves_unheard(self, name: str) -> None:
-        """Its lease is revoked from outside and it leaves; the shell hears of its exit first."""
+        """Its lease is revoked from outside and it leaves; the controller hears of its exit first."""
         ...
 
 
 def change(count: int) -> Scale:
     """`dynamo scale VllmWorker`"""
-    return Scale(stimulus_id="test", component=COMPONENT, change=Change(count, relative=True), force=True)
+    return Scale(stimulus_id="test", component=COMPONENT, target=Change(count, relative=True), force=True)
 
 
 class Recorder:
-    """Notes what a shell asks of its effects. `on_begin` is called before each act begins."""
+    """Notes what a controller asks of its effects. `on_begin` is called before each act begins."""
 
-    def __init__(self, shell: Shell, effects: Any) -> None:
+    def __init__(self, controller: FleetController, effects: Any) -> None:
         self.journal: list[str] = []
         self.states: dict[str, str] = {}
         self.on_begin: Callable[[Act], None] = lambda act: None
-        self._commit, self._begin, self._tick = effects.commit, effects.begin, shell.tick
-        effects.commit, effects.begin, shell.tick = self.commit, self.begin, self.tick  # type: ignore[method-assign]
+        self._commit, self._begin, self._tick = effects.commit, effects.begin, controller.tick
+        effects.commit, effects.begin, controller.tick = self.commit, self.begin, self.tick  # type: ignore[method-assign]
 
-    def commit(
-        self, commit: Commit, fleet: Fleet, instructions: Sequence[Instruction], then: Callable[[], None]
-    ) -> None:
-        """See `Effects`."""
+    def commit(self, commit: Commit, fleet: Fleet, instructions: Sequence[Effect], then: Callable[[], None]) -> None:
+        """See `EffectRunner`."""
         names = ", ".join(commit.names)
         self.journal.append(f"commit {names}".strip())
 
@@ -102,19 +99,19 @@ class Recorder:
         self._commit(commit, fleet, instructions, written)
 
     def begin(self, act: Act, worker: Worker | None, done: Done) -> None:
-        """See `Effects`."""
-        what = f"{words(act).split()[0]} {getattr(act, 'name', '')}".strip()
+        """See `EffectRunner`."""
+        what = f"{describe(act).split()[0]} {getattr(act, 'name', '')}".strip()
         self.journal.append(f"begin {what}")
         self.on_begin(act)
 
-        def ended(seen: Stimulus | None) -> None:
+        def ended(seen: Event | None) -> None:
             self.journal.append(f"end {what}")
             done(seen)
 
         self._begin(act, worker, ended)
 
     def tick(self) -> None:
-        """The shell is woken."""
+        """The controller is woken."""
         self.journal.append("tick")
         self._tick()
 
@@ -127,11 +124,11 @@ class FakeWorld:
     def __init__(self) -> None:
         ledger = GpuLedger.of(SimInventory(4).sample())
         self.world = MachineWorld(Fleet("dynamo", (DECODE,), gpus=ledger))
-        self.effects, self.shell = self.world.effects, self.world.shell
-        self.shell.feed(change(1))
+        self.effects, self.controller = self.world.effects, self.world.controller
+        self.controller.feed(change(1))
         for _ in range(5):
             self.world.settle()
-        self.recorder = Recorder(self.shell, self.effects)
+        self.recorder = Recorder(self.controller, self.effects)
         self.journal = self.recorder.journal
         self.effects.wakes.clear()
 
@@ -146,7 +143,7 @@ class FakeWorld:
             self.effects.wakes = [at_s for at_s in self.effects.wakes if at_s > end_s]
             for at_s in sorted(due):
                 self.world.clock.at_s = max(self.now_s(), at_s)
-                self.shell.tick()
+                self.controller.tick()
                 self.world.settle()
         self.world.clock.at_s = end_s
 
@@ -157,10 +154,10 @@ class FakeWorld:
         return self.recorder.states.get(name)
 
     def hang(self, name: str) -> None:
-        self.world.procs[self.shell.fleet.workers[name].pid or 0].hung = True
+        self.world.procs[self.controller.fleet.workers[name].pid or 0].hung = True
 
     def leaves_unheard(self, name: str) -> None:
-        proc = self.world.procs[self.shell.fleet.workers[name].pid or 0]
+        proc = self.world.procs[self.controller.fleet.workers[name].pid or 0]
         self.world.revoke(proc.lease)
         self.world.news.clear()
         self.world.end(proc, 0)
@@ -176,15 +173,15 @@ class HostWorld:
         spec = graph(1, 0, big=False)
         self._others = GpuLocks(folder)
         self.arbiter = Arbiter(self.world, spec, "run-1", locks=GpuLocks(folder))
-        self.effects, self.shell = self.arbiter.effects, self.arbiter.shell
-        self.recorder = Recorder(self.shell, self.effects)
+        self.effects, self.controller = self.arbiter.effects, self.arbiter.controller
+        self.recorder = Recorder(self.controller, self.effects)
         self.journal = self.recorder.journal
 
     async def start(self) -> None:
         """Until everybody serves."""
         await self.arbiter.foreground(self.arbiter.start())
         await self.advance(5.0)
-        assert all(worker.ready for worker in self.shell.fleet.workers.values())
+        assert all(worker.ready for worker in self.controller.fleet.workers.values())
         self.journal.clear()
 
     async def close(self) -> None:
@@ -212,10 +209,10 @@ class HostWorld:
         return None if entry is None else str(entry.state)
 
     def hang(self, name: str) -> None:
-        self.world.processes[self.shell.fleet.workers[name].pid or 0].signal(signal.SIGSTOP)
+        self.world.processes[self.controller.fleet.workers[name].pid or 0].signal(signal.SIGSTOP)
 
     def leaves_unheard(self, name: str) -> None:
-        process = self.world.processes[self.shell.fleet.workers[name].pid or 0]
+        process = self.world.processes[self.controller.fleet.workers[name].pid or 0]
         etcd = self.world.etcd
         etcd.available = False
         etcd.advance(20.0)  # all leases end, its own too; the other worker registers again
@@ -234,8 +231,8 @@ class TwinWorld:
         make = Simulation(twin, [], perf=PERF).flow.make_process
         self._now_s = 0.0
         self.effects = VirtualFleet(twin, self._agenda, make, 0.0)
-        self.shell = self.effects.shell
-        self.recorder = Recorder(self.shell, self.effects)
+        self.controller = self.effects.controller
+        self.recorder = Recorder(self.controller, self.effects)
         self.journal = self.recorder.journal
 
     def now_s(self) -> float:

@@ -1,4 +1,4 @@
-"""What every `ports.Engine` must do: one suite for the simulated engine and for vLLM.
+"""The contract of `ports.Engine`: one suite for the simulated engine and for vLLM.
 
 A subclass gives the fixture `engine`: a started one that takes prompts of `PROMPT` and has nothing else to do.
 """
@@ -20,7 +20,6 @@ TIMEOUT_S = 30.0
 
 
 def request(name: str, max_tokens: int = 8, **more: object) -> EngineRequest:
-    """Greedy, and of exactly `max_tokens`."""
     return EngineRequest(name, PROMPT, SamplingParams(max_tokens, temperature=0.0, ignore_eos=True), **more)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""What every engine that sleeps must do, and what `EngineStandby` must find out about one that does it wrong.
+"""The contract of engines that sleep, and the faults of one that `EngineStandby` must find.
 
 A subclass gives the fixture `engine`: started, with nothing to do, and `CanSleep`.
 """

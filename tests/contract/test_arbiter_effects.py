@@ -33,9 +33,9 @@ def test_a_full_disk_stops_nobody(host: tuple[Run, HostWorld]) -> None:
 
     async def test() -> None:
         world.world.file.full = True
-        world.shell.feed(change(1))
+        world.controller.feed(change(1))
         await world.advance(5.0)
-        assert world.shell.fleet.workers[name(1)].ready
+        assert world.controller.fleet.workers[name(1)].ready
         assert any("No space left" in line for line in world.world.story)
         world.world.file.full = False
         await world.advance(5.0)
@@ -52,33 +52,33 @@ def test_where_nobody_can_tell_it_has_crashed(host: tuple[Run, HostWorld]) -> No
         world.world.etcd.available = False
         world.world.exits(process, 0)
         await world.advance(4.0)
-        assert world.shell.fleet.workers[name()].ready, "etcd is still asked"
+        assert world.controller.fleet.workers[name()].ready, "etcd is still asked"
         await world.advance(2.0)
-        assert world.shell.fleet.workers[name()].state is WorkerState.BACKING_OFF
+        assert world.controller.fleet.workers[name()].state is WorkerState.BACKING_OFF
         world.world.etcd.available = True
         await world.advance(15.0)
-        assert world.shell.fleet.workers[name()].ready
+        assert world.controller.fleet.workers[name()].ready
 
     run(test())
 
 
 def test_a_driver_that_fails_is_seen_as_stale_and_not_as_a_host_without_gpus(host: tuple[Run, HostWorld]) -> None:
     run, world = host
-    devices = world.shell.fleet.gpus.devices
+    devices = world.controller.fleet.gpus.devices
 
     def fails() -> Any:
         raise GpuError("the driver was reset")
 
     async def test() -> None:
         world.world.gpus.sample = fails  # type: ignore[method-assign]
-        heard: list[st.Stimulus | None] = []
+        heard: list[st.Event | None] = []
         world.effects.begin(ins.LookAtGpus(), None, heard.append)
         await world.advance(1.0)
         (seen,) = heard
         assert isinstance(seen, st.GpusSeen)
         assert "the driver was reset" in (seen.stale or "")
-        world.shell.feed(seen)
-        assert (world.shell.fleet.gpus.devices, world.shell.fleet.gpus.taken) == (devices, {})
+        world.controller.feed(seen)
+        assert (world.controller.fleet.gpus.devices, world.controller.fleet.gpus.taken) == (devices, {})
 
     run(test())
 
@@ -89,11 +89,11 @@ def test_a_start_that_fails_as_nobody_thought_of_is_a_refused_start(host: tuple[
     world.world.refusals.append(KeyError(name(1)))  # type: ignore[arg-type]
 
     async def test() -> None:
-        world.shell.feed(change(1))
+        world.controller.feed(change(1))
         await world.advance(0.5)
-        assert world.shell.fleet.workers[name(1)].state is WorkerState.BACKING_OFF
+        assert world.controller.fleet.workers[name(1)].state is WorkerState.BACKING_OFF
         await world.advance(10.0)
-        assert world.shell.fleet.workers[name(1)].ready
+        assert world.controller.fleet.workers[name(1)].ready
 
     run(test())
     assert any("Spawn failed: KeyError" in line for line in world.world.story)
@@ -106,20 +106,20 @@ def test_a_start_that_does_not_return_is_refused_and_what_appears_late_is_ended(
     world.world.spawn_s = 2 * START_DEADLINE_S
 
     async def test() -> None:
-        world.shell.feed(change(1))
+        world.controller.feed(change(1))
         await world.advance(START_DEADLINE_S + 0.5)
-        worker = world.shell.fleet.workers[name(1)]
-        assert (worker.state, worker.spawning) == (WorkerState.BACKING_OFF, False)
+        worker = world.controller.fleet.workers[name(1)]
+        assert (worker.state, worker.start.spawning) == (WorkerState.BACKING_OFF, False)
         assert f"its process was not there within {START_DEADLINE_S:g} s" in (worker.reason or "")
         world.world.spawn_s = 0.003
         await world.advance(START_DEADLINE_S - 2.0)
-        assert world.shell.fleet.workers[name(1)].state is WorkerState.STARTING, "it waits for the first"
+        assert world.controller.fleet.workers[name(1)].state is WorkerState.STARTING, "it waits for the first"
         await world.advance(10.0)
-        assert world.shell.fleet.workers[name(1)].ready
+        assert world.controller.fleet.workers[name(1)].ready
 
     run(test())
     late, made = [each for each in world.world.processes.values() if each.name == name(1)]
-    assert (late.alive, late.serves, made.pid) == (False, False, world.shell.fleet.workers[name(1)].pid)
+    assert (late.alive, late.serves, made.pid) == (False, False, world.controller.fleet.workers[name(1)].pid)
     assert any("appeared more than" in line for line in world.world.story)
 
 
@@ -128,9 +128,9 @@ def test_a_start_that_never_returns_fails_again_and_again(host: tuple[Run, HostW
     world.world.spawn_s = 1e9
 
     async def test() -> None:
-        world.shell.feed(change(1))
+        world.controller.feed(change(1))
         await world.advance(600.0)
-        worker = world.shell.fleet.workers[name(1)]
+        worker = world.controller.fleet.workers[name(1)]
         assert (worker.state, worker.gpus) == (WorkerState.FAULTED, ())
         assert "an earlier start of it had not come back" in (worker.reason or "")
 
@@ -146,8 +146,8 @@ def test_a_worker_that_answers_nonsense_past_its_deadline_is_ended(host: tuple[R
 
     async def test() -> None:
         world.effects.asks.control = nonsense  # type: ignore[method-assign]
-        worker = world.shell.fleet.workers[name()]
-        heard: list[st.Stimulus | None] = []
+        worker = world.controller.fleet.workers[name()]
+        heard: list[st.Event | None] = []
         world.effects.begin(ins.CountRequests(name(), worker.pid or 0), worker, heard.append)
         await world.advance(1.0)
         (seen,) = heard

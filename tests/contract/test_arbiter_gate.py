@@ -39,7 +39,6 @@ class Bare:
         )
 
     def connect(self, stack: ExitStack, name: str) -> None:
-        """Somebody who connects, and says nothing."""
         sock = stack.enter_context(socket.socket(socket.AF_UNIX))
         sock.settimeout(5.0)
         sock.connect(str(self.folder / name))
@@ -68,7 +67,6 @@ def bare(short_folder: Path) -> Iterator[Bare]:
 @pytest.mark.parametrize("more", range(4))
 @pytest.mark.parametrize("name", ["ctl.sock", "pub.sock"])
 def test_it_lives_without_descriptors_and_answers_when_it_has_some(bare: Bare, name: str, more: int) -> None:
-    """Also to who has waited since then. Whichever of a connection's descriptors is the one that is not there."""
     assert bare.answers()
     bare.limit(more)
     with ExitStack() as connections:

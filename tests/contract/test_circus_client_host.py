@@ -1,4 +1,4 @@
-"""What is a stock circusd's alone: its one slot, its own commands for our watchers, its death, its silence."""
+"""Properties of a stock circusd alone, for instance its one slot for commands."""
 
 from __future__ import annotations
 
@@ -56,18 +56,15 @@ class Harness:
         self.host.on_exit = lambda *exit_: self.exits.put_nowait(exit_)
 
     async def start(self, name: str, **env: str) -> int:
-        """A process that runs."""
         spec = ProcessSpec(
             name, RUNS, env=env, cwd="/", log_file=self.folder / f"{name}.log", death_signal=signal.SIGKILL
         )
         return await self.host.start_process(spec)
 
     async def ask(self, command: str, **properties: Any) -> dict[str, Any]:
-        """As circusctl, off the loop."""
         return await asyncio.to_thread(self.circusd.ask, command, **properties)
 
     async def end(self, name: str, pid: int) -> None:
-        """Kill it, and drop its watcher."""
         os.kill(pid, signal.SIGKILL)
         assert (await asyncio.wait_for(self.exits.get(), 5))[:2] == (name, pid)
         await self.host.forget(name)
@@ -75,7 +72,6 @@ class Harness:
 
 @pytest.fixture
 async def harness(circusd: StockCircusd) -> AsyncIterator[Harness]:
-    """Started; ends what it still runs."""
     with tempfile.TemporaryDirectory(prefix="ch-") as folder:
         harness = Harness(circusd, Path(folder))
         await harness.host.start()
@@ -92,13 +88,11 @@ async def harness(circusd: StockCircusd) -> AsyncIterator[Harness]:
 
 
 def ignores(pid: int, signum: int) -> bool:
-    """Whether that process has said so to the kernel."""
     ignored = Path(f"/proc/{pid}/status").read_text().partition("SigIgn:")[2].split()[0]
     return bool(int(ignored, 16) >> signum - 1 & 1)
 
 
 async def stop_stubborn(harness: Harness) -> None:
-    """Somebody's slow stop begins."""
     await harness.ask("start", name="stubborn", waiting=True)
     (pid,) = harness.circusd.pids("stubborn")
     await eventually(lambda: ignores(pid, signal.SIGTERM))
@@ -109,7 +103,7 @@ async def stop_stubborn(harness: Harness) -> None:
 
 @pytest.mark.timing
 async def test_a_start_waits_out_somebody_elses_slow_stop(harness: Harness) -> None:
-    """Lesson 13: circusd refuses `add` while any stop runs. It is tried again, and the delay is what the docs say."""
+    """circusd refuses `add` while any stop runs."""
     await stop_stubborn(harness)
     began_s = time.monotonic()
     pid = await harness.start("ns_A")
@@ -133,7 +127,6 @@ async def test_a_start_gives_up_at_its_bound_and_names_the_reason(
 @pytest.mark.timing
 @pytest.mark.full
 async def test_an_exit_is_noticed_while_circusd_is_busy(harness: Harness) -> None:
-    """circusd itself neither notices nor collects meanwhile: the code is still there to be read."""
     pid = await harness.start("ns_A")
     await stop_stubborn(harness)
     killed_s = time.monotonic()
@@ -165,7 +158,6 @@ async def test_a_removal_that_circusd_refuses_goes_on_in_the_background(
 @pytest.mark.full
 @pytest.mark.parametrize("command", ["start", "restart", "incr", "reload"])
 async def test_nobody_starts_a_second_copy_behind_our_back(harness: Harness, command: str) -> None:
-    """Lesson 20: a ticket is good for one start. What circusd starts by itself ends at once, and says why."""
     pid = await harness.start("ns_A")
     os.kill(pid, signal.SIGKILL)
     await asyncio.wait_for(harness.exits.get(), 5)
@@ -182,7 +174,6 @@ async def test_nobody_starts_a_second_copy_behind_our_back(harness: Harness, com
 
 @pytest.mark.full
 async def test_a_second_process_of_a_live_worker_ends_at_once(harness: Harness) -> None:
-    """`circusctl reload NAME` starts the new one before it stops the old one, which SIGCONT does not hurt."""
     pid = await harness.start("ns_A")
     done = await asyncio.to_thread(
         subprocess.run,
@@ -199,7 +190,6 @@ async def test_a_second_process_of_a_live_worker_ends_at_once(harness: Harness) 
 
 
 async def test_circusds_stop_signal_does_not_cut_what_streams(harness: Harness) -> None:
-    """`quit` and `stop` would SIGTERM all at once: the supervisor has an order, and hears of it by an event."""
     pid = await harness.start("ns_A")
     assert (await harness.ask("stop", name="ns_A"))["status"] == "ok"
     await asyncio.sleep(0.3)
@@ -213,7 +203,7 @@ async def test_circusds_stop_signal_does_not_cut_what_streams(harness: Harness) 
 
 @pytest.mark.full
 async def test_circusd_never_sees_the_environment(harness: Harness) -> None:
-    """Lesson 11: `circusctl options` and `ps` print what circusd was told, to whoever reaches its endpoint."""
+    """`circusctl options` and `ps` print what circusd was told, to anybody who reaches its endpoint."""
     pid = await harness.start("ns_A", SECRET_TOKEN="hush")
     assert b"SECRET_TOKEN=hush" in Path(f"/proc/{pid}/environ").read_bytes()
     options = await harness.ask("options", name="ns_A")
@@ -270,7 +260,7 @@ async def test_what_a_killed_plugin_left_can_be_taken_back(harness: Harness) -> 
 
 @pytest.mark.full
 async def test_workers_end_with_a_killed_circusd() -> None:
-    """Lesson 3: circus itself would leave them to pid 1, with their VRAM."""
+    """circus itself would leave them to pid 1, with their VRAM."""
     with (
         tempfile.TemporaryDirectory(prefix="ck-") as folder,
         StockCircusd(Path(folder), "[watcher:other]\ncmd = sleep 600\n") as circusd,
@@ -304,7 +294,6 @@ async def test_a_hundred_calls_at_once_get_their_own_answers(circusd: StockCircu
 
 @pytest.mark.full
 async def test_refusals_are_told_apart(harness: Harness) -> None:
-    """Busy is tried again; everything else is an answer."""
     client = harness.host.circusd
     with pytest.raises(CircusdError, match="not found") as unknown:
         await client.call("options", name="nobody")

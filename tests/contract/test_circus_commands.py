@@ -16,6 +16,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from dynamo_local.core.fleet.events import Change, Scale, VictimPolicy
 from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_NOT_RUNNING, BadInput, InfraUnavailable
 from tests.drivers.circus_arbiter import WORKER, Commander, commanding
 from tests.drivers.eventually import eventually
@@ -35,24 +36,41 @@ async def test_a_reply_carries_the_result_although_nobody_asked_to_wait(commande
     assert reply["instructions"] == [{"kind": "spawn", "watcher_name": "dynamo_VllmWorker_1"}]
     stimulus_id = reply["stimulus_id"]
     assert str(stimulus_id).startswith("scale:")
-    options = {"force": False, "victim_policy": "coldest", "wake": True, "stimulus_id": stimulus_id}
-    assert commander.supervisor.calls == [("scale", ("VllmWorker", "+1"), options)]
+    target, policy = Change(1, relative=True), VictimPolicy.COLDEST
+    expected = Scale(stimulus_id=str(stimulus_id), component="VllmWorker", target=target, victim_policy=policy)
+    assert commander.supervisor.commands == [expected]
 
 
 async def test_an_apply_reaches_the_supervisor(commander: Commander) -> None:
     reply = await commander.ask("dynamo_apply", deployment={"graph": {}}, dry_run=True)
-    (_, sent, options) = commander.supervisor.calls[-1]
-    assert (sent, options["dry_run"], options["force"]) == (({"graph": {}},), True, False)
-    assert reply["stimulus_id"] == options["stimulus_id"]
+    sent = commander.supervisor.commands[-1]
+    assert (sent.deployment, sent.dry_run, sent.force) == ({"graph": {}}, True, False)
+    assert reply["stimulus_id"] == sent.stimulus_id
     assert reply["stimulus_id"].startswith("apply:")
 
 
 async def test_drain_and_restart_reach_the_supervisor(commander: Commander) -> None:
     await commander.ask("dynamo_drain", name=WORKER, cancel=True)
     await commander.ask("dynamo_restart", name="VllmWorker", rolling=True, force=True)
-    (_, drained, first), (_, restarted, second) = commander.supervisor.calls
-    assert (drained, first["cancel"], first["force"]) == ((WORKER,), True, False)
-    assert (restarted, second["rolling"], second["force"]) == (("VllmWorker",), True, True)
+    drained, restarted = commander.supervisor.commands
+    assert (drained.name, drained.cancel, drained.force) == (WORKER, True, False)
+    assert (restarted.name, restarted.rolling, restarted.force) == ("VllmWorker", True, True)
+
+
+async def test_an_option_that_says_no_turns_its_field_off(commander: Commander) -> None:
+    await commander.ask("dynamo_scale", component="VllmWorker", target="+1", no_wake=True)
+    assert [command.wake for command in commander.supervisor.commands] == [False]
+
+
+@pytest.mark.parametrize("level", [2, "2"])
+async def test_sleep_and_flips_reach_the_supervisor(commander: Commander, level: int | str) -> None:
+    await commander.ask("dynamo_sleep", name=WORKER, level=level)
+    await commander.ask("dynamo_wake", name=WORKER)
+    await commander.ask("dynamo_flip", name=WORKER, cancel=True)
+    await commander.ask("dynamo_scale_flip", gives="PrefillWorker", takes="VllmWorker", count="2", force=True)
+    sleep, wake, flip, both = commander.supervisor.commands
+    assert (sleep.level, wake.name, flip.cancel) == (2, WORKER, True)
+    assert (both.gives, both.takes, both.count, both.force) == ("PrefillWorker", "VllmWorker", 2, True)
 
 
 async def test_a_refusal_keeps_its_type_and_its_words(commander: Commander) -> None:
@@ -79,10 +97,10 @@ async def test_a_result_that_json_cannot_hold_is_answered(
 ) -> None:
     """circus would fail while it encodes the reply, and the caller would wait for ever."""
 
-    async def scale(*_: object, **__: object) -> dict[str, Any]:
+    async def run(command: object) -> dict[str, Any]:
         return {"component": object()}
 
-    monkeypatch.setattr(commander.supervisor, "scale", scale)
+    monkeypatch.setattr(commander.supervisor, "run", run)
     reply = await commander.ask("dynamo_scale", component="VllmWorker", target="3")
     assert "not JSON serializable" in str(reply["reason"])
 
@@ -103,12 +121,12 @@ async def test_a_malformed_property_is_named(
     reply = await commander.ask(command, **properties)
     assert told in str(reply["reason"])
     assert reply["exit_code"] == EXIT_BAD_INPUT
-    assert commander.supervisor.calls == []
+    assert commander.supervisor.commands == []
 
 
 async def test_a_number_is_a_target_too(commander: Commander) -> None:
     await commander.ask("dynamo_scale", component="VllmWorker", target=-1)
-    assert commander.supervisor.calls[0][1] == ("VllmWorker", "-1")
+    assert str(commander.supervisor.commands[0].target) == "-1"
 
 
 async def test_without_a_supervisor_the_answer_is_typed(commander: Commander) -> None:
@@ -122,7 +140,7 @@ async def test_a_hundred_commands_at_once_are_all_answered(commander: Commander)
     """Lesson 13: circus refuses all but one with errno 5; here each reply is for the one who asked."""
     hold = commander.supervisor.hold = asyncio.Event()
     held = [asyncio.ensure_future(commander.ask("dynamo_scale", component=f"C{n}", target="+1")) for n in range(25)]
-    await eventually(lambda: len(commander.supervisor.calls) == 25)
+    await eventually(lambda: len(commander.supervisor.commands) == 25)
     commander.supervisor.hold = None
     kinds = itertools.cycle(
         [
@@ -148,7 +166,7 @@ async def test_status_is_answered_at_once_while_commands_wait(commander: Command
     """Replies never block others: 50 ms is what the issue allows."""
     commander.supervisor.hold = asyncio.Event()
     held = [asyncio.ensure_future(commander.ask("dynamo_drain", name=WORKER)) for _ in range(20)]
-    await eventually(lambda: len(commander.supervisor.calls) == 20)
+    await eventually(lambda: len(commander.supervisor.commands) == 20)
     seconds = []
     for _ in range(10):
         began_s = time.perf_counter()
@@ -180,7 +198,7 @@ async def test_an_arbiter_that_closes_drops_pending_commands_quietly(caplog: pyt
         await commander.arbiter.start()
         hold = commander.supervisor.hold = asyncio.Event()
         pending = asyncio.ensure_future(commander.ask("dynamo_drain", name=WORKER))
-        while not commander.supervisor.calls:
+        while not commander.supervisor.commands:
             await asyncio.sleep(0.005)
         await commander.arbiter.close()
         hold.set()
@@ -197,8 +215,8 @@ async def test_dynamo_ctl_offers_our_commands(commander: Commander) -> None:
     """`-1` parses without `--` through click and circusctl, and a refusal is an exit code."""
     code, out, err = await commander.dynamo("ctl", "dynamo_scale", "VllmWorker", "-1", "--force")
     assert (code, out.strip()) == (0, "ok"), err
-    _, words, options = commander.supervisor.calls[0]
-    assert (words, options["force"]) == (("VllmWorker", "-1"), True)
+    command = commander.supervisor.commands[0]
+    assert (command.component, str(command.target), command.force) == ("VllmWorker", "-1", True)
     commander.supervisor.error = BadInput("no component 'VlmWorker'; did you mean VllmWorker?")
     code, out, err = await commander.dynamo("ctl", "dynamo_scale", "VlmWorker", "=3", "--victim_policy", "coldest")
     assert (code, "did you mean VllmWorker?" in err) == (3, True)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from dynamo_local.circus_plugins.stock import REFUSED
+from dynamo_local.core.fleet.events import Drain
 from dynamo_local.errors import EXIT_BAD_INPUT
 from dynamo_local.system.processes import is_alive
 from tests.drivers.circus_arbiter import WORKER, Commander, commanding
@@ -21,7 +22,6 @@ ASLEEP = "import time; print('up', flush=True); time.sleep(60)"
 
 @pytest.fixture
 async def commander() -> AsyncIterator[Commander]:
-    """A running arbiter."""
     async with commanding() as commander:
         yield commander
 
@@ -38,29 +38,26 @@ async def up(commander: Commander, name: str, code: str = ASLEEP) -> int:
 
 @pytest.mark.parametrize("command", sorted(REFUSED))
 async def test_a_refused_command_says_why_and_names_ours(commander: Commander, command: str) -> None:
-    """Stock circusctl stays safe: the supervisor is not asked, and its user learns what to type."""
     reply = await commander.ask(command, name=WORKER, options={}, cmd="sleep")
     assert (reply["status"], reply["code"], reply["exit_code"]) == ("error", "bad_input", EXIT_BAD_INPUT)
     assert str(reply["reason"]).startswith(f"`{command}` is refused: ")
     assert "`dynamo " in str(reply["reason"])
-    assert commander.supervisor.calls == []
+    assert (commander.supervisor.calls, commander.supervisor.commands) == ([], [])
 
 
 async def test_stop_and_rm_are_a_drain_of_the_worker_as_we_spell_it(commander: Commander) -> None:
-    """circus's `list` lower-cases names, so that is what people paste."""
+    """circus's `list` lower-cases names, and people paste these."""
     for command in ("stop", "rm"):
         reply = await commander.ask(command, name=WORKER.lower())
         assert (reply["status"], reply["watcher_name"], reply["state"]) == ("ok", WORKER, "draining")
-    for (method, words, options), command in zip(commander.supervisor.calls, ("stop", "rm"), strict=True):
-        assert (method, words) == ("drain", (WORKER,))
-        assert (options["cancel"], options["force"]) == (False, False)
-        assert options["stimulus_id"].startswith(f"circusctl-{command}:")
+    for drain, command in zip(commander.supervisor.commands, ("stop", "rm"), strict=True):
+        assert drain == Drain(stimulus_id=drain.stimulus_id, name=WORKER)
+        assert drain.stimulus_id.startswith(f"circusctl-{command}:")
 
 
 async def test_a_stop_that_waits_is_answered_when_the_worker_is_gone(commander: Commander) -> None:
-    """As circus's `--waiting`; other commands are answered meanwhile."""
     stopping = asyncio.ensure_future(commander.ask("stop", name=WORKER, waiting=True))
-    while not commander.supervisor.calls:
+    while not commander.supervisor.commands:
         await asyncio.sleep(0.005)
     assert (await commander.ask("dynamo_status"))["status"] == "ok"
     assert not stopping.done()
@@ -69,7 +66,6 @@ async def test_a_stop_that_waits_is_answered_when_the_worker_is_gone(commander: 
 
 
 async def test_quit_and_a_stop_without_a_name_are_a_down(commander: Commander) -> None:
-    """Never a kill of everything at once; with `waiting`, one request only: a second one would end at once."""
     for command in ("quit", "stop"):
         assert (await commander.ask(command))["pid"] == 4711
     await commander.ask("quit", waiting=True)
@@ -103,7 +99,7 @@ async def test_what_would_harm_is_refused_in_words(
     reply = await commander.ask(command, **properties)
     assert (reply["status"], reply["exit_code"]) == ("error", EXIT_BAD_INPUT)
     assert told in str(reply["reason"])
-    assert commander.supervisor.calls == []
+    assert (commander.supervisor.calls, commander.supervisor.commands) == ([], [])
     assert is_alive(pid)
 
 
@@ -111,7 +107,7 @@ async def test_a_signal_to_leave_is_a_drain(commander: Commander) -> None:
     pid = await up(commander, WORKER)
     for signum in ("TERM", signal.SIGINT, "15"):
         assert (await commander.ask("signal", name=WORKER.lower(), signum=signum))["state"] == "draining"
-    assert [method for method, *_ in commander.supervisor.calls] == ["drain"] * 3
+    assert [command.kind for command in commander.supervisor.commands] == ["Drain"] * 3
     assert is_alive(pid)
 
 
@@ -142,7 +138,6 @@ async def test_a_signal_that_the_worker_handles_reaches_it(commander: Commander)
 
 
 async def test_get_masks_secrets(commander: Commander) -> None:
-    """Lesson 11: `circusctl get NAME env` printed the whole environment."""
     await up(commander, WORKER)
     reply = await commander.ask("get", name=WORKER, keys=["env", "singleton"])
     assert reply["options"]["singleton"] is True

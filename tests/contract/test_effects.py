@@ -1,6 +1,6 @@
-"""What the shell may rely on, whoever carries its instructions out: the tests' fake, the arbiter's effects, the twin's.
+"""What the controller may rely on, whatever carries its effects out: the tests' fake, the arbiter, the simulator.
 
-The order of things is the shell's part, and is tested over each of them.
+The order of things is the controller's part, and is tested over each of them.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def test_commits_are_told_in_their_order_and_once_each(playing: Playing) -> None
 
     async def test() -> None:
         for n in range(5):
-            world.effects.commit(Commit((name(),)), world.shell.fleet, (), lambda n=n: told.append(n))
+            world.effects.commit(Commit((name(),)), world.controller.fleet, (), lambda n=n: told.append(n))
         await world.advance(1.0)
-        world.effects.commit(Commit(()), world.shell.fleet, (), lambda: told.append(5))
+        world.effects.commit(Commit(()), world.controller.fleet, (), lambda: told.append(5))
         await world.advance(1.0)
 
     run(test())
@@ -74,14 +74,14 @@ def test_acts_begin_when_their_intent_is_written(playing: Playing) -> None:
 
     async def test() -> None:
         world.recorder.on_begin = look  # type: ignore[attr-defined]
-        world.shell.feed(change(1))
+        world.controller.feed(change(1))
         await world.advance(5.0)
 
     run(test())
     order = places(world.journal, f"commit {name(1)}", f"written {name(1)}", f"begin spawn {name(1)}")
     assert order == sorted(order)
     assert committed == ["starting"]
-    assert world.shell.fleet.workers[name(1)].ready
+    assert world.controller.fleet.workers[name(1)].ready
 
 
 # --- acts ----------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def test_acts_on_different_workers_go_side_by_side(real_time: Playing) -> None:
     run, world = real_time
 
     async def test() -> None:
-        world.shell.feed(change(2))
+        world.controller.feed(change(2))
         await world.advance(5.0)
 
     run(test())
@@ -104,15 +104,15 @@ def test_acts_on_one_worker_go_one_after_the_other(playing: Playing) -> None:
     run, world = playing
 
     async def test() -> None:
-        world.shell.feed(st.Drain(stimulus_id="drain", name=name(), force=True))
-        world.shell.feed(st.CancelDrain(stimulus_id="cancel", name=name()))
+        world.controller.feed(st.Drain(stimulus_id="drain", name=name(), force=True))
+        world.controller.feed(st.Drain(cancel=True, stimulus_id="cancel", name=name()))
         await world.advance(5.0)
 
     run(test())
     lines = [line for line in world.journal if "revoke" in line or "call" in line]
     expected = [f"{when} {what} {name()}" for what in ("revoke", "call") for when in ("begin", "end")]
     assert lines == expected
-    assert world.shell.fleet.workers[name()].ready
+    assert world.controller.fleet.workers[name()].ready
 
 
 def test_starts_that_are_called_off_in_time_cost_nothing(real_time: Playing) -> None:
@@ -121,13 +121,13 @@ def test_starts_that_are_called_off_in_time_cost_nothing(real_time: Playing) -> 
 
     async def test() -> None:
         for count in (3, -3, 3):
-            world.shell.feed(change(count))
+            world.controller.feed(change(count))
         await world.advance(5.0)
 
     run(test())
     begun = [line for line in world.journal if line.startswith("begin spawn")]
     assert sorted(begun) == [f"begin spawn {name(n)}" for n in (1, 2, 3)]
-    assert all(world.shell.fleet.workers[name(n)].ready for n in (1, 2, 3))
+    assert all(world.controller.fleet.workers[name(n)].ready for n in (1, 2, 3))
 
 
 def test_the_end_of_a_session_waits_for_nobody(real_time: Playing) -> None:
@@ -135,29 +135,24 @@ def test_the_end_of_a_session_waits_for_nobody(real_time: Playing) -> None:
 
     async def test() -> None:
         world.hang(name())
-        world.shell.feed(st.Drain(stimulus_id="drain", name=name(), force=True))
-        world.shell.feed(st.CancelDrain(stimulus_id="cancel", name=name()))
-        world.shell.feed(st.Leave(stimulus_id="down", now=True))
+        world.controller.feed(st.Drain(stimulus_id="drain", name=name(), force=True))
+        world.controller.feed(st.Drain(cancel=True, stimulus_id="cancel", name=name()))
+        world.controller.feed(st.Leave(stimulus_id="down", now=True))
         await world.advance(15.0)
 
     run(test())
     assert f"begin end {name()}" in world.journal
     order = places(world.journal, f"begin end {name()}", f"end call {name()}")
     assert order == sorted(order)
-    assert not world.shell.fleet.workers[name()].runs
+    assert not world.controller.fleet.workers[name()].runs
 
 
 @pytest.mark.parametrize(
-    ("act", "seen"),
-    [
-        (ins.Sweep(name()), st.Swept),
-        (ins.LookAtGpus(), st.GpusSeen),
-        (ins.Forget(name(7)), type(None)),
-    ],
+    ("act", "seen"), [(ins.Sweep(name()), st.Swept), (ins.LookAtGpus(), st.GpusSeen), (ins.Forget(name(7)), type(None))]
 )
 def test_an_act_is_done_once_and_says_what_was_seen(playing: Playing, act: Act, seen: type) -> None:
     run, world = playing
-    heard: list[st.Stimulus | None] = []
+    heard: list[st.Event | None] = []
 
     async def test() -> None:
         world.effects.begin(act, None, heard.append)
@@ -169,8 +164,8 @@ def test_an_act_is_done_once_and_says_what_was_seen(playing: Playing, act: Act, 
 
 def test_who_is_asked_what_it_holds_answers(playing: Playing) -> None:
     run, world = playing
-    heard: list[st.Stimulus | None] = []
-    worker = world.shell.fleet.workers[name()]
+    heard: list[st.Event | None] = []
+    worker = world.controller.fleet.workers[name()]
     assert worker.pid is not None
 
     async def test() -> None:
@@ -186,8 +181,8 @@ def test_who_is_asked_what_it_holds_answers(playing: Playing) -> None:
 
 def test_a_key_that_is_there_is_looked_up_as_such(playing: Playing) -> None:
     run, world = playing
-    heard: list[st.Stimulus | None] = []
-    worker = world.shell.fleet.workers[name()]
+    heard: list[st.Event | None] = []
+    worker = world.controller.fleet.workers[name()]
 
     async def test() -> None:
         act = ins.LookUpKey(name(), worker.pid or 0, worker.lease or "")
@@ -209,7 +204,7 @@ def test_who_left_in_order_before_we_heard_of_it_is_not_started_again(playing: P
 
     run(test())
     assert f"begin look {name()}" in world.journal
-    assert world.shell.fleet.workers[name()].state is WorkerState.EXITED
+    assert world.controller.fleet.workers[name()].state is WorkerState.EXITED
 
 
 # --- locks ---------------------------------------------------------------------------------------------
@@ -217,30 +212,30 @@ def test_who_left_in_order_before_we_heard_of_it_is_not_started_again(playing: P
 
 def test_a_step_whose_lock_is_refused_did_not_happen(real_time: Playing) -> None:
     run, world = real_time
-    uuid = world.shell.fleet.gpus.free[0].uuid
+    uuid = world.controller.fleet.gpus.free[0].uuid
 
     async def test() -> None:
         world.taken_elsewhere(uuid)
-        world.shell.feed(change(1))
-        assert uuid not in world.shell.fleet.workers[name(1)].gpus
-        assert uuid in world.shell.fleet.gpus.taken
+        world.controller.feed(change(1))
+        assert uuid not in world.controller.fleet.workers[name(1)].gpus
+        assert uuid in world.controller.fleet.gpus.taken
         await world.advance(5.0)
 
     run(test())
     assert next(line for line in world.journal if line.startswith("commit")) == f"commit {name(1)}"
-    assert world.shell.fleet.workers[name(1)].ready
+    assert world.controller.fleet.workers[name(1)].ready
 
 
 def test_locks_are_all_or_none_and_what_is_held_stays(real_time: Playing) -> None:
     run, world = real_time
 
     async def another_worker() -> None:
-        world.shell.feed(change(1))
+        world.controller.feed(change(1))
         await world.advance(5.0)
 
     run(another_worker())
-    mine = world.shell.fleet.workers[name(1)].gpus
-    free = [device.uuid for device in world.shell.fleet.gpus.free]
+    mine = world.controller.fleet.workers[name(1)].gpus
+    free = [device.uuid for device in world.controller.fleet.gpus.free]
     assert world.effects.lock(name(1), mine) == ()
     world.taken_elsewhere(free[1])
     with pytest.raises(GpuLocked) as refused:

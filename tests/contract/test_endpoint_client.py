@@ -11,6 +11,7 @@ import pytest
 
 from dynamo_local import errors
 from dynamo_local.transport.requests.handlers import RequestContext, current_request
+from dynamo_local.transport.requests.stream import pump
 from tests.contract.endpoint_worlds import AnyWorld, FakeWorld, LocalWorld, NatsWorld, World, count, forever, read_into
 from tests.drivers.eventually import eventually
 from tests.drivers.servers import RealNats
@@ -55,7 +56,8 @@ async def test_items_come_in_order_and_all_of_them(any_world: AnyWorld) -> None:
 
 async def test_batches_hold_the_same_items(any_world: AnyWorld) -> None:
     await any_world.serve(count)
-    batches = [batch async for batch in (await any_world.client.call(5000)).batches()]
+    batches: list[list[int]] = []
+    await pump(await any_world.client.call(5000), batches.append)
     assert [item for batch in batches for item in batch] == list(range(5000))
     assert all(batches)
 

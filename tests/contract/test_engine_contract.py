@@ -13,7 +13,6 @@ from tests.contract.engine_contract import EngineContract, check_closed
 
 @pytest.fixture
 async def engine() -> AsyncIterator[Engine]:
-    """A hundred times as fast as the profile's GPU."""
     made = make_engine("sim", {"speed": 100.0, "num_gpu_blocks": 400, "max_model_len": 16384})
     await made.start()
     yield made

@@ -31,7 +31,6 @@ class Subject:
 
 @pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.infra)])
 async def kv(request: pytest.FixtureRequest) -> AsyncIterator[KeyValueStore]:
-    """A store that answers."""
     store: KeyValueStore
     if request.param == "fake":
         store = FakeEtcd()
@@ -44,7 +43,6 @@ async def kv(request: pytest.FixtureRequest) -> AsyncIterator[KeyValueStore]:
 
 @pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.infra)])
 async def subject(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Subject]:
-    """A store whose server can be taken away."""
     if request.param == "fake":
         fake = FakeEtcd()
 
@@ -75,12 +73,10 @@ async def subject(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
 
 
 async def following(events: AsyncIterator[WatchEvent]) -> WatchEvent:
-    """The next event, with a deadline."""
     return await asyncio.wait_for(anext(events), EVENT_DEADLINE_S)
 
 
 async def settled(kv: KeyValueStore) -> None:
-    """Wait until the store answers again."""
     async with asyncio.timeout(EVENT_DEADLINE_S):
         while True:
             try:
@@ -109,7 +105,6 @@ async def test_a_prefix_lists_its_keys_in_order_and_no_others(kv: KeyValueStore,
 
 
 async def test_several_keys_come_in_one_revision_or_not_at_all(kv: KeyValueStore, namespace: str) -> None:
-    """Whoever sees one of them finds the others; with a lease that is gone there is none, and the error is typed."""
     lease_id = await kv.grant(10)
     await kv.put(f"{namespace}/a", b"old")
     revision = await kv.put_all({f"{namespace}/a": b"1", f"{namespace}/b": b"2"}, lease_id)
@@ -190,7 +185,6 @@ async def test_a_watch_begins_with_the_truth_and_goes_on_with_changes(kv: KeyVal
 
 
 async def test_nothing_is_missed_between_snapshot_and_changes(kv: KeyValueStore, namespace: str) -> None:
-    """Keys written while the watch starts show up once in its picture of the truth, whichever way they come."""
     writers = asyncio.gather(*(kv.put(f"{namespace}/r/{n:03}", b"") for n in range(100)))
     keys: set[str] = set()
     async with aclosing(kv.watch_prefix(f"{namespace}/r/")) as events:  # type: ignore[type-var]
@@ -205,7 +199,6 @@ async def test_nothing_is_missed_between_snapshot_and_changes(kv: KeyValueStore,
 
 async def test_closing_a_watch_ends_it(kv: KeyValueStore, namespace: str) -> None:
     before = asyncio.all_tasks()
-
     seen = asyncio.Event()
 
     async def read() -> None:
@@ -236,7 +229,6 @@ async def test_closing_the_store_ends_its_watches(kv: KeyValueStore, namespace: 
 
 
 async def test_a_store_that_is_away_is_a_typed_error_in_time(subject: Subject) -> None:
-    """lesson 12: no call hangs while etcd is away, and the same store works when it is back."""
     lease_id = await subject.kv.grant(10)
     await subject.kv.put("stays", b"x", lease_id)
     await subject.go_away()
@@ -282,7 +274,6 @@ async def test_a_watch_survives_a_restart_and_says_that_it_was_stale(subject: Su
 
 
 async def test_a_watch_survives_the_loss_of_all_data(subject: Subject) -> None:
-    """The new truth is empty, and writes to the new etcd are seen though its revision is lower."""
     for number in range(20):
         await subject.kv.put(f"p/{number}", b"1")
     async with aclosing(subject.kv.watch_prefix("p/")) as events:  # type: ignore[type-var]

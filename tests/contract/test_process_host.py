@@ -1,4 +1,4 @@
-"""What the supervisor needs of whoever runs its processes: our arbiter, a stock circusd by its client, and the fake.
+"""The supervisor's needs of a process host: our arbiter, a stock circusd by its client, and the fake.
 
 One suite for all three; what is circusd's alone is in `test_circus_client_host.py`.
 """
@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 
@@ -32,24 +32,8 @@ ENDS_0 = (sys.executable, "-I", "-S", "-c", "")
 NOTICED_S = 0.1
 
 
-class Place(Protocol):
-    """Where a host's processes are, seen from outside."""
-
-    async def listed(self) -> set[str]:
-        """Names of the watchers there, in lower case (circus's spelling)."""
-        ...
-
-    def signal(self, pid: int, signum: signal.Signals) -> None:
-        """As `os.kill`."""
-        ...
-
-    def runs(self, pid: int) -> bool:
-        """The process lives."""
-        ...
-
-
 class RealPlace:
-    """Of a host with real processes."""
+    """A host with real processes."""
 
     def __init__(self, lister: Any) -> None:
         self._lister = lister
@@ -65,7 +49,7 @@ class RealPlace:
 
 
 class FakePlace:
-    """Of the fake."""
+    """The fake's."""
 
     def __init__(self, host: FakeProcessHost) -> None:
         self._host = host
@@ -78,6 +62,9 @@ class FakePlace:
 
     def runs(self, pid: int) -> bool:
         return self._host.runs(pid)
+
+
+Place = RealPlace | FakePlace
 
 
 class Tried:
@@ -93,7 +80,6 @@ class Tried:
         host.on_exit = lambda name, pid, code: self.exits.put_nowait((name, pid, code, time.monotonic()))
 
     def spec(self, name: str, argv: tuple[str, ...], **changes: Any) -> ProcessSpec:
-        """One process to be."""
         spec = ProcessSpec(
             name,
             argv,
@@ -106,25 +92,21 @@ class Tried:
         return replace(spec, **changes)
 
     async def start(self, name: str, argv: tuple[str, ...] = RUNS, **changes: Any) -> int:
-        """Start it; its pid."""
         pid = await self.host.start_process(self.spec(name, argv, **changes))
         self.pids.append(pid)
         return pid
 
     async def exit(self) -> tuple[str, int, int | None]:
-        """The next exit that the host tells of."""
         name, pid, code, _ = await asyncio.wait_for(self.exits.get(), 10)
         return name, pid, code
 
     async def end(self, pid: int) -> None:
-        """Kill a process and take note of its exit."""
         self.place.signal(pid, signal.SIGKILL)
         assert (await self.exit())[1] == pid
 
 
 @asynccontextmanager
 async def own_arbiter(folder: Path) -> AsyncIterator[tuple[ProcessHost, Place]]:
-    """Our own arbiter."""
     arbiter = DynamoArbiter(endpoint=f"ipc://{folder}/ctl.sock", pubsub_endpoint=f"ipc://{folder}/pub.sock")
     await arbiter.start()
 
@@ -142,7 +124,6 @@ async def own_arbiter(folder: Path) -> AsyncIterator[tuple[ProcessHost, Place]]:
 
 @asynccontextmanager
 async def stock(circusd: StockCircusd, folder: Path) -> AsyncIterator[tuple[ProcessHost, Place]]:
-    """A stock circusd that runs, by its client."""
     host = CircusClientHost(circusd.endpoint, socket=folder / "run.sock", circusd_pid=circusd.pid)
     await host.start()
 
@@ -173,7 +154,6 @@ def circusd() -> Iterator[StockCircusd]:
 
 @pytest.fixture(params=["arbiter", "circusd", "fake"])
 async def tried(request: pytest.FixtureRequest) -> AsyncIterator[Tried]:
-    """Each host in turn."""
     kind: str = request.param
     with tempfile.TemporaryDirectory(prefix="ph-") as name:  # short: a unix socket's path has 107 bytes
         folder = Path(name)
@@ -187,14 +167,12 @@ async def tried(request: pytest.FixtureRequest) -> AsyncIterator[Tried]:
 
 
 async def test_a_started_process_runs_under_its_name(tried: Tried) -> None:
-    """The pid is the process's own, and circus lists its watcher."""
     pid = await tried.start("ns_A")
     assert tried.place.runs(pid)
     assert await tried.place.listed() == {"ns_a"}
 
 
 async def test_an_exit_is_told_with_its_code(tried: Tried) -> None:
-    """Whoever collects the process: circusd's own children's codes are read before it does."""
     for name, argv, code in (("ns_A", ENDS_7, 7), ("ns_B", ENDS_0, 0)):
         pid = await tried.start(name, argv)
         assert await tried.exit() == (name, pid, code)
@@ -203,7 +181,7 @@ async def test_an_exit_is_told_with_its_code(tried: Tried) -> None:
 @pytest.mark.alone
 @pytest.mark.timing
 async def test_a_killed_process_is_noticed_within_milliseconds(tried: Tried) -> None:
-    """circus looks once per `check_delay` (a second here, five by default); a pidfd tells at once."""
+    """circus looks once per `check_delay` (a second here, five by default). A pidfd tells at once."""
     pid = await tried.start("ns_A")
     killed_s = time.monotonic()
     tried.place.signal(pid, signal.SIGKILL)
@@ -213,7 +191,7 @@ async def test_a_killed_process_is_noticed_within_milliseconds(tried: Tried) -> 
 
 
 async def test_the_pid_is_known_before_the_exit_is_told(tried: Tried) -> None:
-    """Else the supervisor would take the exit for somebody else's."""
+    """Otherwise the supervisor would not know the exited process."""
     known: list[int] = []
     seen: list[bool] = []
     tried.host.on_exit = lambda name, pid, code: seen.append(pid in known)
@@ -238,7 +216,7 @@ async def test_a_name_is_used_again_after_an_exit(tried: Tried) -> None:
 
 
 async def test_a_dead_process_is_not_started_again_by_itself(tried: Tried) -> None:
-    """The restart policy is the supervisor's (circus has no back-off: 53 spawns in 10 s)."""
+    """The restart policy is the supervisor's: circus has no back-off (53 spawns in 10 s)."""
     await tried.end(await tried.start("ns_A"))
     await asyncio.sleep(1.2 if tried.kind != "fake" else 0)  # longer than circus's `check_delay`
     assert tried.exits.empty()
@@ -247,7 +225,6 @@ async def test_a_dead_process_is_not_started_again_by_itself(tried: Tried) -> No
 
 
 async def test_a_name_in_use_is_refused_and_its_process_lives(tried: Tried) -> None:
-    """Lesson 20: there is never a second copy of a worker."""
     pid = await tried.start("ns_A")
     with pytest.raises(KeyError):
         await tried.start("ns_A")
@@ -324,14 +301,12 @@ SHOWS = (
 
 @pytest.fixture
 def real(tried: Tried) -> Tried:
-    """Hosts with real processes."""
     if tried.kind == "fake":
         pytest.skip("the fake has no processes")
     return tried
 
 
 async def test_a_process_has_its_folder_session_log_and_environment_and_no_other(real: Tried) -> None:
-    """Its log is a private file, and no pipe of ours: a process whose log pipe closes dies of SIGPIPE."""
     await real.start("ns_A", SHOWS)
     async with asyncio.timeout(10):
         while "fds" not in await _written(real.folder / "ns_A.log"):
@@ -349,7 +324,7 @@ async def test_a_process_has_its_folder_session_log_and_environment_and_no_other
 
 
 async def test_inherited_descriptors_are_the_same_open_files(real: Tried) -> None:
-    """A GPU's flock belongs to the open file: it holds as long as the worker lives, whoever else lets go."""
+    """A GPU's flock belongs to the open file, so it holds as long as the worker lives."""
     import fcntl
 
     path = real.folder / "gpu.lock"

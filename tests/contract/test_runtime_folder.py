@@ -32,7 +32,14 @@ class Kept:
         self.paths.prepare()
         pub = f"ipc://{self.paths.events_socket}"
         self.arbiter = DynamoArbiter(endpoint=self.paths.circus_endpoint, pubsub_endpoint=pub)
-        servers = EmbeddedServers(self.arbiter, self.paths, AsyncioClock(), lambda _: {})
+        servers = EmbeddedServers(
+            self.arbiter,
+            self.paths,
+            AsyncioClock(),
+            lambda _: {},
+            on_change=self._nothing,
+            on_event=lambda event: None,
+        )
         self.nats = NatsSpec(
             ServerBinary("nats-server", Path("/x"), "PATH", None), self.paths.runtime / "nats", 1, TOKEN, None
         )
@@ -41,6 +48,9 @@ class Kept:
         self.told: list[str] = []
         self.api = PrivateServer(metrics_app(lambda: b"1"), self.paths.planner_socket)
         self.folder = RuntimeFolder(self.paths, [self.arbiter, self.api], servers, AsyncioClock(), self.told.append)
+
+    async def _nothing(self) -> None:
+        """There is no statefile to write."""
 
     async def answers(self) -> bool:
         """As `dynamo ctl` asks, and as who uses the socket of an HTTP server."""
@@ -84,7 +94,6 @@ async def test_a_removed_folder_is_made_again_with_sockets_and_tokens(kept: Kept
 
 
 async def test_a_removed_socket_is_bound_again(kept: Kept) -> None:
-    """Alone: what else lies there is left as it is."""
     token = kept.nats.token_file.stat().st_ino
     kept.paths.control_socket.unlink()
     await kept.folder.look()

@@ -21,8 +21,8 @@ ANSWER = (3, 1, 4, 1, 5, 9, 2, 6)
 
 
 class FakeSleeper:
-    """`CanSleep` in a few lines. `wrong_at` is the wake (from 1) after which token `wrong_token` is another one;
-    `grows` bytes of GPU or main memory stay behind at each wake; `fails_at` names a step that raises."""
+    """`CanSleep` in a few lines. After wake `wrong_at` (from 1) token `wrong_token` is another one. `grows` bytes of
+    GPU and main memory stay behind at each wake. `fails_at` names a step that raises."""
 
     def __init__(
         self, *, wrong_at: int = 0, wrong_token: int = 0, grows: tuple[int, int] = (0, 0), fails_at: str = ""

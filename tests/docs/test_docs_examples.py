@@ -1,4 +1,4 @@
-"""What the pages show can be used as it stands: graphs, configurations, the README's two commands, the systemd unit."""
+"""The examples in the pages work as they stand: graphs, configurations, the README's two commands, the systemd unit."""
 
 from __future__ import annotations
 

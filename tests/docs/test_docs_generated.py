@@ -19,10 +19,12 @@ IN_PAGES = [(page, name) for page in GENERATE.pages() for name in GENERATE.parts
     ("page", "name"), IN_PAGES, ids=lambda value: value if isinstance(value, str) else shown(value)
 )
 def test_generated_part_is_current(page, name):
+    """A table says what the code says; `python docs/generate.py` writes it anew."""
     assert GENERATE.parts_of(page)[name] == GENERATE.render(name)
 
 
 def test_every_generated_part_is_in_a_page():
+    """Nothing is generated for nobody, and no marker is misspelt."""
     assert {name for _, name in IN_PAGES} == set(GENERATE.PARTS)
 
 
@@ -35,6 +37,7 @@ def test_every_marker_has_its_end():
 
 
 def test_a_stale_part_is_noticed(tmp_path, monkeypatch, capsys):
+    """`--check` names the page, changes nothing and exits with 1; without it the part is written."""
     (tmp_path / "docs").mkdir()
     page = tmp_path / "README.md"
     page.write_text("<!-- generated: commands -->\nold\n<!-- end of commands -->\n")
@@ -59,6 +62,7 @@ def _rows(page: str, line: str) -> set[str]:
 
 @pytest.mark.parametrize(("heading", "model"), [("## `Host`", HostConfig), ("## `ServiceArgs`", ServiceArgs)])
 def test_every_key_of_a_known_section_is_explained(heading, model):
+    """The tables that are written by hand name each key, and no other."""
     assert _rows("docs/configuration.md", heading) == {name.replace("_", "-") for name in model.model_fields}
 
 
@@ -68,11 +72,13 @@ def test_every_state_is_explained():
 
 
 def test_every_exit_code_is_explained():
+    """The README's table has each code that `errors` gives."""
     codes = {str(value) for name, value in vars(errors).items() if name.startswith("EXIT_")}
     assert codes <= _rows("README.md", "| Exit code | Meaning |")
 
 
 def test_every_dependency_has_its_reason():
+    """The page explains each package that setup.cfg installs, and no other."""
     from configparser import ConfigParser
 
     config = ConfigParser()
@@ -83,6 +89,8 @@ def test_every_dependency_has_its_reason():
     wanted = config["options"]["install_requires"] + "".join(explaining)
     names = {re.split(r"[<>=;\[ ]", line)[0] for line in wanted.split("\n") if line and not line.startswith("#")}
     explained = {
-        name for cell in _rows("docs/architecture.md", "## Dependencies") for name in cell.split(" (")[0].split(", ")
+        name
+        for cell in _rows("docs/dependencies.md", "| Package | Why this one |")
+        for name in cell.split(" (")[0].split(", ")
     }
     assert explained == names

@@ -1,4 +1,4 @@
-"""What a Frontend has counted: what a benchmark says of its own requests is held to it."""
+"""A Frontend's counters: a benchmark's own numbers are compared with them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ class Counted:
     tokens: float = 0.0
 
     def __sub__(self, before: Counted) -> Counted:
-        """Since then."""
         return Counted(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
 
 
 def counted(url: str) -> Counted:
-    """Since that Frontend's start."""
     metrics = Metrics(httpx.get(f"{url}/metrics", timeout=30).text)
 
     def sum_of(name: str, **labels: str) -> float:
@@ -35,9 +33,4 @@ def counted(url: str) -> Counted:
         counting = sum_of("requests_total", status=status, endpoint="tokenize")  # a client's question beforehand
         return sum_of("requests_total", status=status) - counting
 
-    return Counted(
-        ended("success"),
-        ended("error"),
-        sum_of("input_sequence_tokens_sum"),
-        sum_of("output_tokens_total"),
-    )
+    return Counted(ended("success"), ended("error"), sum_of("input_sequence_tokens_sum"), sum_of("output_tokens_total"))

@@ -1,5 +1,4 @@
-"""A trace against a real graph, beside its twin: what clients and `dynamo status` saw, and whether a host that others
-keep busy can say anything at all."""
+"""A trace against a real graph, beside the simulator: what clients and `dynamo status` saw, on how busy a host."""
 
 from __future__ import annotations
 
@@ -28,14 +27,14 @@ TOKENS = range(259, 2048)
 
 @dataclass
 class Watched:
-    """What was measured of the real graph. `counts` are `(at_s, ready by role)`, from the first arrival."""
+    """Measurements of the real graph. `counts` are `(at_s, ready by role)`, from the first arrival."""
 
     ttft_s: list[float] = field(default_factory=list)
     itl_s: list[float] = field(default_factory=list)
     latencies_s: list[tuple[float, float]] = field(default_factory=list)
-    """Of each request: to its first token, and the mean gap between its tokens (0: it has one)."""
+    """For each request: seconds to its first token, and the mean gap between its tokens (0: it has one)."""
     late_s: float = 0.0
-    """By how much the latest request was sent too late: the client's own, and nobody else's."""
+    """Seconds by which the client itself sent its latest request too late."""
     end_s: float = 0.0
     """When the last answer was whole."""
     held: list[tuple[float, int]] = field(default_factory=list)
@@ -50,7 +49,6 @@ Prompt = Callable[[TraceRequest], list[int]]
 
 
 def by_chance() -> Prompt:
-    """Prompts that share nothing."""
     rng = random.Random(1)
     return lambda request: [rng.randrange(TOKENS.start, TOKENS.stop) for _ in range(request.input_length)]
 
@@ -75,8 +73,8 @@ async def play(
     prompt_of: Prompt | None = None,
     look_every_s: float = POLL_S,
 ) -> Watched:
-    """The trace, open loop, against the graph. `planned`: the planner's interval begins with the trace, as the twin's
-    does. Whether all answers were complete is the caller's to say (`all_answered`): it knows how busy the host was."""
+    """Play the trace, open loop. If `planned`, the planner's interval begins with the trace, as the simulator's does.
+    The caller checks that all answers were complete (`all_answered`), because it knows how busy the host was."""
     watched = Watched()
     prompt_of = prompt_of or by_chance()
     # Made before anybody asks: prompts of a hundred thousand tokens take their time.
@@ -149,12 +147,11 @@ def unless_busy(watched: Watched) -> Iterator[None]:
 
 
 def all_answered(watched: Watched) -> None:
-    """No request was lost."""
     assert watched.failed == [], f"{len(watched.failed)} requests failed: {watched.failed[:3]}"
 
 
 def counter(run: Run) -> Callable[[str, float], int]:
-    """`(role, at_s)` to how many were ready in the twin."""
+    """`(role, at_s)` to how many were ready in the simulation."""
 
     def ready(role: str, at_s: float) -> int:
         last: Any = run.points[0]

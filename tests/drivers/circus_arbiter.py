@@ -37,7 +37,6 @@ class Harness:
         self.arbiter.on_exit = lambda name, pid, code: self.exits.put_nowait((name, pid, code, time.monotonic()))
 
     def spec(self, name: str, code: str, *, asks_itself: bool = False) -> ProcessSpec:
-        """Of `python -c code`."""
         return ProcessSpec(
             name,
             (PYTHON, "-c", code),
@@ -54,7 +53,6 @@ class Harness:
         return await self.arbiter.start_process(self.spec(name, code, asks_itself=asks_itself))
 
     async def end(self) -> None:
-        """Kill whatever still runs, and close the arbiter."""
         for watcher in self.arbiter.watchers:
             for pid in list(watcher.processes):
                 os.kill(pid, signal.SIGKILL)
@@ -63,7 +61,6 @@ class Harness:
         await self.arbiter.close()
 
     async def ask(self, command: str, **properties: object) -> dict[str, object]:
-        """One command over the endpoint, as circusctl sends it."""
         with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
             socket.linger = 0
             socket.connect(self.endpoint)

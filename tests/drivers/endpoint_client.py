@@ -40,14 +40,12 @@ def without_news(plane: RequestPlane, client: NatsEndpointClient, component: str
 
 @asynccontextmanager
 async def endpoint_client(served: Served, component: str, endpoint: str) -> AsyncIterator[NatsEndpointClient]:
-    """It follows etcd from the first list on."""
     async with request_plane(served) as (plane, kv):
         yield await plane.client(kv, served.namespace, component, endpoint)
 
 
 @asynccontextmanager
 async def request_plane(served: Served) -> AsyncIterator[tuple[RequestPlane, EtcdStore]]:
-    """What clients are made of, and the graph's etcd."""
     env = served.environment()
     kv = await served.etcd()
     nats = await connect_nats(env["NATS_SERVER"], NatsAccess.of(env))

@@ -9,7 +9,6 @@ LOOK_EVERY_S = 0.002
 
 
 async def eventually(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
-    """Return as soon as `condition()` holds; `TimeoutError` after `timeout_s`."""
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(LOOK_EVERY_S)

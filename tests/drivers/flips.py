@@ -26,7 +26,6 @@ def counts() -> list[str]:
 
 
 async def flip_to(served: Served, wanted: dict[str, int]) -> None:
-    """As many of each component as it says."""
     await settled(served)
     for gives in BASE:
         while len(there := names(served, gives)) > wanted[gives]:
@@ -34,7 +33,6 @@ async def flip_to(served: Served, wanted: dict[str, int]) -> None:
 
 
 async def aflip(served: Served, name: str, **properties: Any) -> dict[str, Any]:
-    """The command alone, beside other tasks of the loop."""
     return await asyncio.to_thread(command, served, "flip", name=f"{served.namespace}_{name}", **properties)
 
 
@@ -47,12 +45,12 @@ async def flip(served: Served, name: str, **properties: Any) -> str:
 
 
 def facts(served: Served) -> dict[int, Any]:
-    """What a flip leaves as it is, by pid: devices and the process's age."""
+    """Devices of each pid, which a flip must not change, and whether it has an age."""
     return {row["pid"]: (row["gpus"], row["uptime_s"] > 0) for row in served.status()["workers"] if row["pid"]}
 
 
 async def each_in_one_role(served: Served) -> None:
-    """Who is ready and who is registered are the same, each once. Waits for the keys of roles that were given up."""
+    """The ready workers are the registered ones, each once. Waits until the keys of former roles are gone."""
     rows = [row["watcher_name"] for row in served.status()["workers"] if row["pid"]]
 
     async def ready_keys() -> list[str]:

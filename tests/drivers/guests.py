@@ -29,28 +29,23 @@ class Guest:
         self.circusd = circusd
 
     def ready(self) -> Guest:
-        """Wait until the graph is."""
         until(self.is_ready, READY_TIMEOUT_S, what=self.logs)
         return self
 
     def is_ready(self) -> bool:
-        """It answers, and says so."""
         try:
             return is_held(self.served.paths.lock) and self.served.status()["state"] == "ready"
         except NotRunning:
             return False
 
     def plugin_pid(self) -> int:
-        """Of the plugin's process."""
         return self.circusd.pids("plugin:dynamo")[0]
 
     def logs(self) -> str:
-        """What circusd and the plugin have written."""
         files = (self.served.paths.logs.parent / "circusd_plugin.log", self.served.paths.logs / "dynamo_arbiter.log")
         return "\n".join([self.circusd.log, *(path.read_text() for path in files if path.exists())])
 
     def watchers(self) -> dict[str, str]:
-        """All but the plugin's and theirs."""
         return {name: state for name, state in self.circusd.statuses().items() if name.startswith("dynamo_")}
 
 

@@ -1,4 +1,4 @@
-"""What Linux says of this host's processes and shared memory: for tests that nothing is left behind."""
+"""This host's processes and shared memory, as Linux shows them: for tests that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 
 def shared_memory() -> set[str]:
-    """Names in /dev/shm."""
     return {path.name for path in Path("/dev/shm").iterdir()}
 
 
@@ -28,7 +27,6 @@ def inode(path: Path) -> int | None:
 
 
 def is_socket(path: Path) -> bool:
-    """A unix socket's file, that is still there."""
     try:
         return stat.S_ISSOCK(path.lstat().st_mode)
     except FileNotFoundError:
@@ -42,7 +40,6 @@ def sockets(folder: Path) -> Iterator[Path]:
 
 
 def pids() -> Iterator[int]:
-    """Of all processes of this host."""
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             yield int(entry)
@@ -60,5 +57,4 @@ def about(pid: int, *files: str) -> bytes:
 
 
 def descriptors(pid: int) -> set[int]:
-    """The numbers of the process's open file descriptors."""
     return {int(name) for name in os.listdir(f"/proc/{pid}/fd")}

@@ -79,7 +79,6 @@ class Hostile:
     size: int
 
     def body(self) -> bytes:
-        """For the Frontend."""
         value = JSON_FILLINGS[self.filling](self.size)
         if not self.name:
             return value
@@ -109,14 +108,13 @@ def hostile_bodies(max_bytes: int) -> st.SearchStrategy[Hostile]:
 
 
 def resident_mib(served: Served, names: Sequence[str]) -> dict[str, float]:
-    """Memory of these workers' processes, by name."""
     pids = served.pids()
     return {name: psutil.Process(pids[name]).memory_info().rss / MIB for name in names}
 
 
 @dataclass
 class Watched:
-    """What was seen while it was watched: the longest answers of the loops, the largest memory, streams that ended."""
+    """Observed while it was watched: the longest answers of the loops, the largest memory, streams that ended."""
 
     worst_s: dict[str, float] = field(default_factory=dict)
     peak_mib: dict[str, float] = field(default_factory=dict)
@@ -126,7 +124,7 @@ class Watched:
     """Said beside the cancelling: nats-py loses one that comes together with the answer (`wait_for` of Python 3.11)."""
 
     def lag_s(self, name: str, untouched: str) -> float:
-        """By how much that loop's longest answer took longer than one of a process that the requests never reach, in
+        """Seconds by which that loop's longest answer exceeds that of a process that the requests never reach, in
         the same seconds on the same machine."""
         return self.worst_s[name] - self.worst_s[untouched]
 

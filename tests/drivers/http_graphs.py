@@ -45,12 +45,11 @@ def http_graph(*words: str, **sections: dict[str, Any]) -> Served:
 
 
 def text_of(tokens: int) -> str:
-    """The right answer."""
     return "".join(f"{n} " for n in range(tokens))
 
 
 def seen(served: Served, **with_members: Any) -> list[dict[str, Any]]:
-    """What all servers have noted, in order; of those members, if any are given (None: whatever value)."""
+    """All servers' notes, in order; those with these members, if any are given (None: any value)."""
     path = Path(served.cwd) / RECORD
     notes = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [
@@ -59,7 +58,6 @@ def seen(served: Served, **with_members: Any) -> list[dict[str, Any]]:
 
 
 def server_of(served: Served, name: str) -> psutil.Process:
-    """The server beside that worker."""
     (child,) = psutil.Process(served.pids()[name]).children()
     return child
 
@@ -86,11 +84,7 @@ def kill_server(served: Served, name: str) -> None:
 
 async def ask(client: AsyncOpenAI, tokens: int, *, stream: bool = False) -> str:
     """The text of one chat. Raises what the client raises, also for an error within a stream."""
-    asked: dict[str, Any] = {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": "Count!"}],
-        "max_tokens": tokens,
-    }
+    asked: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Count!"}], "max_tokens": tokens}
     if not stream:
         answer = await client.chat.completions.create(**asked)
         return answer.choices[0].message.content or ""

@@ -17,7 +17,6 @@ from tests.fakes.kubernetes.api_server import Kube
 
 @contextmanager
 def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """Its address, on loopback."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -89,7 +88,6 @@ def _reply(handler: BaseHTTPRequestHandler, status: int, text: str, kind: str) -
 
 
 def kubeconfig(url: str, path: Path) -> Path:
-    """Of a server without TLS."""
     config = {
         "apiVersion": "v1",
         "kind": "Config",

@@ -17,8 +17,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from dynamo_local.kubernetes.api import Answer, ApiAway, Transport
-from dynamo_local.kubernetes.official_client import connected
+from dynamo_local.kubernetes.api import Answer, ApiAway, Transport, connected
 from tests.fakes.kubernetes.api_server import Rule
 from tests.tools.free_port import free_port
 
@@ -41,7 +40,6 @@ class RealKube:
         self._kinds: list[str] = []
 
     def start(self) -> None:
-        """Start both, and wait until the server is ready."""
         self._port = self._port or free_port()
         pki = self.folder / "pki"
         pki.mkdir(exist_ok=True)
@@ -87,7 +85,6 @@ class RealKube:
 
     @asynccontextmanager
     async def lent(self) -> AsyncIterator[None]:
-        """To a test, which leaves nothing behind."""
         try:
             yield
         finally:
@@ -113,7 +110,6 @@ class RealKube:
             self._kinds.append(path)
 
     def kubeconfig(self, token: str | None = None) -> Path:
-        """Of the administrator, or of whoever has this token."""
         trusted = b64encode((self.folder / "pki/apiserver.crt").read_bytes()).decode()
         cluster = {"server": f"https://127.0.0.1:{self._port}", "certificate-authority-data": trusted}
         config = {
@@ -129,7 +125,6 @@ class RealKube:
         return path
 
     def client(self, token: str | None = None) -> Transport:
-        """By the official client."""
         return connected(self.kubeconfig(token))
 
     async def account(self, rules: frozenset[Rule]) -> Transport:
@@ -137,7 +132,7 @@ class RealKube:
         return self.client(await self.token(rules))
 
     async def token(self, rules: frozenset[Rule]) -> str:
-        """Of a new service account that may do that, and nothing else."""
+        """The token of a new service account that may do that, and nothing else."""
         self._accounts += 1
         name = f"planner-{self._accounts}"
         groups = {"leases": "coordination.k8s.io"}
@@ -167,7 +162,6 @@ class RealKube:
         return token
 
     async def _binding_holds(self, client: Transport, rules: frozenset[Rule]) -> None:
-        """A new binding is seen a moment later."""
         end_s = time.monotonic() + 5.0
         while time.monotonic() < end_s:
             if all([await _may(client, resource, verb) for resource, verb in rules]):

@@ -1,8 +1,8 @@
 """A client that costs little, because it shares its cores with what it measures.
 
-The `openai` package's client takes 0.12 s of processor time for a prompt of 12,000 token ids (twelve of these in a
-second, and nobody is measured but the client); this one takes a request that is made beforehand, and looks at the bytes
-of the answer.
+The `openai` package's client takes 0.12 s of processor time for a prompt of 12,000 token ids: with twelve of these in a
+second, a test measures only the client. This one sends a request that is made beforehand, and reads the bytes of the
+answer.
 """
 
 from __future__ import annotations

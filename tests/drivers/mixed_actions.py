@@ -48,7 +48,6 @@ class Mixed:
         return await asyncio.to_thread(command, self.served, name, **properties)
 
     async def component(self) -> str:
-        """One of those that are changed."""
         return self.rng.choice(list(COMPONENTS))
 
     async def worker(self) -> str | None:
@@ -74,7 +73,6 @@ async def scale_up(mixed: Mixed) -> bool:
 
 
 async def scale_down(mixed: Mixed) -> bool:
-    """One less, of those that are ready."""
     component = await mixed.component()
     if len(await asyncio.to_thread(names, mixed.served, component)) < 2:
         return False
@@ -83,7 +81,6 @@ async def scale_down(mixed: Mixed) -> bool:
 
 
 async def drain(mixed: Mixed) -> bool:
-    """One worker leaves."""
     name = await mixed.worker()
     if name is not None:
         await mixed.order("drain", name=name)
@@ -91,7 +88,6 @@ async def drain(mixed: Mixed) -> bool:
 
 
 async def drain_and_cancel(mixed: Mixed) -> bool:
-    """One worker is told to leave, and called back."""
     name = await mixed.worker()
     if name is None:
         return False
@@ -109,14 +105,12 @@ async def restart(mixed: Mixed) -> bool:
 
 
 async def rolling_restart(mixed: Mixed) -> bool:
-    """All workers of a component, one after the other."""
     component = await mixed.component()
     await mixed.order("restart", name=component, rolling=True)
     return True
 
 
 async def kill_spare(mixed: Mixed) -> bool:
-    """A spare dies: nobody is served by it."""
     told = (await asyncio.to_thread(mixed.served.status))["spares"]
     pids = [spare["pid"] for spare in told["spares"] if spare["state"] == "warm" and spare["pid"]]
     if not pids:
@@ -126,7 +120,6 @@ async def kill_spare(mixed: Mixed) -> bool:
 
 
 async def flip(mixed: Mixed) -> bool:
-    """One worker takes over the other role."""
     name = await mixed.worker()
     if name is not None:
         await mixed.order("flip", name=name)
@@ -144,7 +137,6 @@ async def flip_and_cancel(mixed: Mixed) -> bool:
 
 
 async def scale_flip(mixed: Mixed) -> bool:
-    """One component gives a worker to the other."""
     gives = await mixed.component()
     takes = next(component for component in COMPONENTS if component != gives)
     if len(await asyncio.to_thread(names, mixed.served, gives)) < 2:
@@ -154,7 +146,6 @@ async def scale_flip(mixed: Mixed) -> bool:
 
 
 async def sleep(mixed: Mixed) -> bool:
-    """One finishes its streams and sleeps."""
     name = await mixed.worker()
     if name is not None:
         await mixed.order("sleep", name=name, level=mixed.rng.choice((1, 1, 1, 2)))
@@ -162,7 +153,6 @@ async def sleep(mixed: Mixed) -> bool:
 
 
 async def wake(mixed: Mixed) -> bool:
-    """One that sleeps, or is falling asleep."""
     asleep = await sleepers(mixed.served)
     if not asleep:
         return False
@@ -171,7 +161,6 @@ async def wake(mixed: Mixed) -> bool:
 
 
 async def sleepers(served: Served) -> list[str]:
-    """Watcher names of those that sleep, or will."""
     rows = (await asyncio.to_thread(served.status))["workers"]
     return [row["watcher_name"] for row in rows if row["state"] in ("sleeping", "falling_asleep")]
 
@@ -235,14 +224,12 @@ async def run(served: Served, *, seed: int, actions: int, requests: int) -> tupl
 
 
 def main() -> int:
-    """As a script."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--actions", type=int, default=200)
     parser.add_argument("--requests", type=int, default=2000)
     words = parser.parse_args()
-    with Served(*WORDS, target=DISAGG) as served:
-        served.start()
+    with Served(*WORDS, target=DISAGG).started() as served:
         mixed, found = asyncio.run(run(served, seed=words.seed, actions=words.actions, requests=words.requests))
         facts = served.status()["lead_times"]
         last = [

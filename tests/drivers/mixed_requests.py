@@ -1,7 +1,7 @@
 """Requests of every kind that the API takes, many at once, held to what an undisturbed graph answers.
 
-An answer that is cut off may end with a typed error that a client may repeat, and what had come of it must be the
-beginning of the right one. A client that has got nothing yet must not see an error at all.
+A cut answer may end with a typed, retryable error, and must be the beginning of the right one. A client that has got
+nothing yet sees no error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.drivers.served import Served, auntil
 from tests.vllm.oracle.comparing import ADDED, difference, plain
 
 TIMEOUT_S = 600.0
-"""Of one answer: a thousand share two cores."""
+"""Limit of one answer: a thousand share two cores."""
 CACHED = ("prompt_tokens_details", "input_tokens_details", "cache_read_input_tokens")
 SCHEMA = {
     "type": "object",
@@ -46,7 +46,6 @@ class Asked:
 
     @property
     def stream(self) -> bool:
-        """Whether it asks for server-sent events."""
         return self.body.get("stream") is True
 
 
@@ -117,7 +116,7 @@ def requests(model: str, texts: int, tokens: Sequence[int], **more: Any) -> list
 
 @dataclass(slots=True)
 class Tally:
-    """What became of them. `cut` are those that ended with a retryable error after a right beginning."""
+    """Their outcome. `cut` are those that ended with a retryable error after a right beginning."""
 
     right: Counter[str] = field(default_factory=Counter)
     cut: Counter[str] = field(default_factory=Counter)
@@ -158,7 +157,6 @@ def _error(status: int, body: bytes, kind: str) -> Mapping[str, Any] | None:
 
 
 def judge(asked: Asked, answer: Any, truth: Any) -> tuple[str, str]:
-    """`("right" | "cut" | "wrong", why)`"""
     error = answer["error"]
     if error is None:
         differs = difference(answer, truth)
@@ -173,7 +171,7 @@ def judge(asked: Asked, answer: Any, truth: Any) -> tuple[str, str]:
 
 
 def _without_error(events: Any) -> Any:
-    """Of OpenAI's oldest forms and of the newer ones, as `comparing` adds them up."""
+    """OpenAI's oldest forms and the newer ones, as `comparing` adds them up."""
     if len(events) == 2 and isinstance(events[0], dict):
         choices, beside = events
         return [choices, [each for each in beside if not (isinstance(each, dict) and "error" in each)]]
@@ -193,14 +191,12 @@ def _begins(part: Any, whole: Any, name: str = "") -> bool:
 
 @asynccontextmanager
 async def http_client(url: str) -> AsyncIterator[httpx.AsyncClient]:
-    """Without a limit of connections, and without retries."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as http:
         yield http
 
 
 async def truths(url: str, asked: Sequence[Asked], *, at_once: int = 1) -> list[Any]:
-    """What a graph answers that is left alone."""
     slots = asyncio.Semaphore(at_once)
     async with http_client(url) as http:
 
@@ -265,7 +261,6 @@ async def disturb(served: Served, *, crashing: Sequence[str], patience_s: float)
 
 
 async def crash(served: Served, name: str, patience_s: float) -> None:
-    """SIGKILL to one, and wait for its successor."""
     pid = served.pids()[name]
     os.kill(pid, signal.SIGKILL)
     await auntil(lambda: served.pids().get(name) not in (None, pid), patience_s, what=served.states)

@@ -1,4 +1,4 @@
-"""What a planner in the arbiter would observe of a graph that runs, seen from a test's own process."""
+"""The observation of a planner in the arbiter, made in a test's own process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from dynamo_local.arbiter.planner_observation import ArbiterObserver
+from dynamo_local.arbiter.planner_observation import ObservationSources
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.fleet.fleet import Fleet, Worker
@@ -32,7 +32,6 @@ class SeenFleet:
         self.look()
 
     def look(self) -> None:
-        """By `dynamo status`."""
         workers = [w for w in self._served.status()["workers"] if w["component"] in self._roles]
         self.fleet = Fleet(self._served.namespace, (), {w["watcher_name"]: self._worker(w) for w in workers})
 
@@ -45,8 +44,8 @@ class SeenFleet:
 @asynccontextmanager
 async def observing(
     served: Served, roles: dict[str, Role] | None = None, *, runtime: str | None = None, counting: bool = False
-) -> AsyncIterator[tuple[ArbiterObserver, SeenFleet]]:
-    """`ArbiterObserver` over the graph's own NATS. `counting`: as for a policy that goes by the traffic."""
+) -> AsyncIterator[tuple[ObservationSources, SeenFleet]]:
+    """`ObservationSources` over the graph's own NATS. `counting`: as for a policy that goes by the traffic."""
     env = served.environment()
     nats = await connect_nats(env["NATS_SERVER"], NatsAccess.of(env), name="a planner")
     roles = roles or NATIVE
@@ -59,8 +58,10 @@ async def observing(
         work.close()
 
     links: Any = SimpleNamespace(nats=nats)
-    shell: Any = fleet
-    made = ArbiterObserver(lambda: graph, shell, links, AsyncioClock(), background, lambda text, about=None: None)
+    controller: Any = fleet
+    made = ObservationSources(
+        lambda: graph, controller, links, AsyncioClock(), background, lambda text, about=None: None
+    )
     made.follow(PlannerConfig(policy="throughput-load" if counting else "load"))
     try:
         yield made, fleet
@@ -69,7 +70,7 @@ async def observing(
         await close_quietly(nats)
 
 
-async def counted(observed: ArbiterObserver, since_s: float, within_s: float = 60.0) -> Traffic:
+async def counted(observed: ObservationSources, since_s: float, within_s: float = 60.0) -> Traffic:
     """The traffic of a window that began then at the latest."""
     async with asyncio.timeout(within_s):
         while True:
@@ -80,7 +81,7 @@ async def counted(observed: ArbiterObserver, since_s: float, within_s: float = 6
             await asyncio.sleep(0.2)
 
 
-async def all_seen(observed: ArbiterObserver, engines: int, within_s: float = 60.0) -> Engines:
+async def all_seen(observed: ObservationSources, engines: int, within_s: float = 60.0) -> Engines:
     """The engines, once there are so many, and something is known of each."""
     found: Engines = {}
     try:

@@ -18,7 +18,7 @@ from dynamo_local.planner.records.decision_log import decision_log_path, read
 from tests.drivers.served import Served, auntil, expected, stream_chat
 
 PERIOD_S = 150.0
-"""Of the generated sinusoid: from 5 requests per second up to 20 and back."""
+"""Period of the generated sinusoid: from 5 requests per second up to 20 and back."""
 PREFILL, DECODE = "PrefillWorker", "VllmWorker"
 COMES = ("pending", "starting", "ready", "crashed", "backing_off")
 LOOK_EVERY_S = 0.1
@@ -50,7 +50,7 @@ def steady(*, rate: float, seconds: float, prompt_words: int, tokens: int, ignor
 
 @dataclass(slots=True)
 class Answers:
-    """What became of the requests of a load."""
+    """The outcome of a load's requests."""
 
     right: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -80,13 +80,11 @@ async def _ask(http: Any, ask: Ask, answers: Answers) -> None:
 
 
 def planner(served: Served, command: str, **properties: Any) -> dict[str, Any]:
-    """`dynamo_planner_COMMAND` over the control endpoint; the planner's status."""
     answer: dict[str, Any] = ask_arbiter(served.paths, f"dynamo_planner_{command}", 20.0, **properties)["planner"]
     return answer
 
 
 def decided(served: Served) -> list[dict[str, Any]]:
-    """The decision log."""
     return [dict(record) for record in read(decision_log_path(served.paths.logs))]
 
 
@@ -129,7 +127,6 @@ class Auditor:
         self.last_wrong: dict[int, str] = {}
 
     def steps(self) -> list[tuple[int, str, int]]:
-        """Those carried out since it began to look."""
         return committed(record for record in decided(self.served) if record["seq"] > self.from_number)
 
     def look(self) -> str | None:

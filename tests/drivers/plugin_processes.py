@@ -69,14 +69,12 @@ class PlannerSide:
         )
 
     async def tick(self, *own: Proposal, **more: Any) -> dict[str, int]:
-        """The targets, by role."""
         pipeline, seen = self.service.pipeline, observation(self._clock.now_s(), **more)
         prediction = await pipeline.predict(seen, None)
         return {t.sub_component_type: t.replicas for t in await pipeline.targets(seen, prediction, own)}
 
     @property
     def gateway(self) -> str:
-        """Where plugins register."""
         where = self.service.status()["gateway"]
         assert isinstance(where, str)
         return where
@@ -87,7 +85,6 @@ class PlannerSide:
         return rows.get(plugin_id, {})
 
     def circuit(self, plugin_id: str) -> CircuitState:
-        """Of its row."""
         return CircuitState[self.row(plugin_id)["circuit_state"]]
 
 
@@ -95,7 +92,6 @@ class PlannerSide:
 async def planner_side(
     scheduling: Mapping[str, Any] | None = None, registration: Mapping[str, Any] | None = None, **environ: str
 ) -> AsyncIterator[PlannerSide]:
-    """Started, in a folder of its own."""
     folder = Path(tempfile.mkdtemp(prefix="dl-"))
     side = PlannerSide(folder, scheduling or {}, registration or {}, **environ)
     try:

@@ -38,16 +38,13 @@ class PlannerProcess:
 
     @property
     def log(self) -> str:
-        """What it said."""
         path = self.folder / "planner.log"
         return path.read_text() if path.exists() else "no log"
 
     async def status(self, path: str, port: int | None = None) -> int:
-        """Of a GET; 0 where nobody answers."""
         return (await asyncio.to_thread(_get, f"http://127.0.0.1:{port or self.system_port}{path}"))[0]
 
     async def says(self, words: str) -> bool:
-        """Its /metrics do."""
         return words in (await asyncio.to_thread(_get, f"http://127.0.0.1:{self.metrics_port}/metrics"))[1]
 
 
@@ -68,11 +65,9 @@ class Cluster:
 
     @property
     def graphs(self) -> str:
-        """The path of all graphs."""
         return f"/apis/nvidia.com/{self.version}/namespaces/default/dynamographdeployments"
 
     async def graph(self) -> dict[str, Any]:
-        """As the server has it."""
         return dict((await self.admin.request("GET", f"{self.graphs}/{NAME}")).body)
 
     async def asked(self) -> dict[str, int]:
@@ -82,8 +77,6 @@ class Cluster:
         return {name: one["replicas"] for name, one in named.items() if name != "Frontend"}
 
     async def until_asked(self, prefill: int, decode: int, within_s: float = 240.0) -> None:
-        """The graph asks for so many."""
-
         async def so_many() -> bool:
             return await self.asked() == {PREFILL: prefill, DECODE: decode}
 
@@ -103,7 +96,6 @@ class Cluster:
             await asyncio.sleep(0.2)
 
     async def made(self, graph: dict[str, Any]) -> None:
-        """The graph, and the adapters that it asks for."""
         answer = await self.admin.request("POST", self.graphs, graph)
         assert answer.status == 201, answer.body
         for one in graph["spec"].get("components", ()):
@@ -114,7 +106,7 @@ class Cluster:
 
     @asynccontextmanager
     async def planner(self, config: dict[str, Any], name: str = "a", **env: str) -> AsyncIterator[PlannerProcess]:
-        """Until it is told to end; it then ends with 0. A killed one is nobody's concern any more."""
+        """A planner until the block ends; its exit code is then 0, unless it was killed."""
         folder = self.folder / name
         folder.mkdir()
         (folder / "planner.yaml").write_text(json.dumps(config))

@@ -57,11 +57,9 @@ class RealPrometheus:
 
     @property
     def log(self) -> str:
-        """What it wrote."""
         return (self._folder / "server.log").read_text(errors="replace")
 
     def start(self) -> None:
-        """Return when it listens."""
         with (self._folder / "server.log").open("ab") as log:
             self._process = subprocess.Popen(self._words, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         deadline_s = time.monotonic() + START_S
@@ -83,7 +81,6 @@ class RealPrometheus:
             connection.close()
 
     def stop(self) -> None:
-        """End it."""
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM)
             try:

@@ -1,4 +1,4 @@
-"""What a Router of a running graph has decided, and what it says of itself."""
+"""Decisions and status of a Router of a running graph."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ def decisions(served: Served, router: str = "Router") -> list[tuple[str, str, fl
 
 @asynccontextmanager
 async def router_status(served: Served) -> AsyncIterator[Any]:
-    """A coroutine function: what the Router says of itself."""
     async with endpoint_client(served, "Router", "status") as client:
 
         async def status() -> dict[str, Any]:

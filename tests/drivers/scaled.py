@@ -6,19 +6,20 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from openai import AsyncOpenAI
 
 from dynamo_local.arbiter.event_log import event_log_path, read
 from dynamo_local.cli.common import ask_arbiter
-from tests.drivers.served import Served, auntil, expected, stream_chat
+from tests.drivers.served import Served, asking, auntil, expected, stream_chat
 
 COMMAND_TIMEOUT_S = 60.0
 PATIENCE_S = 120.0
 """For streams to end on a machine that does much else."""
 TOKENS = (10, 30, 80)
-"""Of the load's streams, in turn: some end in a tenth of a second, some outlast whatever is done meanwhile."""
+"""Lengths of the load's streams, in turn: some end in a tenth of a second, some outlast the test's own actions."""
 
 
 def command(served: Served, name: str, /, **properties: Any) -> dict[str, Any]:
@@ -34,7 +35,6 @@ def scale(served: Served, component: str, target: str, **properties: Any) -> lis
 
 
 async def ascale(served: Served, component: str, target: str, **properties: Any) -> list[tuple[str, str]]:
-    """`scale` beside other tasks of the loop."""
     return await asyncio.to_thread(scale, served, component, target, **properties)
 
 
@@ -49,12 +49,25 @@ async def settled(served: Served, timeout_s: float = 30.0) -> None:
 
 
 def names(served: Served, component: str) -> list[str]:
-    """Of the component's ready workers, without the namespace."""
     return [
         row["watcher_name"].removeprefix(f"{served.namespace}_")
         for row in served.status()["workers"]
         if row["component"] == component and row["state"] == "ready"
     ]
+
+
+def busy(served: Served, component: str) -> str | None:
+    """A worker of the component that has a request in hand, by the samples of its load."""
+    for row in served.status()["workers"]:
+        if row["component"] == component and row["load"] and row["load"]["request_active_slots"]:
+            return str(row["watcher_name"]).removeprefix(f"{served.namespace}_")
+    return None
+
+
+async def answer(served: Served, prompt: str, tokens: int = 8) -> str | None:
+    """The text of one chat. Raises what the client raises."""
+    async with served.client() as client:
+        return (await client.chat.completions.create(**asking(prompt, tokens))).choices[0].message.content
 
 
 def events(served: Served, name: str | None = None) -> list[dict[str, Any]]:
@@ -64,26 +77,27 @@ def events(served: Served, name: str | None = None) -> list[dict[str, Any]]:
 
 
 def kinds(records: Iterable[dict[str, Any]]) -> list[str]:
-    """Their event names."""
     return [record["event"] for record in records]
 
 
+@dataclass
 class Load:
-    """What became of the streams of a load."""
+    """The outcome of a load's streams. It ends by itself after so many failures."""
 
-    def __init__(self) -> None:
-        self.right = 0
-        self.failures: list[str] = []
+    failures_max: int = 1
+    right: int = 0
+    failures: list[str] = field(default_factory=list)
 
-    def check(self) -> None:
-        """No stream failed or was wrong, and there were some."""
-        assert self.failures == []
-        assert self.right
+    def check(self, at_least: int = 1) -> None:
+        """No stream failed or was wrong, and there were that many."""
+        assert self.failures == [], (len(self.failures), self.failures[:5])
+        assert self.right >= at_least
 
     async def more(self, count: int) -> None:
-        """Wait until so many more have come right, however slow the machine is; or one has failed."""
+        """Wait until so many more have come right, however slow the machine is; or too many have failed."""
         enough = self.right + count
-        await auntil(lambda: self.failures or self.right >= enough, PATIENCE_S, what=lambda: self.right)
+        over = lambda: len(self.failures) >= self.failures_max or self.right >= enough  # noqa: E731
+        await auntil(over, PATIENCE_S, what=lambda: (self.right, self.failures[:3]))
 
 
 Ask = Callable[[AsyncOpenAI, int, int], Awaitable[str | None]]
@@ -91,7 +105,6 @@ Ask = Callable[[AsyncOpenAI, int, int], Awaitable[str | None]]
 
 
 async def ask_sim(http: AsyncOpenAI, number: int, turn: int) -> str | None:
-    """A chat whose answer the simulated engine's oracle knows."""
     prompt = f"Client {number} asks for the {turn}th time: what is it like to be one of many?"
     tokens = TOKENS[(number + turn) % len(TOKENS)]
     answer = await stream_chat(http, prompt, tokens, ignore_eos=True)
@@ -100,19 +113,18 @@ async def ask_sim(http: AsyncOpenAI, number: int, turn: int) -> str | None:
 
 
 @asynccontextmanager
-async def load(served: Served, streams: int = 12, ask: Ask = ask_sim) -> AsyncIterator[Load]:
+async def load(served: Served, streams: int = 12, ask: Ask = ask_sim, failures_max: int = 1) -> AsyncIterator[Load]:
     """So many clients, each with one stream after the other, without retries; the block ends when all have ended."""
-    found, stop = Load(), asyncio.Event()
+    found, stop = Load(failures_max), asyncio.Event()
 
     async def client(http: AsyncOpenAI, number: int) -> None:
         for turn in itertools.count():
-            if stop.is_set():
+            if stop.is_set() or len(found.failures) >= failures_max:
                 return
             try:
                 wrong = await ask(http, number, turn)
             except Exception as error:
-                found.failures.append(f"{type(error).__name__}: {error}")
-                return
+                wrong = f"{type(error).__name__}: {error}"
             if wrong is None:
                 found.right += 1
             else:

@@ -20,8 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -102,8 +102,6 @@ class Served(Registry):
         self._shared_memory = host_facts.shared_memory()
         self._foreground: subprocess.Popen[str] | None = None
 
-    # --- commands --------------------------------------------------------------------------------
-
     def cli(
         self, *words: str, timeout_s: float | None = None, env: Mapping[str, str] | None = None, **popen: Any
     ) -> subprocess.CompletedProcess[str]:
@@ -121,12 +119,10 @@ class Served(Registry):
         )
 
     def serve_words(self, *more: str) -> tuple[str, ...]:
-        """The command line behind `dynamo`."""
         namespace = () if self.namespace == "dynamo" else ("--namespace", self.namespace)
         return ("serve", *self._words, *namespace, *more)
 
     def serve_with(self, file: str) -> None:
-        """From now on `serve_words` name that configuration."""
         self._words = (*(word for word in self._words if word != "-f" and not word.endswith(".yaml")), "-f", file)
 
     def start(self) -> Self:
@@ -134,6 +130,18 @@ class Served(Registry):
         done = self.cli(*self.serve_words("--detach"), timeout_s=max(START_TIMEOUT_S, self.timeout_s))
         assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return self
+
+    @contextmanager
+    def started(self) -> Iterator[Self]:
+        """The ready graph, until the end of the block."""
+        with self:
+            yield self.start()
+
+    def ok(self, *words: str, **more: Any) -> str:
+        """The output of `dynamo WORDS`, which must succeed."""
+        done = self.cli(*words, **more)
+        assert done.returncode == 0, f"{words}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
 
     def kill_arbiter(self, *, guardian: bool = False) -> None:
         """SIGKILL it, and the guardian first if asked to. Its workers serve on where the policy is `keep`."""
@@ -184,7 +192,7 @@ class Served(Registry):
         return self.folder / "foreground.txt"
 
     def foreground_output(self) -> str:
-        """What `popen`'s process has printed so far, stdout and stderr together."""
+        """The output of `popen`'s process so far, stdout and stderr together."""
         return self._output_file.read_text()
 
     def down(self, *words: str) -> subprocess.CompletedProcess[str]:
@@ -193,8 +201,6 @@ class Served(Registry):
         done = self.cli(*words, timeout_s=START_TIMEOUT_S + self.timeout_s)
         assert not done.returncode, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}\n{self.cli_status()}"
         return done
-
-    # --- what is -----------------------------------------------------------------------------------
 
     def cli_status(self) -> dict[str, Any]:
         """`dynamo status --json`; empty where it fails."""
@@ -211,7 +217,6 @@ class Served(Registry):
         return next(w for w in self.status()["workers"] if w["watcher_name"] == f"{self.namespace}_{name}")
 
     def states(self) -> dict[str, str]:
-        """Watcher name without namespace -> state."""
         return {w["watcher_name"].removeprefix(f"{self.namespace}_"): w["state"] for w in self.status()["workers"]}
 
     def pids(self) -> dict[str, int]:
@@ -226,16 +231,14 @@ class Served(Registry):
 
     @property
     def url(self) -> str:
-        """Of the frontend, without `/v1`."""
         return str(self.status()["frontend_url"])
 
     def statefile(self) -> dict[str, Any]:
-        """Its content."""
         content: dict[str, Any] = json.loads(self.paths.statefile.read_text())
         return content
 
     def log(self, name: str) -> str:
-        """What one process wrote, by its name without the namespace."""
+        """The log of one process, by its name without the namespace."""
         return self.paths.log_file(f"{self.namespace}_{name}").read_text()
 
     @asynccontextmanager
@@ -243,8 +246,6 @@ class Served(Registry):
         """The `openai` package's client, without its retries: a test wants to see what happened."""
         async with AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120.0) as client:
             yield client
-
-    # --- the end -----------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         return self
@@ -270,7 +271,7 @@ class Served(Registry):
         return None if self._foreground is None else self._foreground.wait(timeout_s)
 
     def leftovers(self) -> list[str]:
-        """What is of ours and still there, in words; our logs and lock files may stay."""
+        """Processes, files, sockets and shared memory of ours that are left. Logs and lock files may stay."""
         found = [f"process {pid}: {line}" for pid, line in self.processes()]
         found += [f"statefile {self.paths.statefile}"] if self.paths.statefile.exists() else []
         found += [f"runtime folder {self.paths.runtime}"] if self.paths.runtime.exists() else []
@@ -280,7 +281,7 @@ class Served(Registry):
         return found
 
     def shared_memory(self) -> set[str]:
-        """What has come into /dev/shm since this graph began, without what a process of somebody else maps."""
+        """New names in /dev/shm since this graph began, without those that other users' processes map."""
         found = host_facts.shared_memory() - self._shared_memory
         if not found:
             return found
@@ -328,13 +329,9 @@ class Served(Registry):
 
 
 def kill_processes(pids: Iterable[int]) -> None:
-    """SIGKILL to each that is still there."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-# --- waiting -------------------------------------------------------------------------------------
 
 
 def until(condition: Callable[[], T], timeout_s: float = 30.0, *, what: Callable[[], object] | str = "") -> T:
@@ -348,21 +345,15 @@ def until(condition: Callable[[], T], timeout_s: float = 30.0, *, what: Callable
 
 
 async def auntil(condition: Callable[[], T], timeout_s: float = 30.0, *, what: Callable[[], object] | str = "") -> T:
-    """`until` beside other tasks of the loop."""
     return await asyncio.to_thread(until, condition, timeout_s, what=what)
-
-
-# --- what is right -------------------------------------------------------------------------------
 
 
 @functools.cache
 def tokenizer() -> Tokenizer:
-    """The one of the shipped graph."""
     return load_tokenizer(MODEL)
 
 
 def messages(prompt: str) -> list[dict[str, str]]:
-    """A chat of one user's message."""
     return [{"role": "user", "content": prompt}]
 
 
@@ -374,18 +365,12 @@ def expected(prompt: str, max_tokens: int, *, ignore_eos: bool = False) -> tuple
 
 
 def asking(prompt: str, max_tokens: int, *, ignore_eos: bool = False) -> dict[str, Any]:
-    """Arguments of `client.chat.completions.create`; `ignore_eos` streams `max_tokens` exactly."""
     extra = {"extra_body": {"ignore_eos": True}} if ignore_eos else {}
     return {"model": MODEL, "messages": messages(prompt), "max_tokens": max_tokens, **extra}
 
 
 async def stream_chat(
-    client: AsyncOpenAI,
-    prompt: str,
-    max_tokens: int,
-    *,
-    ignore_eos: bool = False,
-    started: asyncio.Event | None = None,
+    client: AsyncOpenAI, prompt: str, max_tokens: int, *, ignore_eos: bool = False, started: asyncio.Event | None = None
 ) -> tuple[str, str | None]:
     """`(text, finish_reason)` of one streamed chat; sets `started` at its first text."""
     text, reason = "", None

@@ -48,13 +48,11 @@ class RealServer:
         return self.folder / "server.log"
 
     async def start(self) -> None:
-        """Start it and wait until it answers."""
         assert self._process is None, "already started"
         self.spawn()
         await self.wait_ready()
 
     def spawn(self) -> None:
-        """Start it without waiting."""
         prepare(self.spec)
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(
@@ -74,11 +72,9 @@ class RealServer:
         raise NotImplementedError
 
     async def stop(self) -> None:
-        """SIGTERM, and wait for its end."""
         await asyncio.to_thread(self._end, signal.SIGTERM)
 
     async def kill(self) -> None:
-        """SIGKILL, and wait for its end."""
         await asyncio.to_thread(self._end, signal.SIGKILL)
 
     async def restart(self, *, lose_data: bool = False) -> None:
@@ -95,12 +91,10 @@ class RealServer:
         os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def resume(self) -> None:
-        """SIGCONT."""
         assert self._process is not None
         os.kill(self._process.pid, signal.SIGCONT)
 
     def wipe(self) -> None:
-        """Remove its data while it is down."""
         for folder in self.spec.folders:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -110,7 +104,6 @@ class RealServer:
             pool.submit(lambda: asyncio.run(self.start())).result()
 
     def stop_now(self) -> None:
-        """End it and give its ports back."""
         self._end(signal.SIGTERM)
         for port in self._ports:
             port.close()
@@ -141,12 +134,10 @@ class RealEtcd(RealServer):
 
     @property
     def endpoint(self) -> str:
-        """`http://127.0.0.1:<port>`, or with `https`."""
         return self.spec.endpoint
 
     @property
     def env(self) -> dict[str, str]:
-        """The variables by which a client reaches it."""
         return self.spec.client_env
 
     @property
@@ -170,7 +161,6 @@ class RealNats(RealServer):
 
     @property
     def url(self) -> str:
-        """`nats://127.0.0.1:<port>`, or with `tls`, without the token."""
         return self.spec.url
 
     @property
@@ -178,12 +168,16 @@ class RealNats(RealServer):
         return self.spec.token
 
     @property
+    def address(self) -> str:
+        """`url` with the token in it, as a user may write it."""
+        return self.url.replace("://", f"://{self.token}@")
+
+    @property
     def token_file(self) -> Path:
         return self.spec.token_file
 
     @property
     def env(self) -> dict[str, str]:
-        """The variables by which a client reaches it."""
         return self.spec.client_env
 
     @property
@@ -195,7 +189,6 @@ class RealNats(RealServer):
 
 
 def etcdctl_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Dynamo's variables for etcd as etcdctl calls them."""
     names = {
         "ETCDCTL_ENDPOINTS": "ETCD_ENDPOINTS",
         "ETCDCTL_CACERT": "ETCD_AUTH_CA",
@@ -216,7 +209,6 @@ class Registry:
         return run_environment(load(self.paths.statefile))
 
     async def etcd(self) -> EtcdStore:
-        """A connection to its etcd, to be closed."""
         env = self.environment()
         return await EtcdStore.connect(env["ETCD_ENDPOINTS"], access=EtcdAccess.of(env))
 

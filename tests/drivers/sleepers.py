@@ -20,24 +20,20 @@ def wake(served: Served, name: str) -> dict[str, Any]:
 
 
 async def until_state(served: Served, name: str, *states: str, timeout_s: float = 60.0) -> None:
-    """The worker is in one of these states."""
     await auntil(lambda: served.states().get(name) in states, timeout_s, what=served.states)
 
 
 async def asleep(served: Served, name: str, **more: Any) -> None:
-    """Put it to sleep, and wait until it does."""
     await asyncio.to_thread(sleep, served, name, **more)
     await until_state(served, name, "sleeping")
 
 
 async def awake(served: Served, name: str) -> None:
-    """Wake it, and wait until it serves."""
     await asyncio.to_thread(wake, served, name)
     await until_state(served, name, "ready")
 
 
 async def wake_all(served: Served) -> None:
-    """Whoever sleeps serves again."""
     for name, state in served.states().items():
         if state in ("sleeping", "falling_asleep"):
             await awake(served, name)

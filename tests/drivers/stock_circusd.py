@@ -53,11 +53,9 @@ class StockCircusd:
 
     @property
     def log(self) -> str:
-        """What it has printed."""
         return (self.folder / "circusd.log").read_text()
 
     def start(self) -> Self:
-        """Return when it answers."""
         with (self.folder / "circusd.log").open("wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "circus.circusd", str(self._ini)],
@@ -72,7 +70,6 @@ class StockCircusd:
         return self
 
     def ask(self, command: str, **properties: Any) -> dict[str, Any]:
-        """One command's reply."""
         with self._context.socket(zmq.DEALER) as socket:
             socket.linger = 0
             socket.connect(self.endpoint)
@@ -82,17 +79,14 @@ class StockCircusd:
             return reply
 
     def statuses(self) -> dict[str, str]:
-        """Watcher name -> `active`, `stopped`, …"""
         statuses: dict[str, str] = self.ask("status")["statuses"]
         return statuses
 
     def pids(self, watcher: str) -> list[int]:
-        """Of one watcher's live processes."""
         pids: list[int] = self.ask("list", name=watcher)["pids"]
         return pids
 
     def kill(self) -> None:
-        """`kill -9`."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
@@ -111,7 +105,6 @@ class StockCircusd:
         return self.start()
 
     def ended(self) -> bool:
-        """It runs no more."""
         return self._process is None or self._process.poll() is not None
 
     def __exit__(

@@ -26,7 +26,7 @@ PYTHONS = (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3")
 
 
 class Stranger:
-    """What he does runs as him, with nothing of our environment. `tools` is a folder that he can read."""
+    """His commands run as him, with nothing of our environment. `tools` is a folder that he can read."""
 
     def __init__(self, uid: int, gid: int, tools: Path) -> None:
         self._who: dict[str, Any] = {"user": uid, "group": gid, "extra_groups": []}
@@ -43,7 +43,6 @@ class Stranger:
             return False
 
     def run(self, words: Sequence[str | Path], text: str = "") -> subprocess.CompletedProcess[str]:
-        """A command of his."""
         return subprocess.run(
             words,
             input=text,
@@ -57,7 +56,7 @@ class Stranger:
         )
 
     def gets(self, **what: Any) -> dict[str, list[Any]]:
-        """What he gets hold of, by way: see `tests/tools/stranger.py`. Skips where there is no Python for him."""
+        """The things that he gets hold of, by way (`tests/tools/stranger.py`). Skips where he has no Python."""
         if self._python is None:
             pytest.skip(f"another user can run none of {', '.join(PYTHONS)}")
         done = self.run([self._python, "-I", "-c", SCRIPT.read_text()], json.dumps(what))

@@ -19,5 +19,4 @@ def _installed() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """A skip here would look like a success."""
     fail_where_skipped(session, exitstatus, REQUIRED)

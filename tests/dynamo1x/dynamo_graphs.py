@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import psutil
 from openai import AsyncOpenAI
 
-from tests.drivers.served import ROOT, Served, auntil
+from tests.drivers import scaled
+from tests.drivers.scaled import Load
+from tests.drivers.served import ROOT, Served
 
 EXAMPLE = ROOT / "examples" / "dynamo_1x"
 MODEL = "tiny"
 TOKENS = (4, 20, 60)
-"""Of the load's streams, in turn."""
+"""Lengths of the load's streams, in turn."""
 LISTED_S = 90.0
 WAIT_S = 60.0
 """For what takes a moment, on a machine that does something else."""
@@ -34,7 +35,6 @@ class DynamoServed(Served):
 
 
 def graph(name: str, *words: str, **more: Any) -> Served:
-    """`examples/dynamo_1x/NAME.yaml` on any free port."""
     return DynamoServed(
         "--Frontend.ports.http=0", *words, target=("-f", f"{name}.yaml"), cwd=EXAMPLE, frontend=False, **more
     )
@@ -49,20 +49,6 @@ async def listed(served: Served) -> None:
         async with asyncio.timeout(LISTED_S):
             while MODEL not in [model.id async for model in client.models.list()]:
                 await asyncio.sleep(0.05)
-
-
-@dataclass
-class Load:
-    """What became of a load's requests. `open_` are under way now."""
-
-    right: int = 0
-    open_: int = 0
-    failures: list[str] = field(default_factory=list)
-
-    def check(self, at_least: int) -> None:
-        """No request failed or was cut, and there were that many."""
-        assert self.failures == [], (len(self.failures), self.failures[:5])
-        assert self.right >= at_least, self.right
 
 
 async def ask(client: AsyncOpenAI, prompt: str, tokens: int, *, started: asyncio.Event | None = None) -> int:
@@ -90,39 +76,27 @@ async def ask(client: AsyncOpenAI, prompt: str, tokens: int, *, started: asyncio
 
 
 @asynccontextmanager
-async def load(served: Served, clients: int = 6) -> AsyncIterator[Load]:
-    """So many clients, each with one stream after the other, without retries, until the block ends."""
-    found, stop = Load(), asyncio.Event()
-
-    async def one(http: AsyncOpenAI, number: int) -> None:
-        turn = 0
-        while not stop.is_set() and len(found.failures) < FAILURES_MAX:
-            turn += 1
-            tokens = TOKENS[(number + turn) % len(TOKENS)]
-            found.open_ += 1
-            try:
-                await ask(http, f"client {number} asks for the {turn}th time what a drain is", tokens)
-            except Exception as error:
-                found.failures.append(f"{type(error).__name__}: {error}")
-            else:
-                found.right += 1
-            finally:
-                found.open_ -= 1
-
-    async with served.client() as http:
-        tasks = [asyncio.create_task(one(http, number)) for number in range(clients)]
-        try:
-            await auntil(lambda: found.right or found.failures, WAIT_S)
-            yield found
-        finally:
-            stop.set()
-            await asyncio.gather(*tasks)
+async def long_answers(served: Served, count: int, tokens: int) -> AsyncIterator[list[asyncio.Task[int]]]:
+    """So many streams of so many tokens, all begun."""
+    async with served.client() as client:
+        began = [asyncio.Event() for _ in range(count)]
+        tasks = [
+            asyncio.create_task(ask(client, f"a long answer, the {n}th", tokens, started=event))
+            for n, event in enumerate(began)
+        ]
+        await asyncio.wait_for(asyncio.gather(*(event.wait() for event in began)), WAIT_S)
+        yield tasks
 
 
-async def until_right(found: Load, count: int, timeout_s: float = 120.0) -> None:
-    """So many requests more have been answered."""
-    wanted = found.right + count
-    await auntil(lambda: found.right >= wanted, timeout_s, what=lambda: (found.right, wanted, found.failures[:3]))
+async def _ask_again(http: AsyncOpenAI, number: int, turn: int) -> None:
+    await ask(
+        http, f"client {number} asks for the {turn}th time what a drain is", TOKENS[(number + turn) % len(TOKENS)]
+    )
+
+
+def load(served: Served, clients: int = 6) -> AbstractAsyncContextManager[Load]:
+    """So many clients, each with one stream after the other, without retries, also after a failure."""
+    return scaled.load(served, clients, _ask_again, FAILURES_MAX)
 
 
 def instances(served: Served, component: str = "backend") -> list[str]:
@@ -153,13 +127,10 @@ def listening(served: Served) -> list[tuple[str, str, int]]:
 
 
 def in_flight(served: Served, name: str) -> int:
-    """Requests that the worker is said to hold."""
     load = served.worker(name)["load"]
     return 0 if load is None else int(load["request_active_slots"] + load["num_requests_waiting"])
 
 
 def json_of(served: Served, *words: str) -> Any:
-    """What a command says with `--json`."""
-    done = served.cli(*words, "--json")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    done = served.ok(*words, "--json")
+    return json.loads(done)

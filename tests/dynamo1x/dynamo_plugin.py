@@ -37,7 +37,6 @@ def empty_packages(packages: tuple[str, ...] = PACKAGES) -> None:
 
 
 def main(what: str, *words: str) -> None:
-    """Run it."""
     empty_packages()
     if what == "descriptors":
         from dynamo.planner.plugins.proto.v1 import plugin_pb2

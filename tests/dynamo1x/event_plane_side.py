@@ -12,7 +12,6 @@ from typing import Any
 
 
 def listen(endpoint: Any) -> None:
-    """As Dynamo's planner does."""
     from dynamo.common.forward_pass_metrics import decode
     from dynamo.llm import FpmEventSubscriber
 
@@ -24,7 +23,6 @@ def listen(endpoint: Any) -> None:
 
 
 def publish(endpoint: Any) -> None:
-    """As Dynamo's TensorRT-LLM workers do."""
     import time
 
     from dynamo._core import FpmDirectPublisher
@@ -50,7 +48,6 @@ def publish(endpoint: Any) -> None:
 
 
 async def main() -> None:
-    """What the words say."""
     from dynamo.runtime import DistributedRuntime
 
     role, path = sys.argv[1:3]

@@ -1,6 +1,6 @@
 """Dynamo's own reader of profiles from its wheel, as it is: prints the passes that its planner makes of a folder.
 
-Its packages import the whole planner, which needs one that is no more than a stub in the registry; so they are made
+Its packages import the whole planner, and that needs a package that is only a stub in the registry. So they are made
 here as empty ones with their folders, as in `dynamo_plugin.py`.
 """
 

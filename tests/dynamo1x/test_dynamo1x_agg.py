@@ -20,7 +20,7 @@ from tests.dynamo1x.dynamo_graphs import (
     listed,
     listening,
     load,
-    until_right,
+    long_answers,
 )
 
 pytestmark = [pytest.mark.timeout(500)]
@@ -32,20 +32,18 @@ LONG = 4000
 
 
 async def test_workers_come_and_go_under_load_without_a_failed_request() -> None:
-    """1 to 4 to 1: each new one is routed to, each that leaves finishes its streams, and nothing is left of it."""
-    with graph("agg") as served:
-        served.start()
+    with graph("agg").started() as served:
         await listed(served)
         async with load(served) as found:
             await ascale(served, "Mocker", "4")
             await auntil(lambda: len(names(served, "Mocker")) == 4, START_S, what=served.states)
             assert len(instances(served)) == 4
-            await until_right(found, 200)
+            await found.more(200)
             await ascale(served, "Mocker", "1")
             await auntil(lambda: names(served, "Mocker") == ["Mocker"], LEAVE_S, what=served.states)
             await settled(served, LEAVE_S)
             assert len(instances(served)) == 1
-            await until_right(found, 500 - min(found.right, 490))
+            await found.more(500 - min(found.right, 490))
         found.check(500)
         for name in ("Mocker_1", "Mocker_2", "Mocker_3"):
             left = [event for event in events(served, name) if event["event"] == "ProcessExited"]
@@ -54,17 +52,10 @@ async def test_workers_come_and_go_under_load_without_a_failed_request() -> None
 
 @pytest.mark.full
 async def test_a_drain_waits_for_streams_and_can_be_taken_back() -> None:
-    with graph("agg", "--Mocker.ServiceArgs.workers=2") as served:
-        served.start()
+    with graph("agg", "--Mocker.ServiceArgs.workers=2").started() as served:
         await listed(served)
         before, child = instances(served), commands_of(served, "Mocker_1")
-        async with served.client() as client:
-            began = [asyncio.Event() for _ in range(6)]
-            tasks = [
-                asyncio.create_task(ask(client, f"a long answer, the {n}th", LONG, started=event))
-                for n, event in enumerate(began)
-            ]
-            await asyncio.wait_for(asyncio.gather(*(event.wait() for event in began)), WAIT_S)
+        async with long_answers(served, 6, LONG) as tasks:
             await auntil(lambda: in_flight(served, "Mocker_1") > 0, WAIT_S, what=served.status)
             await asyncio.to_thread(command, served, "drain", name="dynamo_Mocker_1")
             await auntil(lambda: len(instances(served)) == 1, WAIT_S, what=lambda: served.keys("v1/"))
@@ -76,23 +67,15 @@ async def test_a_drain_waits_for_streams_and_can_be_taken_back() -> None:
             assert commands_of(served, "Mocker_1") == child
             assert await asyncio.wait_for(asyncio.gather(*tasks), LEAVE_S) == [LONG] * 6
         async with load(served) as found:
-            await until_right(found, 20)
+            await found.more(20)
         found.check(20)
 
 
 @pytest.mark.full
 async def test_leaving_finishes_what_streams_and_waits_for_no_lull() -> None:
-    """`dynamo down` while clients keep coming: they are refused, what streams is finished."""
-    with graph("agg") as served:
-        served.start()
+    with graph("agg").started() as served:
         await listed(served)
-        async with served.client() as client, served.client() as others:
-            began = [asyncio.Event() for _ in range(3)]
-            tasks = [
-                asyncio.create_task(ask(client, f"a long answer, the {n}th", 900, started=event))
-                for n, event in enumerate(began)
-            ]
-            await asyncio.wait_for(asyncio.gather(*(event.wait() for event in began)), WAIT_S)
+        async with long_answers(served, 3, 900) as tasks, served.client() as others:
 
             async def knock() -> None:
                 while True:
@@ -110,9 +93,7 @@ async def test_leaving_finishes_what_streams_and_waits_for_no_lull() -> None:
 
 @pytest.mark.full
 async def test_they_are_seen_like_native_workers_and_listen_on_loopback_alone() -> None:
-    """Statefile, status, top, events, circusctl; no socket of any process is open to another host."""
-    with graph("agg") as served:
-        served.start()
+    with graph("agg").started() as served:
         await listed(served)
         entry = served.statefile()["components"]["dynamo_Mocker"]
         worker = served.worker("Mocker")

@@ -7,7 +7,7 @@ import pytest
 from dynamo_local.cli.common import ArbiterRefused
 from tests.drivers.scaled import ascale, command, names, settled
 from tests.drivers.served import auntil
-from tests.dynamo1x.dynamo_graphs import graph, instances, listed, load, until_right
+from tests.dynamo1x.dynamo_graphs import graph, instances, listed, load
 
 pytestmark = [pytest.mark.timeout(500)]
 
@@ -17,8 +17,7 @@ LEAVE_S = 120.0
 
 @pytest.mark.full
 async def test_both_roles_are_scaled_under_load_without_a_failed_request() -> None:
-    with graph("disagg") as served:
-        served.start()
+    with graph("disagg").started() as served:
         await listed(served)
         async with load(served) as found:
             await ascale(served, "Decode", "4")
@@ -29,7 +28,7 @@ async def test_both_roles_are_scaled_under_load_without_a_failed_request() -> No
                 what=served.states,
             )
             assert (len(instances(served)), len(instances(served, "prefill"))) == (4, 3)
-            await until_right(found, 150)
+            await found.more(150)
             await ascale(served, "Decode", "1")
             await ascale(served, "Prefill", "1")
             await auntil(
@@ -38,7 +37,7 @@ async def test_both_roles_are_scaled_under_load_without_a_failed_request() -> No
                 what=served.states,
             )
             await settled(served, LEAVE_S)
-            await until_right(found, 500 - min(found.right, 490))
+            await found.more(500 - min(found.right, 490))
             with pytest.raises(ArbiterRefused, match="last"):
                 command(served, "drain", name="dynamo_Prefill")
         found.check(500)

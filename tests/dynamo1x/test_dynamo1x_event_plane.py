@@ -31,7 +31,6 @@ WITHIN_S = 60.0
 async def dynamos(
     role: str, namespace: str, plane: str, etcd: RealEtcd, nats: RealNats
 ) -> AsyncIterator[asyncio.StreamReader]:
-    """Its side; what it prints."""
     env = {
         "PATH": os.environ["PATH"],
         "ETCD_ENDPOINTS": etcd.endpoint,

@@ -7,8 +7,7 @@ import asyncio
 import pytest
 import yaml
 
-from dynamo_local.kubernetes.import_graph import import_graph
-from dynamo_local.kubernetes.import_words import read_documents
+from dynamo_local.kubernetes.import_graph import import_graph, read_documents
 from tests.drivers.scaled import names
 from tests.drivers.served import ROOT
 from tests.dynamo1x.dynamo_graphs import DynamoServed, ask, instances, listed
@@ -56,8 +55,7 @@ async def test_an_imported_manifest_answers_requests() -> None:
     found = import_graph(read_documents(MANIFEST, "test"), "test")
     files = {"imported.yaml": yaml.safe_dump(dict(found.sections), sort_keys=False)}
     target = ("-f", "imported.yaml")
-    with DynamoServed("--Frontend.ports.http=0", target=target, files=files, frontend=False) as served:
-        served.start()
+    with DynamoServed("--Frontend.ports.http=0", target=target, files=files, frontend=False).started() as served:
         await listed(served)
         assert (len(instances(served)), len(instances(served, "prefill"))) == (2, 1)
         assert (len(names(served, "decode")), len(names(served, "prefill"))) == (2, 1)

@@ -1,4 +1,4 @@
-"""What a planner observes of Dynamo's own frontend and mockers: requests, every engine's passes, their cards."""
+"""A planner's observation of Dynamo's own frontend and mockers: requests, every engine's passes, their cards."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ REQUESTS, TOKENS = 8, 20
 @pytest.mark.parametrize("plane", ["nats", "zmq"])
 async def test_requests_passes_and_cards_of_dynamos_workers(plane: str) -> None:
     words = ("--Mocker.ServiceArgs.workers=2", f"--Mocker.ServiceArgs.envs.DYN_EVENT_PLANE={plane}")
-    with graph("agg", *words, f"--Frontend.ServiceArgs.envs.DYN_EVENT_PLANE={plane}") as served:
-        served.start()
+    with graph("agg", *words, f"--Frontend.ServiceArgs.envs.DYN_EVENT_PLANE={plane}").started() as served:
         await listed(served)
         async with observing(served, ROLES, runtime="dynamo-1x", counting=True) as (observed, _):
             await all_seen(observed, 2, WAIT_S)
@@ -47,10 +46,8 @@ async def test_requests_passes_and_cards_of_dynamos_workers(plane: str) -> None:
 
 @pytest.mark.full
 async def test_each_data_parallel_rank_of_a_worker_is_an_engine() -> None:
-    """One worker of two ranks: both are heard, also while one has nothing to do, and requests go to both."""
     command = "--Mocker.command=python -m dynamo.mocker --model-path {model} --model-name tiny --data-parallel-size 2"
-    with graph("agg", command) as served:
-        served.start()
+    with graph("agg", command).started() as served:
         await listed(served)
         async with observing(served, ROLES, runtime="dynamo-1x", counting=True) as (observed, _):
             async with served.client() as http:
@@ -73,5 +70,4 @@ def test_the_format_of_a_pass_is_dynamos_own() -> None:
 
 
 def lease(instance: object) -> str:
-    """Of an instance's key."""
     return str(instance).rpartition("/")[2]

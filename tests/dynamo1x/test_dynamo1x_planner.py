@@ -52,8 +52,7 @@ def _tell_observers(served: Served) -> object:
 @pytest.mark.full
 async def test_full_caches_bring_another_worker() -> None:
     command = f"--Mocker.command={MOCKER} --num-gpu-blocks-override 64 --block-size 16"
-    with graph("agg", *PLANNED, command, "--Mocker.ServiceArgs.resources.gpu=1") as served:
-        served.start()
+    with graph("agg", *PLANNED, command, "--Mocker.ServiceArgs.resources.gpu=1").started() as served:
         await listed(served)
         await _until_decided(served, clients=8, tokens=150, name="Mocker_1")
         assert len(instances(served)) >= 2
@@ -63,8 +62,7 @@ async def test_full_caches_bring_another_worker() -> None:
 async def test_prefills_that_wait_bring_another_prefill_worker() -> None:
     slow = f"--Prefill.command={MOCKER} --disaggregation-mode prefill --max-num-seqs 1 --speedup-ratio 0.05"
     gpus = (f"--{name}.ServiceArgs.resources.gpu=1" for name in ("Prefill", "Decode"))
-    with graph("disagg", *PLANNED, slow, *gpus) as served:
-        served.start()
+    with graph("disagg", *PLANNED, slow, *gpus).started() as served:
         await listed(served)
         await _until_decided(served, clients=12, tokens=4, name="Prefill_1")
         assert len(instances(served, "prefill")) >= 2
@@ -90,8 +88,6 @@ async def _open_loop(served: Served, rate: float, seconds: float, tokens: int) -
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", POLICY_WORDS)
 async def test_each_policy_follows_a_load_that_rises_and_falls(policy: str, tmp_path: Path) -> None:
-    """Dynamo's mockers play the profile that the planner sizes by; it sees them through their frontend's counts and
-    their passes. It adds decode workers, takes them away again, and no request is lost."""
     profile = slow_engine(tmp_path / "profile")
     plays = f"--planner-profile-data {slow_mocker(tmp_path / 'mocker.npz')} --block-size {BLOCK_SIZE}"
     plays += f" --num-gpu-blocks-override {SLOW_KV_TOKENS // BLOCK_SIZE}"
@@ -109,8 +105,7 @@ async def test_each_policy_follows_a_load_that_rises_and_falls(policy: str, tmp_
         "--Planner.load-predictor=constant",
         "--Planner.max-gpu-budget=4",
     ]
-    with graph("disagg", *words) as served:
-        served.start()
+    with graph("disagg", *words).started() as served:
         await listed(served)
         for rate, seconds, tokens in RISES_AND_FALLS:
             assert await _open_loop(served, rate, seconds, tokens) == []

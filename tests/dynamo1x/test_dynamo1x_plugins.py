@@ -63,7 +63,6 @@ def _field(message: Any, field: Any) -> tuple[Any, ...]:
 
 
 def example(stage: str, *words: str, prefill: int = 7, decode: int = 11) -> tuple[str, ...]:
-    """The command line of the example for one stage."""
     return (DYNAMO, "run", *ANY_PORT, "--stage", stage, "--prefill", str(prefill), "--decode", str(decode), *words)
 
 

@@ -18,8 +18,7 @@ WHY = "Model materialization failed"
 
 @pytest.mark.full
 async def test_once_it_is_ready_it_lists_its_model() -> None:
-    with graph("agg") as served:
-        served.start()
+    with graph("agg").started() as served:
         async with served.client() as client:
             assert [model.id async for model in client.models.list()] == [MODEL]
 

@@ -19,7 +19,7 @@ from dynamo_local.planner.connectors import VirtualConnector, VirtualKeys, Writt
 from dynamo_local.transport.etcd import EtcdStore
 from tests.drivers.scaled import names, settled
 from tests.drivers.servers import RealEtcd
-from tests.dynamo1x.dynamo_graphs import graph, instances, listed, load, until_right
+from tests.dynamo1x.dynamo_graphs import graph, instances, listed, load
 
 pytestmark = [pytest.mark.infra, pytest.mark.timeout(300)]
 
@@ -41,7 +41,6 @@ async def side(*words: str, etcd: Mapping[str, str]) -> AsyncIterator[Process]:
 
 
 async def line(process: Process) -> dict[str, Any]:
-    """The next line that it says."""
     assert process.stdout is not None
     async with asyncio.timeout(LINE_S):
         raw = await process.stdout.readline()
@@ -51,7 +50,6 @@ async def line(process: Process) -> dict[str, Any]:
 
 
 async def go_on(process: Process) -> None:
-    """It may decide again."""
     assert process.stdin is not None
     process.stdin.write(b"\n")
     await process.stdin.drain()
@@ -60,9 +58,7 @@ async def go_on(process: Process) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("through", ["coordinator", "connector"])
 async def test_dynamos_planner_drives_its_own_workers_through_our_arbiter(through: str) -> None:
-    """1 to 3 to 1 under load: each decision is acknowledged when it is so, and no request fails."""
-    with graph("agg", "--follow", "virtual") as served:
-        served.start()
+    with graph("agg", "--follow", "virtual").started() as served:
         await listed(served)
         etcd = served.environment()
         async with load(served) as found, side(through, served.namespace, "3", "1", etcd=etcd) as planner:
@@ -70,7 +66,7 @@ async def test_dynamos_planner_drives_its_own_workers_through_our_arbiter(throug
                 assert await line(planner) == {"decided": target, "decision_id": number}
                 assert await line(planner) == {"done": target, "decision_id": number}
                 assert len(names(served, "Mocker")) == len(instances(served)) == target
-                await until_right(found, 60)
+                await found.more(60)
                 await go_on(planner)
             assert await asyncio.wait_for(planner.wait(), 30.0) == 0
         found.check(120)
@@ -80,8 +76,7 @@ async def test_dynamos_planner_drives_its_own_workers_through_our_arbiter(throug
 
 @pytest.mark.full
 async def test_dynamos_planner_moves_both_roles_through_our_arbiter() -> None:
-    with graph("disagg", "--follow", "virtual") as served:
-        served.start()
+    with graph("disagg", "--follow", "virtual").started() as served:
         await listed(served)
         etcd = served.environment()
         async with load(served) as found, side("connector", served.namespace, "2:2", "1:1", etcd=etcd) as planner:
@@ -90,7 +85,7 @@ async def test_dynamos_planner_moves_both_roles_through_our_arbiter() -> None:
                 assert await line(planner) == {"done": target, "decision_id": number}
                 assert len(instances(served)) == len(instances(served, "prefill")) == target
                 assert len(names(served, "Decode")) == len(names(served, "Prefill")) == target
-                await until_right(found, 20)
+                await found.more(20)
                 await go_on(planner)
             assert await asyncio.wait_for(planner.wait(), 30.0) == 0
         found.check(40)

@@ -1,9 +1,8 @@
 """One side of the virtual connector in Dynamo's own code, as a process with ETCD_ENDPOINTS: for test_virtual_dynamo.py.
 
-virtual_side.py connector NAMESPACE 3 1     wants so many decode workers, each once the last number is reached;
-                                            2:3 are two prefill and three decode workers
-virtual_side.py coordinator NAMESPACE 3 1   the same through the binding on which the connector stands
-virtual_side.py environment NAMESPACE 2     takes that many decisions, and says at once that they are carried out
+`connector NAMESPACE 3 1` wants so many decode workers, each once the last number is reached; `2:3` are two prefill
+and three decode workers. `coordinator NAMESPACE 3 1` does the same through the connector's own binding. `environment
+NAMESPACE 2` takes that many decisions, and says at once that they are carried out.
 
 Each line of its output is JSON; after each number that is reached it waits for a line of input.
 
@@ -50,7 +49,6 @@ class Empty(MetaPathFinder, Loader):
 
 
 def say(**facts: Any) -> None:
-    """One line."""
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()
 
@@ -110,7 +108,6 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 
 async def environment(runtime: DistributedRuntime, namespace: str, targets: Sequence[Target]) -> None:
-    """Take decisions and complete them."""
     client = VirtualConnectorClient(runtime, namespace)
     last = -1
     say(waits=True)
@@ -127,7 +124,6 @@ SIDES = {"connector": connector, "coordinator": coordinator, "environment": envi
 
 
 async def main(side: str, namespace: str, *numbers: str) -> None:
-    """Without NATS: neither side needs it."""
     runtime = DistributedRuntime(asyncio.get_running_loop(), "etcd", "tcp", event_plane="zmq")
     pairs = [number.rpartition(":") for number in numbers]
     await SIDES[side](runtime, namespace, [(int(first) if first else None, int(last)) for first, _, last in pairs])

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from dynamo_local.core.fleet import events as st
+from dynamo_local.core.fleet.events import Change
 from dynamo_local.core.fleet.fleet import StandbyFacts
-from dynamo_local.core.fleet.scaling import Change
 from tests.fakes.arbiter.fleet_views import DECODE, FRONTEND, PREFILL, fleet, name, pid_of
 from tests.fakes.arbiter.machine import Life
 
@@ -27,7 +27,7 @@ def wake(n: int = 1) -> st.Wake:
 
 def scale(change: int, component: str = "VllmWorker", **more: Any) -> st.Scale:
     """`dynamo scale`"""
-    return st.Scale(stimulus_id="scale:1", component=component, change=Change(change, relative=True), **more)
+    return st.Scale(stimulus_id="scale:1", component=component, target=Change(change, relative=True), **more)
 
 
 def some(*states: str, gpus: int = 4, **changes: Any) -> Life:

@@ -30,7 +30,7 @@ SEEN_WITHIN_S = 20.0
 
 @dataclass(frozen=True)
 class Held:
-    """What a child saw: its number of devices, and the UUID of the one it holds memory on."""
+    """A child's view: its number of devices, and the UUID of the one it holds memory on."""
 
     devices: int
     uuid: str
@@ -38,14 +38,13 @@ class Held:
 
 @dataclass
 class Cards:
-    """What there is to test on. `env` is for whatever is started."""
+    """The cards to test on. `env` is for whatever is started."""
 
     inventory: Inventory
     fake: bool
     env: dict[str, str] = field(default_factory=dict)
 
     def device(self, uuid: str) -> GpuDevice:
-        """As it is now."""
         (found,) = (device for device in self.inventory.sample() if device.uuid == uuid)
         return found
 

@@ -21,7 +21,6 @@ SITE = Path(__file__).with_name("site")
 
 
 def make(folder: Path, count: int = 2) -> Path:
-    """The folder with so many idle cards."""
     for number in range(count):
         (folder / f"GPU-fa{number}e0000-0000-4000-8000-00000000000{number}").mkdir(parents=True)
     return folder
@@ -50,11 +49,9 @@ def _lives(pid: int) -> bool:
 
 
 def install(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Into this process."""
     patch.setattr(pynvml, "nvmlLib", CardsOnDisk(folder))
     patch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
 
 
 def library() -> CardsOnDisk:
-    """That of $DYN_FAKE_CARDS."""
     return CardsOnDisk(Path(os.environ["DYN_FAKE_CARDS"]))

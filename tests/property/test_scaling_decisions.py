@@ -9,28 +9,22 @@ from hypothesis import strategies as st
 
 from dynamo_local.core.fleet import events as stimuli
 from dynamo_local.core.fleet import step as machine
-from dynamo_local.core.fleet.fleet import Course, Fleet, Worker
+from dynamo_local.core.fleet.events import Change, VictimPolicy, parse_target
+from dynamo_local.core.fleet.fleet import Fleet, Intent, Worker
 from dynamo_local.core.fleet.invariants import validate
 from dynamo_local.core.fleet.moves import BeginDrain, CancelDrain, Revive, SpawnWorker, TakeBack
-from dynamo_local.core.fleet.scaling import (
-    Change,
-    VictimPolicy,
-    decide,
-    decide_cancel,
-    decide_drain,
-    parse_target,
-    victims,
-)
+from dynamo_local.core.fleet.scaling import victims
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.errors import BadTarget, FlipUnderWay, LastReadyWorker, NotEnoughGpus
+from tests.fakes.arbiter.decided import cancelled, drained, scaled_to
 from tests.fakes.arbiter.fleet_views import DECODE, NO_LOAD, PREFILL, load, lower_names, on_ledger, worker
 
 COURSES = {
-    S.DRAINING: [Course.STEADY, Course.RESTARTING, Course.RETURNING],
-    S.DRAIN_TIMED_OUT: [Course.STEADY, Course.RESTARTING, Course.RETURNING],
-    S.EXITED: [Course.STEADY, Course.RESTARTING, Course.RETURNING],
-    S.CRASHED: [Course.STEADY, Course.LEAVING],
-    S.START_TIMED_OUT: [Course.STEADY, Course.LEAVING],
+    S.DRAINING: [Intent.STEADY, Intent.RESTARTING, Intent.RETURNING],
+    S.DRAIN_TIMED_OUT: [Intent.STEADY, Intent.RESTARTING, Intent.RETURNING],
+    S.EXITED: [Intent.STEADY, Intent.RESTARTING, Intent.RETURNING],
+    S.CRASHED: [Intent.STEADY, Intent.LEAVING],
+    S.START_TIMED_OUT: [Intent.STEADY, Intent.LEAVING],
 }
 LOADS = st.one_of(
     st.just(NO_LOAD),
@@ -49,24 +43,24 @@ def fleets(draw: st.DrawFn) -> Fleet:
     for template, most in ((DECODE, 6), (PREFILL, 3)):
         for n in sorted(draw(st.sets(st.integers(0, most), max_size=most))):
             state = draw(st.sampled_from(list(S)))
-            course = draw(st.sampled_from(COURSES.get(state, [Course.STEADY])))
+            course = draw(st.sampled_from(COURSES.get(state, [Intent.STEADY])))
             more: dict[str, Any] = {"load": draw(LOADS), "since_s": float(draw(st.integers(0, 5)))}
-            if state is S.DRAINING and course is not Course.RETURNING:
+            if state is S.DRAINING and course is not Intent.RETURNING:
                 more["served"] = draw(st.booleans())
             workers.append(worker(n, f"{state}/{course}", template, **more))
     return on_ledger(workers, 10, (DECODE, PREFILL))
 
 
-def stepped(view: Fleet, order: stimuli.Stimulus) -> Fleet:
+def stepped(view: Fleet, order: stimuli.Event) -> Fleet:
     """The fleet after a command; whatever the fleet was, it is one that can be."""
-    then, _ = machine.step(view, order, 9.0)
+    then, _, _ = machine.step(view, order, 9.0)
     validate(then)
     return then
 
 
 def scaled(view: Fleet, change: Change, options: dict[str, Any]) -> Fleet:
     """`dynamo scale VllmWorker`."""
-    return stepped(view, stimuli.Scale(stimulus_id="t", component="VllmWorker", change=change, **options))
+    return stepped(view, stimuli.Scale(stimulus_id="t", component="VllmWorker", target=change, **options))
 
 
 OPTIONS = st.fixed_dictionaries(
@@ -81,8 +75,8 @@ OPTIONS = st.fixed_dictionaries(
 
 @given(view=fleets(), change=CHANGES, options=OPTIONS)
 def test_a_decision_reaches_its_number_or_changes_nothing(view: Fleet, change: Change, options: dict[str, Any]) -> None:
-    decision = decide(view, "VllmWorker", change, stimulus_id="t", **options)
-    assert decision == decide(view, "VllmWorker", change, stimulus_id="t", **options) or decision.refused is not None
+    decision = scaled_to(view, "VllmWorker", change, **options)
+    assert decision == scaled_to(view, "VllmWorker", change, **options) or decision.refused is not None
     if decision.refused is not None:
         assert decision.moves == ()
         return
@@ -91,16 +85,14 @@ def test_a_decision_reaches_its_number_or_changes_nothing(view: Fleet, change: C
     assert then.capacity("VllmWorker") == have + change.delta(have)
     names = [move.name for move in decision.moves]
     assert len(names) == len(set(names))
-    assert (
-        decide(then, "VllmWorker", Change(have + change.delta(have), relative=False), stimulus_id="t").or_raise() == ()
-    )
+    assert scaled_to(then, "VllmWorker", Change(have + change.delta(have), relative=False)).or_raise() == ()
 
 
 @given(view=fleets(), change=CHANGES, options=OPTIONS)
 def test_an_unforced_decision_keeps_who_serves(view: Fleet, change: Change, options: dict[str, Any]) -> None:
     """A ready worker if there is one, else one on its way; for both components."""
     options["force"] = False
-    decision = decide(view, "VllmWorker", change, stimulus_id="t", **options)
+    decision = scaled_to(view, "VllmWorker", change, **options)
     then = scaled(view, change, options) if decision.refused is None else view
     for component in ("VllmWorker", "PrefillWorker"):
         assert bool(then.ready(component)) == bool(view.ready(component))
@@ -112,7 +104,7 @@ def test_named_decisions_touch_that_worker_alone(view: Fleet, n: int, cancel: bo
     chosen = next((w for w in view.workers.values() if w.n == n), None)
     if chosen is None:
         return
-    decision = (decide_cancel if cancel else decide_drain)(view, chosen.name, stimulus_id="t")
+    decision = (cancelled if cancel else drained)(view, chosen.name)
     for move in decision.moves:
         other = view.worker(move.name)
         assert other.name == chosen.name or (cancel and isinstance(move, TakeBack) and other.state is S.PENDING)
@@ -126,7 +118,7 @@ def test_new_workers_get_the_lowest_names_and_devices_that_nobody_waits_for(
     view: Fleet, count: int, options: dict[str, Any]
 ) -> None:
     """Every lower name has an entry that is not to be started; what is kept for others is not given out."""
-    decision = decide(view, "VllmWorker", Change(count, relative=True), stimulus_id="t", **options)
+    decision = scaled_to(view, "VllmWorker", Change(count, relative=True), **options)
     entries = view.workers
     starts = [each for each in decision.moves if isinstance(each, SpawnWorker | Revive)]
     started = {each.name for each in starts}
@@ -144,7 +136,7 @@ def test_new_workers_get_the_lowest_names_and_devices_that_nobody_waits_for(
 
 @given(view=fleets(), count=st.integers(1, 6))
 def test_drains_are_taken_back_before_anything_is_started(view: Fleet, count: int) -> None:
-    decision = decide(view, "VllmWorker", Change(count, relative=True), stimulus_id="t")
+    decision = scaled_to(view, "VllmWorker", Change(count, relative=True))
     if decision.refused is not None:
         return
     back = [view.worker(each.name) for each in decision.moves if isinstance(each, CancelDrain)]
@@ -155,7 +147,7 @@ def test_drains_are_taken_back_before_anything_is_started(view: Fleet, count: in
 
 @given(view=fleets(), count=st.integers(1, 6), policy=st.sampled_from(list(VictimPolicy)))
 def test_nothing_ready_goes_while_something_is_on_its_way(view: Fleet, count: int, policy: VictimPolicy) -> None:
-    decision = decide(view, "VllmWorker", Change(-count, relative=True), stimulus_id="t", victim_policy=policy)
+    decision = scaled_to(view, "VllmWorker", Change(-count, relative=True), victim_policy=policy)
     if decision.refused is not None:
         assert isinstance(decision.refused, BadTarget | LastReadyWorker | FlipUnderWay)
         return
@@ -172,10 +164,10 @@ def test_down_and_up_again_brings_the_same_workers_back(workers: int, fewer: int
     view = on_ledger([worker(n, "ready") for n in range(workers)], workers)
     if fewer >= workers:
         return
-    down = decide(view, "VllmWorker", Change(-fewer, relative=True), stimulus_id="t", victim_policy=policy)
+    down = scaled_to(view, "VllmWorker", Change(-fewer, relative=True), victim_policy=policy)
     assert all(isinstance(each, BeginDrain) for each in down.or_raise())
     lower = scaled(view, Change(-fewer, relative=True), {"victim_policy": policy})
-    up = decide(lower, "VllmWorker", Change(fewer, relative=True), stimulus_id="t")
+    up = scaled_to(lower, "VllmWorker", Change(fewer, relative=True))
     assert {each.name for each in up.or_raise()} == {each.name for each in down.moves}
     assert all(isinstance(each, CancelDrain) for each in up.moves)
 

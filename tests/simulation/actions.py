@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
+from dynamo_local.core.fleet.events import ScaleAll, Sleep, Wake
 from dynamo_local.core.types import EVERY, WAKES, Role, WorkerState
 from tests.simulation.process import Fate
 from tests.simulation.scenario import Scenario
@@ -23,7 +24,7 @@ def scale_all(it: Scenario) -> None:
     """A planner's numbers for both components, by whatever there is."""
     targets = {component: it.rng.choice((1, 1, 2, 3)) for component in ("VllmWorker", "PrefillWorker")}
     actuators = it.rng.choice((EVERY, EVERY, WAKES, frozenset()))
-    work = it.arbiter.orders.scale_all(targets, actuators=actuators, stimulus_id=it.stimulus())
+    work = it.arbiter.commands.run(ScaleAll(stimulus_id=it.stimulus(), targets=targets, actuators=actuators))
     it.arbiter.run(it.arbiter.command(f"scale all {targets} by {sorted(actuators)}", work))
 
 
@@ -55,7 +56,7 @@ def sleep(it: Scenario) -> None:
     level, force, cause = it.rng.choice((1, 1, 2)), it.forces(0.3), it.stimulus()
     if not force:
         it.arbiter.unforced.add(cause)
-    work = it.arbiter.orders.sleep(name, level=level, force=force, stimulus_id=cause)
+    work = it.arbiter.commands.run(Sleep(stimulus_id=cause, name=name, level=level, force=force))
     it.arbiter.run(it.arbiter.command(f"sleep {name} --level {level}", work))
 
 
@@ -63,7 +64,8 @@ def wake(it: Scenario) -> None:
     """Of one on standby, if one is."""
     asleep = [w.name for w in it.arbiter.workers.values() if w.stands_by]
     name = it.rng.choice(asleep) if asleep else it.some_name()
-    it.arbiter.run(it.arbiter.command(f"wake {name}", it.arbiter.orders.wake(name, stimulus_id=it.stimulus())))
+    work = it.arbiter.commands.run(Wake(stimulus_id=it.stimulus(), name=name))
+    it.arbiter.run(it.arbiter.command(f"wake {name}", work))
 
 
 def apply(it: Scenario) -> None:

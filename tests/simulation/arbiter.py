@@ -1,4 +1,4 @@
-"""The shell of the arbiter, composed as `arbiter.composition` does it, on a simulated host; which workers are
+"""The controller of the arbiter, composed as `arbiter.composition` does it, on a simulated host; which workers are
 
 wanted.
 """
@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from dynamo_local.arbiter.arbiter_effects import ArbiterEffects
-from dynamo_local.arbiter.commands import FlipOrders, Orders
+from dynamo_local.arbiter.commands import Commands as ArbiterCommands
 from dynamo_local.arbiter.controller import PULSE_EVERY_S, Waiting
 from dynamo_local.arbiter.deployment import Launcher, gpu_asks
 from dynamo_local.arbiter.links import Links
@@ -20,20 +20,9 @@ from dynamo_local.arbiter.sampler import Sampling
 from dynamo_local.arbiter.statefile import Statefile
 from dynamo_local.core.fleet import draining as leaving
 from dynamo_local.core.fleet.effects import Transition
-from dynamo_local.core.fleet.events import InfraSeen, Leave, StartAll, Stimulus
-from dynamo_local.core.fleet.fleet import Course, Fleet, RestartPlan, Worker
-from dynamo_local.core.fleet.lifecycle import (
-    DrainCancelled,
-    DrainRequested,
-    Faulted,
-    Flipped,
-    ProcessExited,
-    Removed,
-    RestartRequested,
-    SleepCancelled,
-    SpawnRequested,
-    WakeRequested,
-)
+from dynamo_local.core.fleet.events import Event, InfraSeen, Leave, StartAll
+from dynamo_local.core.fleet.fleet import Fleet, Intent, RestartPlan, Worker
+from dynamo_local.core.fleet.lifecycle import TransitionKind as K
 from dynamo_local.core.fleet.moves import Move
 from dynamo_local.core.gpus import GpuLedger, plan_on
 from dynamo_local.core.notes import About
@@ -44,7 +33,7 @@ from dynamo_local.system.gpu_pool import GpuPool
 from tests.fakes.arbiter.memory_store import MemoryStore
 from tests.simulation.spares import SimSpares
 from tests.simulation.successor import Successor
-from tests.simulation.watched_shell import WatchedShell
+from tests.simulation.watched_controller import WatchedController
 from tests.simulation.world import (
     NAMESPACE,
     Broken,
@@ -91,7 +80,7 @@ class Arbiter(Successor):
         self._tasks: set[asyncio.Task[Any]] = set()
         self.host = SimHost(world)
         clock, tell = world.clock, self._tell
-        self.spares = SimSpares(world, self.host, self.factory.paths, run=self._background, tell=tell)
+        self.spares = self._spares()
         world.host, world.loop.on_crash = self.host, self.died
         head = State(namespace=NAMESPACE, run_id=run_id, circus_endpoint="ipc:///simulated/ctl.sock")
         store = MemoryStore(world.file, on_write=self._on_write)
@@ -112,19 +101,28 @@ class Arbiter(Successor):
             report=lambda worker, reason: tell(f"{worker.name} {reason}"),
             rng=world.rng,
         )
-        self.shell = WatchedShell(self._nobody(), self.effects, clock, observers=[self], validates=True)
-        self.shell.on_moves = self._on_moves  # type: ignore[method-assign]
-        self.shell.on_refused = self._on_refused  # type: ignore[method-assign]
-        self.shell.on_apply = self._on_apply  # type: ignore[method-assign]
-        self.orders = Orders(self.shell, self.pool.look)
-        self.effects.connect(self._feed, self._ticked, lambda: self.shell.fleet)
+        self.controller = WatchedController(self._nobody(), self.effects, clock, validates=True)
+        self.controller.subscribe(on_transition=self._on_transition, on_fleet=self._on_fleet)
+        self.controller.on_moves = self._on_moves  # type: ignore[method-assign]
+        self.controller.on_apply = self._on_apply  # type: ignore[method-assign]
+        self.effects.connect(self._feed, self._ticked, lambda: self.controller.fleet)
         self.links.on_answer = lambda answer: self._feed(InfraSeen(stimulus_id="links", ok=answer))
         self.registrations = Registrations(NAMESPACE, self._feed, self.links)
-        self.sampling = Sampling(NAMESPACE, self.shell, self.links, clock)
-        self.waiting = Waiting(self.shell, clock.now_s)
-        self.flips = FlipOrders(self.shell, self.orders, self.waiting)
-        self.spares.connect(lambda: self.shell.fleet, self._record_spares)
+        self.sampling = Sampling(NAMESPACE, self.controller, self.links, clock)
+        self.waiting = Waiting(self.controller, clock.now_s)
+        self.commands = ArbiterCommands(self.controller, self.pool.look, self.waiting)
         self.host.on_exit = self._guarded(self._exited)
+
+    def _spares(self) -> SimSpares:
+        return SimSpares(
+            self.world,
+            self.host,
+            self.factory.paths,
+            run=self._background,
+            tell=self._tell,
+            fleet=lambda: self.controller.fleet,
+            record=self._record_spares,
+        )
 
     def _nobody(self) -> Fleet:
         """The fleet before its first worker."""
@@ -153,7 +151,7 @@ class Arbiter(Successor):
             )
             for plan in self.factory.plan_all(ledger.held)
         }
-        self.shell.fleet = replace(self.shell.fleet, workers=workers, gpus=ledger)
+        self.controller.fleet = replace(self.controller.fleet, workers=workers, gpus=ledger)
         self.wanted = set(workers)
         self._feed(StartAll(stimulus_id="serve"))
         self._background(self.registrations.follow())
@@ -165,28 +163,28 @@ class Arbiter(Successor):
 
     async def _record_spares(self) -> None:
         self.statefile.head.spares = self.spares.pool.records() or None
-        await self.statefile.write_head(lambda: self.shell.fleet)
+        await self.statefile.write_head(lambda: self.controller.fleet)
 
     async def _heal(self) -> None:
         while True:
             await self.world.clock.sleep_until(self.world.clock.now_s() + HEALTH_EVERY_S)
-            await self.statefile.heal(lambda: self.shell.fleet)
+            await self.statefile.heal(lambda: self.controller.fleet)
             if not self.statefile.unwritten:
                 self.world.file.edited = False
 
     async def _beat(self) -> None:
         while True:
             await self.world.clock.sleep_until(self.world.clock.now_s() + PULSE_EVERY_S)
-            self._guarded(self.shell.pulse)()
+            self._guarded(self.controller.pulse)()
 
-    def _feed(self, seen: Stimulus) -> None:
-        self._guarded(self.shell.feed)(seen)
+    def _feed(self, seen: Event) -> None:
+        self._guarded(self.controller.feed)(seen)
 
     def _ticked(self) -> None:
-        self._guarded(self.shell.tick)()
+        self._guarded(self.controller.tick)()
 
     def _guarded(self, call: Callable[..., Any]) -> Callable[..., None]:
-        """What is raised out of the shell breaks the run; a dead arbiter does nothing."""
+        """What is raised out of the controller breaks the run; a dead arbiter does nothing."""
 
         def guarded(*args: Any) -> None:
             if self.dead:
@@ -247,7 +245,7 @@ class Arbiter(Successor):
         if self.dead:
             return
         self.world.note(f"the arbiter dies {self.crash_when} write {self.writes}")
-        self.dead = self.host.dead = self.shell.stopped = True
+        self.dead = self.host.dead = self.controller.stopped = True
         self.links.nats.close_now()
         self.effects.abandon()
         for task in list(self._tasks):
@@ -260,22 +258,21 @@ class Arbiter(Successor):
         """As `dynamo down`."""
         await self.spares.pool.close()
         self._feed(Leave(stimulus_id="down"))
-        await self.waiting.until(lambda: leaving.has_left(self.shell.fleet))
+        await self.waiting.until(lambda: leaving.has_left(self.controller.fleet))
         await self.effects.written()
-        self.dead = self.host.dead = self.left = self.shell.stopped = True
+        self.dead = self.host.dead = self.left = self.controller.stopped = True
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.effects.close()
         if self.failure is not None:
-            raise Broken("something was raised out of the shell while it left") from self.failure
+            raise Broken("something was raised out of the controller while it left") from self.failure
 
     # --- who is wanted -------------------------------------------------------------------------------
 
-    def _on_moves(self, order: Stimulus, before: Fleet, moves: tuple[Move, ...]) -> None:
+    def _on_moves(self, order: Event, before: Fleet, moves: tuple[Move, ...]) -> None:
         """Note which workers every decision wants, and does not want any more; unforced it takes no last ready one."""
-        self._wanted_before = set(self.wanted)
         going = {each.name for each in moves if type(each).__name__ in ("BeginDrain", "FlipWorker", "PutToSleep")}
         for component in {before.workers[name].component for name in going if before.workers[name].ready}:
             left = [worker for worker in before.ready(component) if worker.name not in going]
@@ -287,25 +284,22 @@ class Arbiter(Successor):
                 self.wanted.add(each.name)
                 if kind == "CancelDrain":
                     self._cancelling.add(order.stimulus_id)
-            elif kind != "FlipWorker":  # wanted under the name that it has, and then under the other
+            elif kind not in ("FlipWorker", "CallOffFlipOf"):  # it is wanted under either name
                 self.wanted.discard(each.name)
-
-    def _on_refused(self) -> None:
-        self.wanted = self._wanted_before
 
     def _on_apply(self, before: Fleet) -> None:
         """Who counts now and did not, is wanted; who did and does not, is not."""
-        for name, worker in self.shell.fleet.workers.items():
+        for name, worker in self.controller.fleet.workers.items():
             was = name in before.workers and before.workers[name].counts
             if worker.counts and not was:
                 self.wanted.add(name)
         for name, worker in before.workers.items():
-            after = self.shell.fleet.workers.get(name)
+            after = self.controller.fleet.workers.get(name)
             if worker.counts and (after is None or not after.counts):
                 self.wanted.discard(name)
 
-    def on_fleet(self, fleet: Fleet) -> None:
-        """See `arbiter.effects.Observer`. A worker whose substitute serves is not wanted any more."""
+    def _on_fleet(self, fleet: Fleet) -> None:
+        """A worker whose substitute serves is not wanted any more."""
         for plan in self._plans:
             for name in plan.substitutes:
                 worker = fleet.workers.get(name)
@@ -314,32 +308,28 @@ class Arbiter(Successor):
         self._plans = fleet.restarts
         self.wanted -= {worker.name for worker in fleet.workers.values() if worker.stands_by}
 
-    def on_stimulus(self, stimulus: Stimulus) -> None:
-        """See `arbiter.effects.Observer`."""
-
-    def on_transition(self, worker: Worker, transition: Transition) -> None:
+    def _on_transition(self, worker: Worker, transition: Transition) -> None:
         """Keep the books of what is wanted."""
-        event, name, before = transition.event, transition.name, transition.before
-        self.world.note(
-            f"    {name}: {before} -> {transition.after}/{worker.course}, {type(event).__name__} ({event.stimulus_id})"
-        )
-        again = worker.course is Course.RESTARTING or worker.state is WorkerState.BACKING_OFF  # its start fell through
-        of_restart = event.stimulus_id in self.restarts or event.stimulus_id.startswith("recycle:")
+        kind, name, before = transition.kind, transition.name, transition.before
+        cause = transition.stimulus_id
+        self.world.note(f"    {name}: {before} -> {transition.after}/{worker.intent}, {kind} ({cause})")
+        again = worker.intent is Intent.RESTARTING or worker.state is WorkerState.BACKING_OFF  # its start fell through
+        of_restart = cause in self.restarts or cause.startswith("recycle:")
         # Also by itself: it could not be put to sleep, or was stopped, and has heard late that it need not leave.
-        if isinstance(event, WakeRequested | SleepCancelled | DrainCancelled):
+        if kind in (K.WAKE_REQUESTED, K.SLEEP_CANCELLED, K.DRAIN_CANCELLED):
             self.wanted.add(name)
-        elif isinstance(event, Flipped) and event.was in self.wanted:
-            self.wanted.discard(event.was)
+        elif kind is K.FLIPPED and transition.details["was"] in self.wanted:
+            self.wanted.discard(transition.details["was"])
             self.wanted.add(name)
-        elif isinstance(event, Faulted | Removed):
+        elif kind in (K.FAULTED, K.REMOVED):
             self.wanted.discard(name)
-        elif isinstance(event, DrainRequested | RestartRequested | SpawnRequested) and of_restart:
-            (self.wanted.add if again or not isinstance(event, DrainRequested) else self.wanted.discard)(name)
-        elif isinstance(event, ProcessExited) and before in (WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT):
-            self._left(worker, event)
+        elif kind in (K.DRAIN_REQUESTED, K.RESTART_REQUESTED, K.SPAWN_REQUESTED) and of_restart:
+            (self.wanted.add if again or kind is not K.DRAIN_REQUESTED else self.wanted.discard)(name)
+        elif kind is K.PROCESS_EXITED and before in (WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT):
+            self._left(worker, cause)
 
-    def _left(self, worker: Worker, event: ProcessExited) -> None:
-        """A lease revoked from outside is an order to leave, however it ends then, unless its course says otherwise."""
-        pid = event.stimulus_id.removeprefix("exit:")
-        if pid in map(str, self.world.revoked_outside) and worker.course is Course.STEADY:
+    def _left(self, worker: Worker, cause: str) -> None:
+        """A lease revoked from outside is an order to leave, however it ends then, unless its intent says otherwise."""
+        pid = cause.removeprefix("exit:")
+        if pid in map(str, self.world.revoked_outside) and worker.intent is Intent.STEADY:
             self.wanted.discard(worker.name)

@@ -19,7 +19,7 @@ LIVES = tuple(state for state, traits in TRAITS.items() if traits.process is Has
 def check(arbiter: Arbiter) -> None:
     """What holds at every moment, beside what `validate` checks after every step."""
     if arbiter.failure is not None:
-        raise Broken("something was raised out of the shell") from arbiter.failure
+        raise Broken("something was raised out of the controller") from arbiter.failure
     if arbiter.dead:
         return
     _check_processes(arbiter)
@@ -35,7 +35,7 @@ def _check_processes(arbiter: Arbiter) -> None:
         # It has its new name a moment before the arbiter calls it so.
         if worker is not None and worker.pid == process.pid and process.name != worker.name:
             becomes = None if worker.flip is None else worker.flip.name
-            if process.name != becomes and arbiter.shell.fleet.leaving is None:
+            if process.name != becomes and arbiter.controller.fleet.leaving is None:
                 raise Broken(f"{process.name} ({process.pid}) has the entry {worker.name}")
         if worker is None:
             raise Broken(f"{process.name} ({process.pid}) has no entry")
@@ -43,7 +43,7 @@ def _check_processes(arbiter: Arbiter) -> None:
             raise Broken(f"{process.name} is {process.pid}, its entry says {worker.pid}")
         if worker.pid is None and worker.state not in LIVES:
             raise Broken(f"{process.name} ({process.pid}) lives, its entry is {worker.state} without a pid")
-        sleeper = arbiter.shell.fleet.gpus.sleepers.get(process.name)
+        sleeper = arbiter.controller.fleet.gpus.sleepers.get(process.name)
         booked = worker.gpus if sleeper is None or process.standby.on_gpus else sleeper.uuids
         if missing := set(process.gpus) - set(booked):
             raise Broken(f"{process.name} is on {missing}, which are not booked on it")

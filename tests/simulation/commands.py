@@ -6,15 +6,15 @@ from collections.abc import Collection, Coroutine, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dynamo_local.arbiter.commands import FlipOrders, Orders
-from dynamo_local.core.fleet.events import Apply
-from dynamo_local.core.fleet.fleet import Course, Worker
+from dynamo_local.arbiter.commands import Commands as ArbiterCommands
+from dynamo_local.core.fleet.events import Apply, Drain, Flip, Restart, Scale, ScaleFlip, VictimPolicy, parse_target
+from dynamo_local.core.fleet.fleet import Intent, Worker
 from dynamo_local.core.fleet.lifecycle import IllegalTransition
 from dynamo_local.core.types import WorkerState
 from dynamo_local.errors import DynamoError
 
 if TYPE_CHECKING:
-    from tests.simulation.watched_shell import WatchedShell
+    from tests.simulation.watched_controller import WatchedController
     from tests.simulation.world import World
 
 LEAVES = (WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT, WorkerState.EXITED)
@@ -24,9 +24,8 @@ class Commands:
     """A part of `Arbiter`, which has all that is named here."""
 
     world: World
-    shell: WatchedShell
-    orders: Orders
-    flips: FlipOrders
+    controller: WatchedController
+    commands: ArbiterCommands
     wanted: set[str]
     unforced: set[str]
     restarts: set[str]
@@ -35,7 +34,7 @@ class Commands:
     @property
     def workers(self) -> dict[str, Worker]:
         """By watcher name."""
-        return dict(self.shell.fleet.workers)
+        return dict(self.controller.fleet.workers)
 
     async def scale(self, component: str, target: str, *, force: bool, policy: str | None, stimulus_id: str) -> None:
         """`dynamo scale`; refusals are answers."""
@@ -43,7 +42,15 @@ class Commands:
             self.unforced.add(stimulus_id)
         await self.command(
             f"scale {component} {target}{' --force' * force}",
-            self.orders.scale(component, target, force=force, victim_policy=policy, stimulus_id=stimulus_id),
+            self.commands.run(
+                Scale(
+                    stimulus_id=stimulus_id,
+                    component=component,
+                    target=parse_target(target),
+                    force=force,
+                    victim_policy=VictimPolicy(policy or VictimPolicy.HIGHEST_SUFFIX),
+                )
+            ),
         )
 
     async def drain(self, name: str, *, cancel: bool, force: bool, stimulus_id: str) -> None:
@@ -51,18 +58,19 @@ class Commands:
         if not force:
             self.unforced.add(stimulus_id)
         words = f"drain {name}{' --cancel' * cancel}{' --force' * force}"
-        work = self.orders.drain(name, cancel=cancel, force=force, stimulus_id=stimulus_id)
+        work = self.commands.run(Drain(stimulus_id=stimulus_id, name=name, cancel=cancel, force=force))
         answered = await self.command(words, work)
         worker = self.workers.get(name)
         # The person was told that it goes, unless it was gone before the answer: then it has been started anew.
-        goes = worker is None or (worker.state in LEAVES and worker.course is Course.STEADY)
+        goes = worker is None or (worker.state in LEAVES and worker.intent is Intent.STEADY)
         if cancel and not answered and stimulus_id in self._cancelling and goes:
             self.wanted.discard(name)
 
     async def restart(self, target: str, *, force: bool, stimulus_id: str) -> None:
         """`dynamo restart`."""
         self.restarts.add(stimulus_id)
-        await self.command(f"restart {target}", self.orders.restart(target, force=force, stimulus_id=stimulus_id))
+        work = self.commands.run(Restart(stimulus_id=stimulus_id, name=target, force=force))
+        await self.command(f"restart {target}", work)
 
     async def apply(
         self, renewed: Collection[str], counts: Mapping[str, int], *, force: bool, stimulus_id: str
@@ -71,16 +79,20 @@ class Commands:
         self.restarts.add(stimulus_id)
         templates = tuple(
             replace(each, fingerprint=stimulus_id) if each.component in renewed else each
-            for each in self.shell.fleet.templates
+            for each in self.controller.fleet.templates
         )
         order = Apply(
-            stimulus_id=stimulus_id, templates=templates, counts=counts, policy=self.shell.fleet.policy, force=force
+            stimulus_id=stimulus_id,
+            templates=templates,
+            counts=counts,
+            policy=self.controller.fleet.policy,
+            force=force,
         )
         words = f"apply {sorted(renewed)} {dict(counts)}{' --force' * force}"
         await self.command(words, self._applied(order))
 
     async def _applied(self, order: Apply) -> dict[str, Any]:
-        await self.orders.committed(order)
+        await self.commands.committed(order)
         return {}
 
     async def command(self, words: str, work: Coroutine[Any, Any, dict[str, Any]]) -> bool:
@@ -102,14 +114,14 @@ class Commands:
         if not force:
             self.unforced.add(stimulus_id)
         words = f"flip {name}{' --cancel' * cancel}{' --force' * force}"
-        if cancel:
-            await self.command(words, self.flips.cancel(name, stimulus_id=stimulus_id))
-        else:
-            await self.command(words, self.flips.flip(name, force=force, stimulus_id=stimulus_id))
+        command = Flip(stimulus_id=stimulus_id, name=name, cancel=cancel, force=force)
+        await self.command(words, self.commands.run(command))
 
     async def scale_flip(self, gives: str, takes: str, count: int, *, force: bool, stimulus_id: str) -> None:
         """`dynamo scale … --flip`."""
         if not force:
             self.unforced.add(stimulus_id)
-        work = self.flips.scale(gives, takes, count, force=force, victim_policy=None, stimulus_id=stimulus_id)
-        await self.command(f"scale {gives} -{count} {takes} +{count} --flip{' --force' * force}", work)
+        command = ScaleFlip(stimulus_id=stimulus_id, gives=gives, takes=takes, count=count, force=force)
+        await self.command(
+            f"scale {gives} -{count} {takes} +{count} --flip{' --force' * force}", self.commands.run(command)
+        )

@@ -1,4 +1,4 @@
-"""What happens to a shell: a script that a seed writes, and the end, at which everything must have come right."""
+"""What happens to a controller: a script that a seed writes, and the end, at which everything must have come right."""
 
 from __future__ import annotations
 
@@ -187,15 +187,15 @@ class Scenario:
         return worker.state in QUIET or self._starved(worker)
 
     def _states(self) -> dict[str, str]:
-        return {w.name: f"{w.state}/{w.course}" for w in self.arbiter.workers.values()}
+        return {w.name: f"{w.state}/{w.intent}" for w in self.arbiter.workers.values()}
 
     def _starved(self, worker: Worker) -> bool:
         """It waits for GPUs which will not come: what was never returned is quarantined."""
-        needs = self.arbiter.shell.fleet.template_of(worker).gpus_per_worker
+        needs = self.arbiter.controller.fleet.template_of(worker).gpus_per_worker
         return (
             worker.state in (WorkerState.PENDING, WorkerState.BACKING_OFF)
             and len(worker.gpus) < needs
-            and len(self.arbiter.shell.fleet.gpus.free) < needs
+            and len(self.arbiter.controller.fleet.gpus.free) < needs
         )
 
     def _check_wanted(self) -> None:

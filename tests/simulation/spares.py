@@ -11,8 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynamo_local.arbiter.prewarmed import ENDED_TIMEOUT_S, SparedHost, SpareRules, Spares
-from dynamo_local.arbiter.prewarmed_kinds import Kind
+from dynamo_local.arbiter.prewarmed import (
+    ENDED_TIMEOUT_S,
+    PrewarmedHost,
+    PrewarmedKind,
+    PrewarmedProcesses,
+    PrewarmedRules,
+)
 from dynamo_local.core.fleet.fleet import Fleet
 from dynamo_local.core.fleet.states import ROLES, TRAITS
 from dynamo_local.core.notes import Tell
@@ -25,7 +30,7 @@ if TYPE_CHECKING:
 
 Run = Callable[[Coroutine[Any, Any, None]], object]
 
-KIND = Kind("sim", "/", ())
+KIND = PrewarmedKind("sim", "/", ())
 WARM_WITHIN_S = 20.0
 """Of a spare; one that takes longer is given up."""
 FATES_EVERY_S = 4.0
@@ -100,13 +105,23 @@ class SimSpare:
 class SimSpares:
     """The spares of one arbiter: what `arbiter.prewarmed` is to a real one."""
 
-    def __init__(self, world: World, host: SimHost, paths: Paths, *, run: Run, tell: Tell) -> None:
+    def __init__(
+        self,
+        world: World,
+        host: SimHost,
+        paths: Paths,
+        *,
+        run: Run,
+        tell: Tell,
+        fleet: Callable[[], Fleet],
+        record: Callable[[], Coroutine[Any, Any, None]],
+    ) -> None:
         count = world.spares_wanted
         self._host = host
-        self._fleet: Callable[[], Fleet | None] = lambda: None
+        self._fleet = fleet
         self._count = count
-        rules = SpareRules(count, lambda name: {}, None, None, None, WARM_WITHIN_S)
-        self.pool = Spares(
+        rules = PrewarmedRules(count, lambda name: {}, None, None, None, WARM_WITHIN_S)
+        self.pool = PrewarmedProcesses(
             host,
             paths,
             rules,
@@ -114,14 +129,11 @@ class SimSpares:
             wanted=lambda: (KIND,) if count else (),
             calm=self._calm,
             background=run,
+            on_change=record,
             tell=tell,
             end=self._end,
         )
         self.host = _Spared(host, self.pool, self._kind_of)
-
-    def connect(self, fleet: Callable[[], Fleet], record: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Whose workers are made of them, and what writes them down."""
-        self._fleet, self.pool.on_change = fleet, record
 
     @property
     def full(self) -> bool:
@@ -129,14 +141,11 @@ class SimSpares:
         return self.pool.counts().get((KIND.engine, "warm"), 0) == self._count
 
     def _calm(self) -> bool:
-        fleet = self._fleet()
-        return fleet is None or not any(
-            TRAITS[worker.state].comes_up and TRAITS[worker.state].runs for worker in fleet.workers.values()
-        )
+        workers = self._fleet().workers.values()
+        return not any(TRAITS[worker.state].comes_up and TRAITS[worker.state].runs for worker in workers)
 
-    def _kind_of(self, name: str) -> Kind | None:
-        fleet = self._fleet()
-        worker = None if fleet is None else fleet.workers.get(name)
+    def _kind_of(self, name: str) -> PrewarmedKind | None:
+        worker = self._fleet().workers.get(name)
         return KIND if worker is not None and ROLES[worker.role].computes else None
 
     async def _end(self, pid: int) -> None:
@@ -144,7 +153,7 @@ class SimSpares:
             await self._host.end(pid, ENDED_TIMEOUT_S)
 
 
-class _Spared(SparedHost):
+class _Spared(PrewarmedHost):
     """There are no files in this world, and a spare is handed an open log."""
 
     async def start_process(self, spec: ProcessSpec) -> int:

@@ -16,7 +16,7 @@ from dynamo_local.state.schema import State
 from tests.simulation.commands import Commands
 
 if TYPE_CHECKING:
-    from tests.simulation.watched_shell import WatchedShell
+    from tests.simulation.watched_controller import WatchedController
     from tests.simulation.world import World
 
 LISTED_WITHIN_S = 10.0
@@ -26,7 +26,7 @@ class Successor(Commands):
     """A part of `Arbiter`, which has all that is named here."""
 
     world: World
-    shell: WatchedShell
+    controller: WatchedController
     wanted: set[str]
     restarts: set[str]
     pool: Any
@@ -50,17 +50,17 @@ class Successor(Commands):
         adoption = Adoption(found, self.host)
         self.statefile.head = state.model_copy(update={"components": {}})
         # `apply` has changed what later starts go by: a successor has that from its command line.
-        empty = replace(self.shell.fleet, gpus=ledger, templates=predecessor.shell.fleet.templates)
-        self.shell.check(fleets=False)
-        self.shell.fleet = _known(adoption.workers(empty, self.world.clock.now_s()))
-        self.wanted = {worker.name for worker in self.shell.fleet.workers.values() if self._is_meant(worker)}
+        empty = replace(self.controller.fleet, gpus=ledger, templates=predecessor.controller.fleet.templates)
+        self.controller.check(fleets=False)
+        self.controller.fleet = _known(adoption.workers(empty, self.world.clock.now_s()))
+        self.wanted = {worker.name for worker in self.controller.fleet.workers.values() if self._is_meant(worker)}
         self.restarts |= predecessor.restarts
-        self.shell.fleet = adoption.watch(self.shell.fleet, self.effects.spec)
+        self.controller.fleet = adoption.watch(self.controller.fleet, self.effects.spec)
         self._background(self.registrations.follow())
         await self.registrations.looked_through(LISTED_WITHIN_S)
-        self.shell.check(fleets=True)
+        self.controller.check(fleets=True)
         self._feed(Resume(stimulus_id="adopt", gone=adoption.gone))
-        await self.statefile.write(self.shell.fleet.workers, lambda: self.shell.fleet)
+        await self.statefile.write(self.controller.fleet.workers, lambda: self.controller.fleet)
         self._watch()
 
     def _watch(self) -> None:
@@ -72,7 +72,7 @@ class Successor(Commands):
 
     def _is_meant(self, worker: Worker) -> bool:
         """It is to serve, as the statefile has it."""
-        revoked = worker.state is WorkerState.DRAINING and worker.lease_gone
+        revoked = worker.state is WorkerState.DRAINING and worker.leave.lease_gone
         return worker.counts or (revoked and self.world.restart_revoked)
 
 

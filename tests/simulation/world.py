@@ -1,4 +1,4 @@
-"""A host that exists in memory: its processes, GPUs, etcd, NATS and statefile, and the shell that runs on it.
+"""A host that exists in memory: its processes, GPUs, etcd, NATS and statefile, and the controller that runs on it.
 
 Time is virtual. What goes to threads in the product (statefile, event log, NVML) happens here some milliseconds later
 on the same loop. Everything that is random comes from one seed, so a run can be had again.
@@ -17,7 +17,7 @@ from typing import Any
 
 from dynamo_local.arbiter.deployment import Settings, WatcherFactory, WatcherPlan
 from dynamo_local.clock import AsyncioClock, VirtualTimeLoop
-from dynamo_local.core.fleet.effects import Commit, Instruction, Transition
+from dynamo_local.core.fleet.effects import Commit, Effect, Transition
 from dynamo_local.core.gpus import GpuDevice
 from dynamo_local.core.prewarmed import is_spare
 from dynamo_local.core.types import GraphSpec, Resources, Role, ServiceSpec
@@ -317,7 +317,7 @@ class SimHost:
         return self.world.spawn(spec).pid
 
     def rename_process(self, name: str, spec: ProcessSpec) -> int:
-        """See `SpareHost`."""
+        """See `PrewarmingHost`."""
         for pid, called in self.called.items():
             if called == name and pid in self.world.processes and self.world.processes[pid].alive:
                 self.called[pid] = spec.name
@@ -348,7 +348,7 @@ class MemoryEvents:
     def __init__(self) -> None:
         self.transitions: list[Transition] = []
 
-    async def append(self, commit: Commit, instructions: Sequence[Instruction]) -> None:
+    async def append(self, commit: Commit, effects: Sequence[Effect]) -> None:
         """See `EventWriter`."""
         self.transitions += commit.transitions
 

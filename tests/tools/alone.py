@@ -1,11 +1,11 @@
-"""A graph of one component without a frontend: quick to start. By its name it is a decode worker."""
+"""A graph of one component without a frontend: quick to start. Its name makes it a decode worker."""
 
 from __future__ import annotations
 
 from tests.drivers.served import Served
 
 APP = """\
-from dynamo_local.sdk.service import endpoint, service
+from dynamo_local.sdk import endpoint, service
 
 
 @service(name="{name}", resources={{"gpu": 1}})

@@ -19,7 +19,7 @@ CRD = "nvidia.com_dynamographdeployments.json"
 
 
 def schema_faults(document: Mapping[str, Any]) -> list[str]:
-    """What the schema of the document's own version finds; skips where Dynamo's file is not to be had."""
+    """Findings of the schema of the document's own version. Skips where Dynamo's file cannot be had."""
     version = str(document["apiVersion"]).rpartition("/")[2]
     validator = jsonschema.Draft202012Validator(_schema(version))
     return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(document)]

@@ -8,5 +8,5 @@ ONE_IN = 3
 
 
 def examples(full: int) -> int:
-    """Of so many, those for this run; examples are drawn anew in each."""
+    """How many of so many this run draws; each run draws anew."""
     return full if os.environ.get("DYN_EXAMPLES") == "full" else full // ONE_IN

@@ -6,7 +6,6 @@ import socket
 
 
 def free_port() -> int:
-    """One of loopback that nobody has at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -32,7 +32,6 @@ def small_disk(folder: Path, size: int) -> Iterator[bool]:
 
 @contextmanager
 def full_disk(folder: Path) -> Iterator[None]:
-    """The disk at `folder` has no byte left."""
     filler = folder / "filler"
     with filler.open("wb", buffering=0) as file:
         for size in (4096, 1):  # to the last byte

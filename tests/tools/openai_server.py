@@ -38,7 +38,7 @@ KV_BLOCKS = 1000
 
 @dataclass
 class Server:
-    """What the server is doing, and how it is to behave. Without a `model` it lists none. `refuse` answers everything
+    """The server's state, and how it is to behave. Without a `model` it lists none. `refuse` answers everything
     with that status; a `forgetful` one keeps no prompt that it has prefilled, as one that died in between. `role` is
     None for one that takes all; `stuck` says why it never changes."""
 
@@ -47,9 +47,9 @@ class Server:
     token_s: float = 0.01
     prefill_s: float = 0.0
     prompt_token_s: float = 0.0
-    """Of a prefill, for each token of a prompt that is not the beginning of one that was there before."""
+    """Seconds of a prefill for each token of a prompt that no earlier prompt began with."""
     seq_s: float = 0.0
-    """Of each token, for each request that runs."""
+    """Seconds of each token for each request that runs."""
     block_size: int | None = None
     record_file: Path | None = None
     refuse: int | None = None
@@ -68,7 +68,6 @@ class Server:
     """Prompts that were prefilled and not fetched yet."""
 
     def note(self, **what: Any) -> None:
-        """Remember it, for the test that asks afterwards."""
         self.seen.append(what)
         if self.record_file is not None:
             with self.record_file.open("a", encoding="utf-8") as file:
@@ -76,7 +75,6 @@ class Server:
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
-        """A request is being worked at."""
         self.running += 1
         try:
             yield
@@ -85,8 +83,6 @@ class Server:
 
 
 def make_app(server: Server) -> Starlette:
-    """The application around that state."""
-
     async def health(_: Request) -> Response:
         return Response(status_code=200)
 
@@ -134,7 +130,6 @@ def make_app(server: Server) -> Starlette:
 
 
 def exposition(server: Server) -> str:
-    """`/metrics`, as far as anybody here reads it."""
     label = f'{{engine="0",model_name="{server.model}"}}'
     size = "" if server.block_size is None else f',block_size="{server.block_size}"'
     usage = min(1.0, (server.running + len(server.kept)) / 20)
@@ -299,7 +294,6 @@ async def _run(server: Server, start_up_s: float) -> None:
 
 
 def main() -> None:
-    """Serve until SIGTERM."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", default="tiny")

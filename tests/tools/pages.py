@@ -25,7 +25,6 @@ def pages() -> list[Path]:
 
 
 def shown(page: Path) -> str:
-    """The page's path as one writes it."""
     return page.relative_to(ROOT).as_posix()
 
 
@@ -43,7 +42,6 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    """The page's fenced blocks, in order."""
     text = page.read_text(encoding="utf-8")
     return [
         Block(shown(page), text.count("\n", 0, match.start()) + 1, match["language"], match["text"])
@@ -52,17 +50,14 @@ def blocks(page: Path) -> list[Block]:
 
 
 def without_blocks(page: Path) -> str:
-    """The page's prose."""
     return _FENCE.sub("", page.read_text(encoding="utf-8"))
 
 
 def inline_code(page: Path) -> list[str]:
-    """What stands between single backticks."""
     return [match["code"] for match in _INLINE.finditer(without_blocks(page))]
 
 
 def anchors(page: Path) -> set[str]:
-    """The headings as GitHub makes anchors of them."""
     titles = (match["title"].lower().replace("`", "") for match in _HEADING.finditer(without_blocks(page)))
     return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
 
@@ -98,7 +93,6 @@ def _lines(text: str) -> Iterator[list[str]]:
 
 
 def generator() -> ModuleType:
-    """`docs/generate.py`, which is a script and no package."""
     spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
     assert spec is not None
     assert spec.loader is not None

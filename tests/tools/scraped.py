@@ -1,4 +1,4 @@
-"""What a `/metrics` page says, parsed by Prometheus's own parser."""
+"""A `/metrics` page, parsed by Prometheus's own parser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What another user of the host can get hold of: run as him, with paths, pids and ports as JSON on standard input.
+"""Tries what another user of the host can get hold of. It runs as him, with paths, pids and ports as JSON on stdin.
 
 Prints as JSON what he got. Only the standard library, and read from `-c`: he may not be able to read this file.
 """
@@ -15,7 +15,7 @@ TIMEOUT_S = 5.0
 
 
 def files(roots: list[str]) -> list[str]:
-    """What he can open below these folders, to read or to write, and where he can make files."""
+    """Files below these folders that he can read or write, and folders where he can make files."""
     found = []
     for root in roots:
         for folder, _, names in os.walk(root):
@@ -32,7 +32,7 @@ def files(roots: list[str]) -> list[str]:
 
 
 def opened(paths: list[str]) -> list[str]:
-    """Of these files, those that he can read or write."""
+    """Those files that he can read or write."""
     found = []
     for path in paths:
         for flags in (os.O_RDONLY, os.O_WRONLY):
@@ -45,7 +45,7 @@ def opened(paths: list[str]) -> list[str]:
 
 
 def sockets(paths: list[str]) -> list[str]:
-    """Of these unix sockets, those that he can connect to and that do not turn him away."""
+    """Those unix sockets that he can connect to and that do not turn him away."""
     found = []
     for path in paths:
         with socket.socket(socket.AF_UNIX) as client:
@@ -63,7 +63,7 @@ def sockets(paths: list[str]) -> list[str]:
 
 
 def processes(pids: list[int]) -> list[int]:
-    """Of these processes, those whose environment or memory he can read, or that he can send a signal to."""
+    """Those processes whose environment or memory he can read, or that he can send a signal to."""
     found = []
     for pid in pids:
         try:
@@ -76,7 +76,7 @@ def processes(pids: list[int]) -> list[int]:
 
 
 def nats(ports: list[int]) -> list[str]:
-    """What NATS says when he publishes and subscribes, without TLS and with it; only what is no refusal."""
+    """NATS's answers when he publishes and subscribes, without TLS and with it, unless they refuse him."""
     found = []
     for port in ports:
         for tls in (False, True):

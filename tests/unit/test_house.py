@@ -1,4 +1,4 @@
-"""The house's measures, which a linter does not take: sizes of modules, functions and folders, circles, docstrings.
+"""Measures that no linter takes: sizes of modules and functions, packages and layers, circles, docstrings.
 
 `dynamo_local`, `state` and `circus_plugins` are the product; tests, benchmarks, examples and docs are measured too.
 There are no exceptions: a module that grows past its bound usually hides two things.
@@ -7,6 +7,8 @@ There are no exceptions: a module that grows past its bound usually hides two th
 from __future__ import annotations
 
 import ast
+import configparser
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +22,6 @@ MODULE_LINES = 850
 FUNCTION_LINES = 60
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-NO_INTERFACE = ("Protocol", "Generic", "BaseModel", "enum.Enum", "enum.StrEnum", "Exception", "object")
-"""Bases that say nothing about a class's methods; any other base of a library does."""
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -64,14 +64,37 @@ def test_no_function_is_too_long(folders: tuple[str, ...]) -> None:
 # --- who imports whom ----------------------------------------------------------------------------
 
 
-def test_no_module_imports_itself_in_a_circle() -> None:
-    """`.importlinter` keeps circles out between rooms; this looks at modules, imports inside of functions included.
+@pytest.fixture(scope="module")
+def imported() -> dict[str, set[str]]:
+    """Module -> the modules that it imports, inside of functions and for annotations (`TYPE_CHECKING`) included."""
+    graph = grimp.build_graph("dynamo_local", cache_dir=None)
+    return {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
 
-    Imports for annotations only (`if TYPE_CHECKING:`) are none when the program runs.
-    """
-    graph = grimp.build_graph("dynamo_local", exclude_type_checking_imports=True, cache_dir=None)
-    imported = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+
+def _package(module: str) -> str:
+    return module.split(".")[1] if "." in module else module
+
+
+def test_no_module_imports_itself_in_a_circle(imported: dict[str, set[str]]) -> None:
     assert _circles(imported) == []
+
+
+def test_no_package_imports_itself_in_a_circle(imported: dict[str, set[str]]) -> None:
+    """`.importlinter` lets packages of one layer import each other; here each pair has one direction."""
+    packages: dict[str, set[str]] = {_package(module): set() for module in imported}
+    for module, targets in imported.items():
+        packages[_package(module)] |= {_package(target) for target in targets} - {_package(module)}
+    assert _circles(packages) == []
+
+
+def test_there_are_at_most_fifteen_packages_in_six_layers() -> None:
+    """`state` and `circus_plugins` are links to folders at the top level, which the design card names."""
+    folders = [path for path in (ROOT / "dynamo_local").iterdir() if (path / "__init__.py").is_file()]
+    contracts = configparser.ConfigParser()
+    contracts.read(ROOT / ".importlinter")
+    layers = contracts["importlinter:contract:layers"]["layers"].split("\n")
+    assert len([folder for folder in folders if not folder.is_symlink()]) <= 15
+    assert len([layer for layer in layers if layer.strip()]) <= 6
 
 
 def _circles(imported: dict[str, set[str]]) -> list[set[str]]:
@@ -95,60 +118,26 @@ def test_a_circle_is_found() -> None:
 # --- docstrings ----------------------------------------------------------------------------------
 
 
-def _classes() -> dict[str, list[ast.ClassDef]]:
-    """All classes of the product by name."""
-    found: dict[str, list[ast.ClassDef]] = {}
-    for path in _modules(PRODUCT):
-        for node in ast.walk(_tree(path)):
-            if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(node)
-    return found
-
-
-def _base_names(node: ast.ClassDef) -> list[str]:
-    """`base.Driver` for `class X(base.Driver[Config])`."""
-    return [ast.unparse(base.value if isinstance(base, ast.Subscript) else base) for base in node.bases]
-
-
-def _documented(node: ast.ClassDef) -> set[str]:
-    return {child.name for child in node.body if isinstance(child, FUNCTIONS) and ast.get_docstring(child)}
-
-
-def _inherits(node: ast.ClassDef, method: str, classes: dict[str, list[ast.ClassDef]]) -> bool:
-    """Whether a base of the class says what the method does; a library's base does."""
-    for name in _base_names(node):
-        ours = classes.get(name.rpartition(".")[2], [])
-        if not ours and name not in NO_INTERFACE:
-            return True
-        if any(method in _documented(base) or _inherits(base, method, classes) for base in ours):
-            return True
-    return False
-
-
-def _undocumented(path: Path, classes: dict[str, list[ast.ClassDef]], of_protocols: set[str]) -> Iterator[str]:
+def _undocumented(path: Path) -> Iterator[str]:
+    """The module, and its public classes, without a docstring."""
     tree = _tree(path)
     if not ast.get_docstring(tree):
         yield _shown(path)
-
-    def look(body: list[ast.stmt], owner: ast.ClassDef | None) -> Iterator[str]:
-        for node in body:
-            if not isinstance(node, Definition) or node.name.startswith("_"):
-                continue
-            if not ast.get_docstring(node) and not any("overload" in ast.unparse(d) for d in node.decorator_list):
-                known = owner is not None and (node.name in of_protocols or _inherits(owner, node.name, classes))
-                if not known:
-                    yield f"{_shown(path)}::{owner.name + '.' if owner else ''}{node.name}"
-            if isinstance(node, ast.ClassDef):
-                yield from look(node.body, node)
-
-    yield from look(tree.body, None)
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and not ast.get_docstring(node):
+            yield f"{_shown(path)}::{node.name}"
 
 
-def test_everything_public_says_what_it_does() -> None:
-    """Each module, class, function and method; whoever implements a Protocol, or a base, need not repeat what is said
-    there."""
-    classes = _classes()
-    protocols = [node for nodes in classes.values() for node in nodes if "Protocol" in _base_names(node)]
-    of_protocols = {name for node in protocols for name in _documented(node)}
-    missing = [name for path in _modules(PRODUCT) for name in _undocumented(path, classes, of_protocols)]
-    assert missing == []
+def test_modules_and_public_classes_say_what_they_are_for() -> None:
+    """Functions and methods have a docstring only where it says what the name cannot."""
+    assert [name for path in _modules(PRODUCT) for name in _undocumented(path)] == []
+
+
+def test_no_docstring_only_points_elsewhere() -> None:
+    found = [
+        f"{_shown(path)}:{node.lineno}"
+        for path in _modules(PRODUCT)
+        for node in ast.walk(_tree(path))
+        if isinstance(node, Definition) and re.fullmatch(r"See `?[\w.]+`?\.?", ast.get_docstring(node) or "")
+    ]
+    assert found == []

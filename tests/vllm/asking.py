@@ -35,13 +35,11 @@ WORDS += ["namespace", "watcher", "process", "session", "memory", "frontend", "r
 
 
 def prompts(count: int, *, words: int = 60, seed: int = 7) -> list[str]:
-    """Different ones, of `words` words each."""
     chance = random.Random(seed)
     return [" ".join(chance.choices(WORDS, k=words)) for _ in range(count)]
 
 
 async def complete(client: AsyncOpenAI, prompt: str, max_tokens: int, **more: Any) -> tuple[str, int, int]:
-    """(text, prompt tokens, completion tokens) of a greedy completion."""
     answer = await client.completions.create(
         model="tiny", prompt=prompt, max_tokens=max_tokens, temperature=0, extra_body={"ignore_eos": True}, **more
     )
@@ -50,7 +48,6 @@ async def complete(client: AsyncOpenAI, prompt: str, max_tokens: int, **more: An
 
 
 async def complete_all(served: Served, asked: Sequence[str], max_tokens: int, *, at_once: int = 4) -> list[str]:
-    """The texts, in the order of the prompts."""
     slots = asyncio.Semaphore(at_once)
     async with served.client() as client:
 

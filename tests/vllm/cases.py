@@ -1,4 +1,4 @@
-"""What must hold with real vLLM, on whatever host: `tests/vllm` runs it on the CPU, `tests/gpu` on CUDA."""
+"""Cases with real vLLM, on whatever host: `tests/vllm` runs it on the CPU, `tests/gpu` on CUDA."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LONG_TOKENS = 600
 
 @pytest.fixture(scope="session")
 def answers() -> dict[str, str]:
-    """What the aggregated graph said, by prompt; filled by the first test that asks it."""
+    """The aggregated graph's answers by prompt; the first test that asks fills them in."""
     return {}
 
 
@@ -41,10 +41,8 @@ def asked(count: int | None = None) -> Sequence[str]:
 
 
 async def reference(host: VllmHost, folder: Path, answers: dict[str, str]) -> dict[str, str]:
-    """The aggregated graph's answers, asked for once per run."""
     if not answers:
-        with host.aggregated(folder) as served:
-            served.start()
+        with host.aggregated(folder).started() as served:
             answers.update(zip(asked(), await complete_all(served, asked(), ANSWER_TOKENS), strict=True))
     return answers
 
@@ -55,8 +53,7 @@ class Aggregated:
     async def test_requests_loads_disconnects_and_a_drain(
         self, vllm_host: VllmHost, tmp_path: Path, answers: dict[str, str]
     ) -> None:
-        with vllm_host.aggregated(tmp_path) as served:
-            served.start()
+        with vllm_host.aggregated(tmp_path).started() as served:
             texts = await complete_all(served, asked(), ANSWER_TOKENS)
             answers.update(zip(asked(), texts, strict=True))
             assert len(set(texts)) > 1, "the model says the same to everything: nothing would be shown"
@@ -85,10 +82,7 @@ class Killed:
     """A worker that is killed leaves nothing behind, and is started again."""
 
     async def test_a_killed_worker_leaves_nothing_and_comes_back(self, vllm_host: VllmHost, tmp_path: Path) -> None:
-        """`kill -9` of the worker, then of EngineCore alone: within seconds the other one is gone too, by an exit code
-        that says why, with all that it had in /dev/shm; the worker comes back, and answers."""
-        with vllm_host.aggregated(tmp_path) as served:
-            served.start()
+        with vllm_host.aggregated(tmp_path).started() as served:
             before = await complete_all(served, asked()[:1], ANSWER_TOKENS)
             await self._killed(served, "worker", -signal.SIGKILL)
             assert await complete_all(served, asked()[:1], ANSWER_TOKENS) == before
@@ -113,8 +107,7 @@ class Disaggregated:
         self, vllm_host: VllmHost, tmp_path: Path, answers: dict[str, str]
     ) -> None:
         expected = await reference(vllm_host, tmp_path, answers)
-        with vllm_host.disaggregated(tmp_path) as served:
-            served.start()
+        with vllm_host.disaggregated(tmp_path).started() as served:
             keys = served.keys("dynamo/nixl_metadata/")
             assert len(keys) == 1, keys
             texts = await complete_all(served, asked(), ANSWER_TOKENS)
@@ -134,12 +127,9 @@ class Routed:
     async def test_a_repeated_prefix_goes_to_the_worker_that_holds_it(
         self, vllm_host: VllmHost, tmp_path: Path
     ) -> None:
-        """New prompts are spread over two workers; each comes back to its own, which finds as much in its cache as the
-        Router foresaw; so does a longer prompt with the same beginning."""
         two = {"ServiceArgs": {"workers": 2}, "enable-prefix-caching": True}
         block_size = vllm_host.block_size
-        with vllm_host.aggregated(tmp_path, router="kv", **two) as served:
-            served.start()
+        with vllm_host.aggregated(tmp_path, router="kv", **two).started() as served:
             some = prompts(4, words=200, seed=3)
             async with served.client() as client, router_status(served) as status:
                 first = [await complete(client, prompt, 8) for prompt in some]
@@ -162,11 +152,8 @@ class Routed:
         assert found["local_cache_hit"] == hits * block_size, (found, foreseen)
 
     async def test_the_hit_rate_decides_between_local_and_remote(self, vllm_host: VllmHost, tmp_path: Path) -> None:
-        """What was pulled once is cached: the same prompt again is prefilled by the decode worker itself, a prompt that
-        is new is not, and the texts do not differ."""
         conditional = {"conditional-disagg": True, "max-local-prefill-length": 100, "enable-prefix-caching": True}
-        with vllm_host.disaggregated(tmp_path, router="kv", **conditional) as served:
-            served.start()
+        with vllm_host.disaggregated(tmp_path, router="kv", **conditional).started() as served:
             one, other = prompts(2, words=200, seed=5)
             async with served.client() as client, router_status(served) as status:
                 text, length, _ = await complete(client, one, 8)
@@ -189,10 +176,7 @@ class Leaving:
     """Workers of both roles come and go while streams run."""
 
     async def test_prefill_and_decode_workers_come_and_go(self, vllm_host: VllmHost, tmp_path: Path) -> None:
-        """From one of each to two and back, prefill by lease revoke and decode by `dynamo scale`, under load: every
-        stream completes, and every prompt was prefilled remotely (again locally, where its KV came too late)."""
-        with vllm_host.disaggregated(tmp_path, **{"prefill-timeout-s": 30.0}) as served:
-            served.start()
+        with vllm_host.disaggregated(tmp_path, **{"prefill-timeout-s": 30.0}).started() as served:
             async with load(served, 3, same_again(asked()[:12], ANSWER_TOKENS)) as answers:
                 await self._one_more(served, "PrefillWorker")
                 await auntil(lambda: len(served.keys("dynamo/nixl_metadata/")) == 2, what=served.keys)
@@ -221,13 +205,11 @@ class Leaving:
         assert asked_for == prefilled["local_compute"], (decoded, prefilled, late)
 
     async def _one_more(self, served: Served, component: str) -> None:
-        """Started beside the others, and ready."""
         await ascale(served, component, "+1")
         await auntil(lambda: served.states().get(f"{component}_1") == "ready", START_S, what=served.states)
 
     async def test_a_decode_worker_leaves_by_its_lease(self, vllm_host: VllmHost, tmp_path: Path) -> None:
-        with vllm_host.aggregated(tmp_path, **{"ServiceArgs": {"workers": 2}}) as served:
-            served.start()
+        with vllm_host.aggregated(tmp_path, **{"ServiceArgs": {"workers": 2}}).started() as served:
             async with long_streams(served, asked()[:4], LONG_TOKENS, LEAVE_S):
                 gone, shared = engine_pids(served, "VllmWorker_1"), served.shared_memory()
                 lease = served.worker("VllmWorker_1")["lease"]
@@ -246,13 +228,10 @@ class PrefillDies:
     async def test_a_killed_prefill_worker_costs_a_pause(
         self, vllm_host: VllmHost, tmp_path: Path, answers: dict[str, str]
     ) -> None:
-        """Killed while prompts wait for it: each is prefilled again, elsewhere or here, and the texts are right. The
-        one that comes back is used again."""
         expected = await reference(vllm_host, tmp_path, answers)
         some = list(asked())[:8]
         texts = [expected[prompt] for prompt in some]
-        with vllm_host.disaggregated(tmp_path, **{"prefill-timeout-s": 6.0}) as served:
-            served.start()
+        with vllm_host.disaggregated(tmp_path, **{"prefill-timeout-s": 6.0}).started() as served:
             assert await complete_all(served, some[:1], ANSWER_TOKENS) == texts[:1]
             victim, sent = served.pids()["PrefillWorker"], _sent_away(served)
             asking = asyncio.create_task(complete_all(served, some, ANSWER_TOKENS, at_once=8))
@@ -272,12 +251,9 @@ class Planned:
     """The load planner sees vLLM's own cache use."""
 
     async def test_a_full_cache_brings_another_worker(self, vllm_host: VllmHost, tmp_path: Path) -> None:
-        """KV load above 0.9 over an interval: one more worker is started and used, the decision says why, and no stream
-        fails."""
         planner = {"adjustment-interval": 5, "metric-pulling-interval": 1, "max-gpu-budget": 2}
         small = {"num-gpu-blocks-override": 9600 // vllm_host.block_size}
-        with vllm_host.aggregated(tmp_path, planner=planner, **small) as served:
-            served.start()
+        with vllm_host.aggregated(tmp_path, planner=planner, **small).started() as served:
             async with load(served, 20, same_again(prompts(20, words=400), 150)) as answers:
                 await auntil(lambda: (_load(served, "VllmWorker").get("gpu_cache_usage_perc") or 0) > 0.9, 120.0)
                 await auntil(lambda: served.states().get("VllmWorker_1") == "ready", START_S, what=served.states)
@@ -287,9 +263,6 @@ class Planned:
         up = [reason for reason in reasons if reason["step"] == 1]
         assert [reason["rule"] for reason in up] == ["scale_up"], up
         assert up[0]["numbers"]["average_kv_load"] > 0.9
-
-
-# --- what is seen --------------------------------------------------------------------------------
 
 
 def _load(served: Served, name: str) -> dict[str, Any]:
@@ -302,7 +275,6 @@ def _idle(load: dict[str, Any]) -> bool:
 
 
 def _sent_away(served: Served) -> int:
-    """Prefills that the decode worker has given to others."""
     return served.log("VllmWorker").count("Remote prefill: True")
 
 

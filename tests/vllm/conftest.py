@@ -27,5 +27,4 @@ def vllm_host(tmp_path_factory: pytest.TempPathFactory) -> VllmHost:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """A skip here would look like a success."""
     fail_where_skipped(session, exitstatus, REQUIRED)

@@ -37,11 +37,8 @@ class Flipping:
     async def test_thirty_flips_under_load_change_no_answer(
         self, vllm_host: VllmHost, tmp_path: Path, answers: dict[str, str]
     ) -> None:
-        """Greedy answers token for token as an unflipped graph's; the processes are the same; every prompt token of all
-        requests was computed by one engine, once, and whoever decoded it elsewhere had it by transfer."""
         expected = await reference(vllm_host, tmp_path, answers)
-        with vllm_host.disaggregated(tmp_path, workers=2, prefill_workers=1) as served:
-            served.start()
+        with vllm_host.disaggregated(tmp_path, workers=2, prefill_workers=1).started() as served:
             workers = sorted(pid for name, pid in served.pids().items() if "Worker" in name)
             async with _asking(served, asked()[:10], expected) as prompt_tokens:
                 took_s, failed = await _flips(served)
@@ -108,7 +105,6 @@ async def _flips(served: Served) -> tuple[list[float], int]:
 
 
 def _told_by(logs: Sequence[str]) -> list[str]:
-    """What the workers say of their flips, by time."""
     lines = [line for log in logs for line in log.splitlines() if TELLS.search(line)]
     return sorted(lines)
 

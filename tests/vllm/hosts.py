@@ -26,7 +26,6 @@ class VllmHost:
 
     @property
     def block_size(self) -> int:
-        """Tokens per KV block."""
         return int(self.args["block-size"])
 
     def aggregated(

@@ -21,7 +21,7 @@ REASONING_TEMPLATE = (
     "{{ m.content }}\n{% endfor %}{% if reasoning_effort %}({{ reasoning_effort }}) {% endif %}assistant:"
     "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
 )
-"""Of a model that reasons: what was thought before is read, and there are efforts."""
+"""A model that reasons reads its earlier thoughts, and has efforts."""
 
 
 def make(folder: Path, texts: Sequence[Path], *, seed: int = 0, labels: int = 0, marks: Sequence[str] = ()) -> Path:

@@ -27,14 +27,13 @@ ROSE = 2.0
 
 @dataclass(slots=True)
 class Kept:
-    """Of each request that was answered whole: whether it kept both targets."""
+    """Whether each request with a whole answer kept both targets."""
 
     within: list[bool] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
 
 def arrivals() -> list[float]:
-    """Seconds, evenly within each stretch."""
     begins = accumulate((seconds for seconds, _ in RATES), initial=0.0)
     return [
         begin_s + number / rate
@@ -44,7 +43,6 @@ def arrivals() -> list[float]:
 
 
 async def asked(client: AsyncOpenAI, prompt: str, found: Kept) -> None:
-    """One request, by its client's clock."""
     began_s, times_s, tokens = time.monotonic(), list[float](), 0
     try:
         stream = await greedy_stream(client, prompt, TOKENS)
@@ -64,7 +62,6 @@ async def asked(client: AsyncOpenAI, prompt: str, found: Kept) -> None:
 
 
 async def play(served: Served) -> Kept:
-    """The load, whatever becomes of single requests."""
     found, times = Kept(), arrivals()
     async with served.client() as client, asyncio.TaskGroup() as group:
         began_s = time.monotonic()
@@ -78,11 +75,8 @@ class PlannedByTargets:
     """`Planner: {ttft, itl, target}`."""
 
     async def test_a_load_that_rises_and_falls_keeps_its_targets(self, vllm_host: VllmHost, tmp_path: Path) -> None:
-        """It is planned by `slo`, which nobody has named; it has seen the load rise and fall; no more GPUs than the
-        budget; and the client, who is not asked, kept both targets in as many requests as wanted."""
         section = {"ttft": TTFT_MS, "itl": ITL_MS, "target": TARGET, "budget": BUDGET}
-        with vllm_host.disaggregated(tmp_path, planner=section) as served:
-            served.start()
+        with vllm_host.disaggregated(tmp_path, planner=section).started() as served:
             found = await play(served)
             status, decisions = planner(served, "status"), decided(served)
         assert found.failed == []

@@ -1,4 +1,4 @@
-"""Real vLLM measured by `dynamo profile`, and the profile used by the twin, by `dynamo plan` and by `slo`."""
+"""Real vLLM measured by `dynamo profile`, and the profile used by the simulator, by `dynamo plan` and by `slo`."""
 
 from __future__ import annotations
 
@@ -20,21 +20,19 @@ WHOLE, WHOLE_S = "8m", 900.0
 else, too, what was begun ends late."""
 SMALL = ("--small", "--budget", "100s", "--no-actions")
 LENGTHS_MIN, LOADS_MIN = 16, 15
-"""Of prompts, and of decode passes, in a whole profile of an engine with 4,096 tokens of context."""
+"""Prompts and decode passes in a whole profile of an engine with 4,096 tokens of context."""
 LOAD = ("--rate", "8", "--isl", "100", "--osl", "64", "--spread", "0.2")
 """More than two sequences at once, of which each token takes 5 to 20 ms."""
 FEW, MANY = 2, 16
 
 
 def profiled(served: Served, graph: str, file: Path, folder: Path, *words: str) -> dict[str, Any]:
-    """`profile.json` of what that file configures."""
-    done = served.cli(
+    done = served.ok(
         *("profile", f"graphs.{graph}:Frontend", "-f", str(file), "-o", str(folder), "-n", served.namespace),
         *("--json", *words),
         timeout_s=2 * WHOLE_S,
     )
-    assert done.returncode == 0, done.stderr
-    document: dict[str, Any] = json.loads(done.stdout)
+    document: dict[str, Any] = json.loads(done)
     print(f"{graph}: {document['seconds']} s, load {os.getloadavg()[0]:.1f}\n{json.dumps(document['certificate'])}")
     return document
 
@@ -78,8 +76,7 @@ async def check_served(vllm_host: VllmHost, tmp_path: Path, folder: Path, state:
         "target": TARGET,
         "budget": BUDGET,
     }
-    with vllm_host.disaggregated(tmp_path, planner=section) as served:
-        served.start()
+    with vllm_host.disaggregated(tmp_path, planner=section).started() as served:
         found = await play(served)
         assert found.failed == []
         assert len(found.within) == len(arrivals())
@@ -103,28 +100,23 @@ class Profiled:
     async def test_a_whole_profile_in_a_quarter_of_an_hour_is_used_by_the_twin_and_by_slo(
         self, vllm_host: VllmHost, tmp_path: Path
     ) -> None:
-        """Certified, or not and with where it is off. The twin plays these engines, with their limits and cold start;
-        a planner with targets takes the profile for the engines that it was measured of, and says how far they are
-        off it while they serve."""
         folder = tmp_path / "profile"
         with vllm_host.disaggregated(tmp_path) as served:
             words = ("disagg", tmp_path / "disagg.yaml", folder, "--budget", WHOLE)
             document = await asyncio.to_thread(profiled, served, *words)
             check_whole(document, folder, simulated=vllm_host.gpus.startswith("sim"))
-            done = served.cli(
+            done = served.ok(
                 *("simulate", "--profile", str(folder), "--static", "1,1", "--always-remote"),
                 *("--generate", "chat,duration=60,rate=1,isl=200,osl=32,isl-max=1000,osl-max=100"),
                 *("--ttft", str(10 * TTFT_MS), "--itl", str(10 * ITL_MS), "--json"),
             )
-            assert done.returncode == 0, done.stderr
-            played = json.loads(done.stdout)
+            played = json.loads(done)
             assert played["completed"] == played["requests"] > 0
         await check_served(vllm_host, tmp_path, folder, document["certificate"]["state"])
 
     async def test_of_two_settings_that_were_measured_the_better_one_is_named(
         self, vllm_host: VllmHost, tmp_path: Path
     ) -> None:
-        """Two sequences at once need more engines for the same load than sixteen do; the YAML says which."""
         folders = {seqs: tmp_path / f"profile-{seqs}" for seqs in (FEW, MANY)}
         with vllm_host.aggregated(tmp_path) as served:
             for seqs, folder in folders.items():
@@ -142,7 +134,6 @@ class Profiled:
         assert gpus[str(folders[MANY])] <= gpus[str(folders[FEW])]
 
     async def test_equal_engines_measure_every_point(self, vllm_host: VllmHost, tmp_path: Path) -> None:
-        """Side by side where each has a GPU of its own, else one after the other; and the devices are named."""
         with vllm_host.aggregated(tmp_path, ServiceArgs={"workers": 2}) as served:
             words = ("agg", tmp_path / "agg.yaml", tmp_path / "profile", *SMALL)
             document = await asyncio.to_thread(profiled, served, *words)

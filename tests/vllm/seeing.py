@@ -1,4 +1,4 @@
-"""What is seen of a graph's engines from outside."""
+"""A graph's engines, seen from outside."""
 
 from __future__ import annotations
 
@@ -22,13 +22,11 @@ def engine_pids(served: Served, watcher: str | None = None) -> list[int]:
 
 
 def engine_cores(served: Served) -> list[int]:
-    """Those of them that call themselves EngineCore."""
     mine = set(engine_pids(served))
     return [pid for pid, line in served.processes() if pid in mine and "EngineCore" in line]
 
 
 def alive(pids: Sequence[int]) -> list[int]:
-    """Those that are there, and no zombies."""
     return [pid for pid in pids if psutil.pid_exists(pid) and _status(pid) != psutil.STATUS_ZOMBIE]
 
 
@@ -40,7 +38,7 @@ def _status(pid: int) -> str:
 
 
 def exit_codes(served: Served, name: str) -> list[int]:
-    """Of the processes of that worker that have ended; minus the signal's number where one ended it."""
+    """One for each ended process of that worker; minus the signal's number where a signal ended it."""
     return [event["exit_code"] for event in events(served, name) if event["event"] == "ProcessExited"]
 
 

@@ -20,22 +20,19 @@ from tests.vllm.hosts import VllmHost
 SECRET = "sk-only-the-frontend-knows"
 ROUNDS = int(os.environ.get("DYN_VLLM_SPARE_ROUNDS", "2"))
 SHARE_MAX = 1 / 3
-"""Of the time of a cold start."""
+"""Share of the time of a cold start."""
 
 
-class Spared:
+class PrewarmedPool:
     """`Host.spares`."""
 
     async def test_a_spare_becomes_a_worker_in_a_third_of_the_time_and_answers_as_any(
         self, vllm_host: VllmHost, tmp_path: Path, answers: dict[str, str]
     ) -> None:
-        """From the command to ready, beside cold starts in the same run; greedy answers token for token; a secret of
-        the environment that `dynamo serve` has is neither in the spare's environment nor in the worker's."""
         expected = await reference(vllm_host, tmp_path, answers)
         host = VllmHost(vllm_host.model, vllm_host.gpus, vllm_host.args, {**vllm_host.env, "MY_API_KEY": SECRET})
         took_s: dict[str, list[float]] = {"spare": [], "cold": []}
-        with host.aggregated(tmp_path, words=("--Host.spares=1",)) as served:
-            served.start()
+        with host.aggregated(tmp_path, words=("--Host.spares=1",)).started() as served:
             for _ in range(ROUNDS):
                 spare = await _warm(served)
                 _shows_no_secret(spare["pid"])
@@ -46,8 +43,7 @@ class Spared:
                 assert texts == [expected[prompt] for prompt in asked()[:8]]
                 await ascale(served, "VllmWorker", "-1")
                 await settled(served, PATIENCE_S)
-        with host.aggregated(tmp_path) as served:
-            served.start()
+        with host.aggregated(tmp_path).started() as served:
             for _ in range(ROUNDS):
                 took_s["cold"].append(await _one_more(served))
                 await ascale(served, "VllmWorker", "-1")
@@ -57,8 +53,6 @@ class Spared:
 
 
 async def _warm(served: Served) -> dict[str, Any]:
-    """The one spare, once its modules are imported."""
-
     def warm() -> dict[str, Any] | None:
         spares: list[dict[str, Any]] = served.status()["spares"]["spares"]
         return next((spare for spare in spares if spare["state"] == "warm"), None)
@@ -69,13 +63,12 @@ async def _warm(served: Served) -> dict[str, Any]:
 async def _one_more(served: Served) -> float:
     """Seconds from `dynamo scale VllmWorker +1` to ready."""
     began_s = time.monotonic()
-    done = await asyncio.to_thread(served.cli, "scale", "VllmWorker", "+1", "--wait", timeout_s=START_S)
-    assert done.returncode == 0, done.stderr
+    await asyncio.to_thread(served.ok, "scale", "VllmWorker", "+1", "--wait", timeout_s=START_S)
     return time.monotonic() - began_s
 
 
 def _shows_no_secret(pid: int) -> None:
-    """Of the process and what it has started: `/proc/PID/environ` and the command line."""
+    """Neither environment nor command line of the process and its children."""
     process = psutil.Process(pid)
     for each in (process, *process.children(recursive=True)):
         shown = Path(f"/proc/{each.pid}/environ").read_bytes() + Path(f"/proc/{each.pid}/cmdline").read_bytes()

@@ -112,7 +112,6 @@ class Graph:
 
 
 async def outputs_of(graph: Graph) -> list[EngineCoreOutput]:
-    """Of one request, until the last."""
     core = GraphCore(graph, ["generate"])
     await core.add_request_async(request())
     found: list[EngineCoreOutput] = []
@@ -153,7 +152,6 @@ async def test_an_aborted_request_is_cancelled_at_its_worker():
 
 
 async def test_a_client_may_not_say_where_kv_comes_from():
-    """A worker would connect to whatever host the request names."""
     graph = Graph()
     with pytest.raises(VLLMValidationError, match="by itself"):
         await GraphCore(graph, []).add_request_async(request(extra_args={"kv_transfer_params": {"remote_host": "x"}}))
@@ -175,22 +173,18 @@ class Llm:
         """The test calls `process_outputs` itself."""
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        """EngineCore has it."""
         self.added.put_nowait(request)
 
     async def abort(self, request_id: str, internal: bool) -> None:
-        """EngineCore is to forget it."""
         self.aborted += self.output_processor.abort_requests([request_id], internal)
 
 
 def asked(**more: Any) -> EngineRequest:
-    """As a Processor sends it."""
     return EngineRequest("r1", [5, 6, 7], OurSampling(max_tokens=9), core=Wire().encode(request(**more)))
 
 
 async def test_a_worker_gives_vllms_outputs_as_they_are():
-    """To EngineCore with the worker's name and the KV's place; back with log-probabilities, which its own AsyncLLM, who
-    counts, does not see. What is cached is what the prefill worker had cached."""
+    """vLLM's own AsyncLLM counts log-probabilities, so it must not see the added ones."""
     llm = Llm()
     subject = CoreRequests(llm)
     params = {"do_remote_prefill": True, "remote_prefill_cached_tokens": 2}
@@ -227,7 +221,7 @@ async def test_a_request_that_nobody_wants_any_more_is_aborted():
 
 
 async def test_a_dead_engine_ends_its_requests():
-    """By vLLM's own error, which the worker knows."""
+    """vLLM's own error is what the worker knows."""
     llm = Llm()
     running = CoreRequests(llm).run(asked(), "ours", {})
     first = asyncio.ensure_future(anext(running))

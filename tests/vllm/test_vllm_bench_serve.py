@@ -26,7 +26,7 @@ PATHS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 
 
 def benched(url: str, folder: Path, **options: Any) -> Mapping[str, Any]:
-    """What `vllm bench serve` reports of so many requests, of exactly so many tokens each."""
+    """The report of `vllm bench serve` about so many requests, of exactly so many tokens each."""
     asked = {
         "base_url": url,
         "dataset_name": "random",
@@ -67,6 +67,5 @@ def check_generating(graph: Served, folder: Path, **named: Any) -> None:
 
 
 def test_vllm_bench_serve_loses_no_request_of_the_sim_engine(tmp_path: Path) -> None:
-    with Served("--VllmWorker.max-local-prefill-length=16") as graph:
-        graph.start()
+    with Served("--VllmWorker.max-local-prefill-length=16").started() as graph:
         check_generating(graph, tmp_path, model=MODEL, tokenizer=SIM_TOKENIZER)

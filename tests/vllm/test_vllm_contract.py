@@ -47,7 +47,6 @@ PUBLISHED = Published()
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(vllm_host: VllmHost) -> AsyncIterator[Engine]:
-    """Started once; the last test closes it."""
     before = dict(os.environ)
     os.environ.update(vllm_host.env)
     args = {name.replace("-", "_"): value for name, value in vllm_host.args.items() if name != "max-model-len"}

@@ -24,7 +24,7 @@ class TestFlipping(flip_cases.Flipping):
 
 
 @pytest.mark.full
-class TestSpared(spare_cases.Spared):
+class TestSpared(spare_cases.PrewarmedPool):
     """Workers that were spares."""
 
 

@@ -17,8 +17,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.full, pytest.mark.infra, pytest.mark
 
 @pytest.mark.parametrize("graph", ["aggregated", "disaggregated"])
 async def test_a_graph_answers_as_vllm_serve_does(graph: str, vllm_host: VllmHost, tmp_path: Path) -> None:
-    """Every parameter of every endpoint, good, bad and null, streamed and not: status, parameter of an error, and each
-    field of the answer; what differs is what is meant to."""
     outcomes = await compared(vllm_host, Setup(graph), tmp_path, cases())
     write_if_asked("graphs", graph, outcomes)
     assert unexpected(outcomes) == []
@@ -26,8 +24,6 @@ async def test_a_graph_answers_as_vllm_serve_does(graph: str, vllm_host: VllmHos
 
 
 def test_the_comparison_sees_what_differs():
-    """Ids and times are not looked at; a token, a null that is missing, a number, the end of a stream are."""
-
     def stream(*lines: str) -> dict[str, object]:
         return plain(200, "".join(f"data: {line}\n\n" for line in lines).encode(), "text/event-stream")
 

@@ -23,14 +23,12 @@ pytestmark = [pytest.mark.vllm, pytest.mark.full, pytest.mark.infra, pytest.mark
 
 
 def host_of(host: VllmHost, folder: Path, **more: Any) -> VllmHost:
-    """The same with another tiny model."""
     from tests.vllm.make_tiny_model import make
 
     return replace(host, model=make(folder, sorted((ROOT / "docs").glob("*.md")), **more))
 
 
 def answered(outcomes: Sequence[Outcome], path: str) -> int:
-    """How many of them were no errors."""
     return sum(outcome.theirs["status"] == 200 for outcome in outcomes if outcome.case.path == path)
 
 
@@ -82,8 +80,6 @@ def _texts(outcomes: Sequence[Outcome], model: str) -> list[Any]:
 
 @pytest.mark.parametrize("graph", ["aggregated", "disaggregated"])
 async def test_pictures_are_seen_as_by_vllm_serve(graph: str, vllm_host: VllmHost, tmp_path: Path) -> None:
-    """Each of two workers sees them, also one that it gets for the first time while the other has it: the API must not
-    rely on who has got what. Prefill workers get none of them."""
     from tests.vllm.make_tiny_blip import make_blip, picture
 
     made = make_blip(tmp_path / "blip", sorted((ROOT / "docs").glob("*.md")))

@@ -1,4 +1,4 @@
-"""What a planner observes of real vLLM."""
+"""A planner's observation of real vLLM."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ WITHIN_S = 60.0
 
 
 async def test_each_pass_is_told_with_what_it_computed(vllm_host: VllmHost, tmp_path: Path) -> None:
-    """One request after the other, few enough that no pass is left out of an answer; then the engine is idle."""
-    with vllm_host.aggregated(tmp_path, **{"enable-prefix-caching": False}) as served:
-        served.start()
+    with vllm_host.aggregated(tmp_path, **{"enable-prefix-caching": False}).started() as served:
         roles = {name: role for name, role in NATIVE.items() if name != "PrefillWorker"}
         async with observing(served, roles) as (observed, _), served.client() as http:
 

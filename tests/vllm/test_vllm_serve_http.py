@@ -31,7 +31,6 @@ PATHS = ("/v1/completions", "/v1/chat/completions")
 
 
 def words(args: dict[str, Any]) -> list[str]:
-    """vLLM's options as words of its command line."""
     found: list[str] = []
     for name, value in args.items():
         if isinstance(value, bool):
@@ -69,7 +68,6 @@ def handing_over(host: VllmHost, role: str) -> dict[str, Any]:
 
 
 def url_of(served: Served, worker: str) -> str:
-    """Of the server beside that worker."""
     cmdline = psutil.Process(served.pids()[worker]).children()[0].cmdline()
     return f"http://127.0.0.1:{cmdline[cmdline.index('--port') + 1]}"
 
@@ -81,9 +79,7 @@ def transferred(served: Served) -> float:
 
 
 async def test_vllm_serve_answers_and_drains(vllm_host: VllmHost, tmp_path: Path) -> None:
-    """Both servers say the same to a prompt; a drain lets long streams end, also after a client went away."""
-    with served(vllm_host, tmp_path, Server=section(vllm_host, "aggregated", 2)) as graph:
-        graph.start()
+    with served(vllm_host, tmp_path, Server=section(vllm_host, "aggregated", 2)).started() as graph:
         asked = prompts(6)
         first, again = await complete_all(graph, asked, TOKENS), await complete_all(graph, asked, TOKENS)
         assert first == again
@@ -110,10 +106,8 @@ async def _leaves_and_drains(graph: Served, client: Any) -> None:
 
 
 async def test_vllm_serve_hands_prefills_over(vllm_host: VllmHost, tmp_path: Path) -> None:
-    """KV moves by NIXL; once the prefill server is killed, the decode server says the same alone."""
     sections = {"Prefill": handing_over(vllm_host, "prefill"), "Decode": handing_over(vllm_host, "decode")}
-    with served(vllm_host, tmp_path, **sections) as graph:
-        graph.start()
+    with served(vllm_host, tmp_path, **sections).started() as graph:
         asked = prompts(4)
         handed = await complete_all(graph, asked, TOKENS)
         moved = transferred(graph)

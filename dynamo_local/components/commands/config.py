@@ -37,9 +37,9 @@ class CommandConfig(BaseModel):
     """How the planner and a drain treat it: frontend, decode, prefill, aggregated, other."""
     runtime: str = launching.NONE
     """One of `registry.MODULES`: whoever reads a section has chosen this model by it."""
-    """What the command is, and so how it is asked for its health and load, and taken out of routing."""
+    """The command's runtime: how its health and load are asked for, and how it leaves the routing."""
     model: str | None = None
-    """What `{model}` stands for."""
+    """The value of `{model}`."""
     ports: Annotated[dict[str, PortNumber], BeforeValidator(_ports)] = Field(default_factory=dict)
     """Fixed numbers for some of `{port:NAME}`; the others, and 0, are any free ones."""
     sleep_hook: str | list[str | int | float] | None = None
@@ -105,7 +105,7 @@ class CommandConfig(BaseModel):
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Of the command, placeholders as written."""
+        """The words of the command, with placeholders as written."""
         return placeholders.words_of(self.command)
 
     def check_envs(self, envs: dict[str, str]) -> None:

@@ -45,7 +45,7 @@ from dynamo_local.transport.fpm import decode_pass
 from dynamo_local.transport.observation import MAX_PASSES, Benchmarked
 
 # --- benchmark
-# What a Dynamo worker has measured of itself at its start, by its endpoint `get_perf_metrics`.
+# A Dynamo worker's measurements of itself at its start, from its endpoint `get_perf_metrics`.
 #
 # vLLM's worker has an answer if it was started with `--benchmark-mode`; others have none, or no such endpoint:
 #
@@ -323,7 +323,7 @@ def lists_model(text: str) -> bool:
 
 
 def hindrance(lines: Sequence[str]) -> str | None:
-    """Of a frontend's log the last line that says what went wrong, without its time and its colours."""
+    """The last line of a frontend's log that says what went wrong, without its time and its colours."""
     for line in reversed(lines):
         plain = _COLOUR.sub("", line)
         found = _LEVEL.search(plain) or _FAILED.search(plain)

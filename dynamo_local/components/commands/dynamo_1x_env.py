@@ -48,8 +48,8 @@ def signs(section: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def environment(ports: Mapping[str, int], environ: Mapping[str, str]) -> dict[str, str]:
-    """What is added to the worker's own environment. Raises `OSError` where NATS's token or a certificate
-    cannot be read."""
+    """The addition to the worker's own environment. Raises `OSError` if NATS's token or a certificate cannot be
+    read."""
     added = {name: value for name, value in DEFAULTS.items() if name not in environ}
     added.update({variable: str(ports[name]) for name, variable in PORT_VARIABLES.items() if name in ports})
     token = environ.get("DYN_NATS_TOKEN_FILE")

@@ -108,7 +108,7 @@ class ForwardPasses:
 
 
 # --- cards
-# What Dynamo's own processes say of themselves, for planners: a worker's card, and metrics as counters.
+# Dynamo's own processes as planners see them: a worker's card, and metrics as counters.
 
 FRONTEND = "dynamo_frontend_"
 SPECULATION = {
@@ -143,7 +143,7 @@ def limits_of(value: bytes) -> dict[str, int | None]:
 
 
 def frontend_counters(metrics: Metrics) -> dict[str, float]:
-    """Of Dynamo's frontend, under the names of `core.traffic`. Before its first request it has no series: 0."""
+    """A frontend's counters, under the names of `core.traffic`. Before its first request it has no series: 0."""
     started = metrics.sum(FRONTEND + STARTED)
     ended = metrics.sum(FRONTEND + ENDED)
     told = {REQUESTS: (ended or 0.0) if started is None else started}
@@ -155,7 +155,7 @@ def frontend_counters(metrics: Metrics) -> dict[str, float]:
 
 
 def worker_counters(metrics: Metrics, before: Mapping[str, float]) -> dict[str, float]:
-    """Of Dynamo's worker: its engine's speculation, where it does that. `before` is what this answered last.
+    """A worker's counters of its engine's speculation. `before` is the last answer of this function.
 
     vLLM counts it. SGLang and TRT-LLM tell a mean of just now: each look at it is one observation.
     """

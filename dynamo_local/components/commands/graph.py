@@ -118,8 +118,8 @@ def service_of(name: str, section: Mapping[str, Any], where: str) -> DynamoServi
 
 
 def graph_of_worker(sections: Mapping[str, Mapping[str, Any]]) -> LoadedGraph:
-    """What the worker of a command needs to know of its graph: itself, the first of the sections, and what it may
-    become."""
+    """The worker of a command needs this of its graph: itself, the first of the sections, and the roles that it may
+    take."""
     services = {name: service_of(name, section, name) for name, section in sections.items()}
     name = next(iter(services))
     return LoadedGraph(services[name], services, None, name)

@@ -22,7 +22,7 @@ from dynamo_local.sdk.service import async_on_start, on_shutdown
 
 @service(name="Frontend", dynamo={"role": "frontend"}, config=HttpFrontendConfig)
 class ProxyFrontend:
-    """Serves HTTP itself; it has no endpoints of its own on the data plane."""
+    """Serves HTTP itself. It has no endpoints on the data plane."""
 
     max_workers = None
     """Any number: they share one listening socket (`components.openai.port`)."""

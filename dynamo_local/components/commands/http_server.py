@@ -1,8 +1,7 @@
 """The runtime `http`: a server with OpenAI's API, a health and a metrics URL (plain `vllm serve`, SGLang, …).
 
-Its worker takes requests from our Frontend (`components.commands.http_frontend`) and passes them on; so the worker's
-own
-registration is the server's place in the routing, and a drain takes both out of it.
+Its worker takes requests from our Frontend (`components.commands.http_frontend`) and passes them on. So the worker's
+own registration is the server's place in the routing, and a drain takes both out of it.
 """
 
 from __future__ import annotations
@@ -39,11 +38,9 @@ if TYPE_CHECKING:
 # --- role_switch
 # A server that changes its role, prefill or decode, when it is asked to over HTTP.
 #
-# SGLang's `POST /pd_role_switch` (0.5.21, sgl-project/sglang#28403) answers `{"success", "message", …}`, 200 or 400.
-# It
+# SGLang's `POST /pd_role_switch` (0.5.21, sgl-project/sglang#28403) answers `{"success", "message", …}`, 200 or 400. It
 # refuses while anything runs or is kept, and while another change is under way; the role that it has already it takes
-# for
-# a success.
+# for a success.
 
 log = logging.getLogger("dynamo_local.worker")
 
@@ -110,7 +107,7 @@ class HttpConfig(CommandConfig):
     role_switch: str | None = None
     """Path whose POST gives the server its other role, so that its worker can flip; SGLang's is /pd_role_switch."""
     role_switch_body: dict[str, Any] = Field(default_factory=lambda: dict(DEFAULT_BODY))
-    """What is posted there, as JSON, with {role} for the new role; as it is here SGLang's."""
+    """The JSON that is posted there, with {role} for the new role. The default is SGLang's."""
 
     def why_no_standby(self) -> str | None:
         return None if self.sleep_hook is not None else why_not(self.words)
@@ -296,7 +293,8 @@ class HttpWorker(CommandWorker):
         await self._switch()
 
     async def go_back(self) -> None:
-        """Give it this role again; it takes the one that it has for a success. Else the worker ends."""
+        """Give the server this role again. If it has this role already, that is a success. Otherwise the worker
+        ends."""
         back = self.context.vital(self._switch(), "giving the server its role back")
         await asyncio.wait({back})
         back.result()

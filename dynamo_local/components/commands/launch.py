@@ -67,7 +67,7 @@ def port_names(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def named(words: Sequence[str]) -> tuple[str, ...]:
-    """What in the words is, or looks like, a placeholder: `{model}`."""
+    """Placeholders in the words, and words that look like one: `{model}`."""
     return tuple(match[0] for word in words for match in _PLACEHOLDER.finditer(word))
 
 

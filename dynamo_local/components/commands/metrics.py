@@ -1,4 +1,4 @@
-"""The metrics of vLLM and SGLang as our `Load`. What they do not have is Missing, never 0.
+"""The metrics of vLLM and SGLang as our `Load`. A metric that they do not have is Missing, never 0.
 
 | Load | vLLM | SGLang |
 |---|---|---|
@@ -80,7 +80,7 @@ no number has changed for this long, and we have no request there, nothing is in
 
 @dataclass(frozen=True, slots=True)
 class OwnRequests:
-    """What we know from our own connections: how many, and how many tokens they may still bring (an upper bound)."""
+    """The count of our own connections, and the tokens that they may still bring (an upper bound)."""
 
     streams: int = 0
     remaining_tokens: int = 0

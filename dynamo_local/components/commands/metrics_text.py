@@ -1,4 +1,4 @@
-"""Another program's Prometheus metrics as numbers. What is not in them is None, never 0."""
+"""Another program's Prometheus metrics as numbers. A number that is absent is None, never 0."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from dynamo_local.sdk.context import FORMER_INSTANCE, Work, WorkerContext, curre
 from dynamo_local.sdk.service import async_on_start, on_shutdown
 
 # --- base
-# What the runner needs of a runtime's driver.
+# The runner needs this of a runtime's driver.
 
 
 class ChildEnded(DynamoError):
@@ -37,7 +37,7 @@ class ChildSilent(DynamoError):
 
 
 class Sample(NamedTuple):
-    """What a command reports. `in_flight` counts the requests that it holds: a drain waits for 0."""
+    """A command's report. `in_flight` counts the requests that it holds: a drain waits for 0."""
 
     load: Load | Missing
     in_flight: int
@@ -98,7 +98,7 @@ log = logging.getLogger("dynamo_local.worker")
 
 SAMPLE_EVERY_S = 1.0
 STALE_S = 3 * SAMPLE_EVERY_S
-"""A sample older than three intervals counts as missing (planner-rules)."""
+"""A sample older than three intervals counts as missing."""
 DRAIN_EVERY_S = 0.1
 DRAINED_SAMPLES = 3
 """A drain ends after this many samples in a row with nothing in flight: by then a request on its way has arrived."""
@@ -127,7 +127,7 @@ class CommandWorker:
         raise NotImplementedError
 
     def make_hooks(self) -> SleepHooks:
-        """What puts the command to sleep, where `ServiceArgs.standby` asks for it."""
+        """Puts the command to sleep, if `ServiceArgs.standby` asks for it."""
         return HookCommands(self.context, self.child)
 
     @async_on_start
@@ -224,7 +224,7 @@ class CommandWorker:
         await self._changed.wait()
 
     def work(self) -> Work:
-        """What `status` counts of the command's requests, beside the streams of the worker's own endpoints."""
+        """The command's requests as `status` counts them, beside the streams of the worker's own endpoints."""
         return Work(unnamed=0 if isinstance(self.sampled, Missing) else self.sampled.in_flight)
 
     # --- leaving, and coming back --------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""Who may use a Frontend: its API keys, which web pages may call it, and whether the way to it is encrypted.
+"""Access to a Frontend: its API keys, the web pages that may call it, and whether the way to it is encrypted.
 
-The settings say it, `check` tells at the start of the graph what is wrong with them, and the middleware carries it out
+The settings decide. `check` reports at the start of the graph what is wrong with them. The middleware enforces them
 before a byte of a request's body is read.
 """
 
@@ -87,7 +87,8 @@ def listening_socket(settings: FrontendConfig) -> socket.socket:
 
 
 def check_reach(sock: socket.socket, settings: FrontendConfig) -> None:
-    """Who can reach that bound socket: raises `ConfigError`, and closes it, where nobody allowed it."""
+    """Raises `ConfigError`, and closes the bound socket, if others than this host can reach it and nobody allowed
+    that."""
     address = sock.getsockname()[0]
     if ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         return
@@ -101,7 +102,7 @@ def check_reach(sock: socket.socket, settings: FrontendConfig) -> None:
 
 
 def middleware(settings: FrontendConfig, keys: ApiKeys | None) -> list[Middleware]:
-    """What stands before the routes. A browser's preflight has no key, so CORS comes first."""
+    """The middleware before the routes. A browser's preflight has no key, so CORS comes first."""
     found = []
     if settings.cors_origins:
         found.append(

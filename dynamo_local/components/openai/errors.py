@@ -61,8 +61,8 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""By status; what is not listed is an `invalid_request_error` or an `api_error`. `param` and `code` are beside what
-Anthropic has. Source: https://docs.anthropic.com/en/api/errors (read 2025)."""
+"""Anthropic's type by status. A status that is not listed is an `invalid_request_error` or an `api_error`. `param`
+and `code` are additions of ours. Source: https://docs.anthropic.com/en/api/errors (read 2025)."""
 
 
 class ApiError(Exception):
@@ -163,7 +163,7 @@ def draining() -> ApiError:
 def from_error(error: Exception) -> ApiError:
     """The answer to a request that ended with this error.
 
-    Of an exception that is not ours the client is told only the class: its text may hold secrets.
+    An exception that is not ours is named to the client by its class only: its text may hold secrets.
     """
     if isinstance(error, ApiError):
         return error

@@ -1,16 +1,29 @@
-"""The two routes that generate: an HTTP request becomes a call of the Processor, its items become the answer.
+"""In the Frontend: an HTTP request becomes a call of the Processor, and its items become the answer.
 
-The status line of a stream waits for the first real item (text, a token or the end): the Processor sends the
-prompt's length before a worker has taken the request, and "full" must still be able to become a 429.
+The way of a completion, in the order in which it goes (the process of each step in brackets):
+
+1. [Frontend] `ModelRoute.__call__` reads the body, parses it and admits the request (`route`, `requests`).
+2. [Frontend] `Generation.run` calls the Processor and pumps its answer. It owns the retries over Processors.
+3. [Processor] `Pipeline.pump` renders the chat template, tokenises, and makes a generate request.
+4. [Processor] `Dispatcher.pump` chooses a worker: the Router is asked first (`kv_router`, its own process), else the
+   picker decides (`core.routing`). It owns the retries over workers, until the first token.
+5. [VllmWorker] `DecodeService.generate` refuses when it is full, and decides where to prefill (`RemotePrefill`).
+6. [PrefillWorker] A remote prefill comes through the queue; `Prefiller` answers with the identity of the KV.
+7. [VllmWorker] The engine decodes, and each batch of tokens becomes one frame (`transport.requests.responses`).
+8. [Processor] `Answer.take` turns tokens into text in the callback in which a frame arrives.
+9. [Frontend] `GenerationAnswer.take` turns items into server-sent events, and `Reply.push` writes them at once.
+
+The status line of a stream waits for the first real item (text, a token or the end). The Processor sends the prompt's
+length before a worker takes the request, and a worker that is full must still be able to become a 429.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.types import Scope
 
@@ -21,9 +34,13 @@ from dynamo_local.components.openai.http_io import Reply, Whole
 from dynamo_local.components.openai.requests import ParsedRequest, Parser, parse_chat, parse_completion
 from dynamo_local.components.openai.responses import ChatFormat, CompletionFormat, ResponseFormat, ResponseHead
 from dynamo_local.components.openai.route import HttpDeps, ModelRoute
-from dynamo_local.components.sim_api.formats import Gathered, RichChat, RichCompletion, RichFormat
-from dynamo_local.components.sim_api.messages_api import MessagesFormat, parse_messages
-from dynamo_local.components.sim_api.responses_api import ResponsesFormat, parse_responses
+from dynamo_local.components.sim_api.formats import RichChat, RichCompletion, RichFormat
+from dynamo_local.components.sim_api.other_apis import (
+    MessagesFormat,
+    ResponsesFormat,
+    parse_messages,
+    parse_responses,
+)
 from dynamo_local.errors import (
     DeadlineExceeded,
     DynamoError,
@@ -39,11 +56,11 @@ from dynamo_local.transport.requests.stream import Take, pump
 
 logger = logging.getLogger(__name__)
 
-CALL_ATTEMPTS = 3
-"""A Processor that is leaving, or just died, has produced nothing: the next one may be asked."""
+MAX_ATTEMPTS = 3
+"""Processors that one request may ask, and thus answers that it may begin, while the client has got nothing."""
 
-LOST = (WorkerLost, StreamGap, KvTransferError)
-"""What was computed is gone, and somebody else can compute it."""
+REPEATABLE = (WorkerLost, WorkerDraining, StreamGap, KvTransferError)
+"""The computed part is gone or was never begun, and another process can compute it."""
 
 END_WAIT_S = 0.25
 """The stream should end right after the last item; a Processor that does not end it is cut off after this."""
@@ -69,7 +86,7 @@ class FrontendDeps(HttpDeps):
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """What differs between the routes."""
+    """The differences between the routes."""
 
     endpoint: Endpoint
     parse: Parser
@@ -98,36 +115,23 @@ class GenerationRoute(ModelRoute[ParsedRequest]):
     async def answer(
         self, request: ParsedRequest, request_id: str, observer: RequestObserver, reply: Reply
     ) -> Whole | None:
-        kind = RichGeneration if "extras" in request.payload else Generation
-        return await kind(self._api, self._client, request, request_id, observer, self._deps).run(reply)
-
-
-async def call_processor(client: EndpointClient, payload: Any, request_id: str, timeout_s: float) -> ResponseStream:
-    """A Processor's answer; another one is asked where the first is leaving."""
-    for attempt in range(1, CALL_ATTEMPTS + 1):
-        try:
-            return await client.call(payload, request_id=request_id, timeout_s=timeout_s)
-        except (WorkerDraining, WorkerLost) as error:
-            if attempt == CALL_ATTEMPTS:
-                raise
-            logger.info("request %s: asking another Processor, this one said: %s", request_id, error)
-    raise AssertionError("unreachable: the last attempt returns or raises")
+        return await Generation(self._api, self._client, request, request_id, observer, self._deps).run(reply)
 
 
 async def until_answered(once: Callable[[], Awaitable[Whole | None]], reply: Reply, request_id: str) -> Whole | None:
-    """What `once` gives; it is tried again where a worker or a Processor was lost and the client has got nothing.
+    """The result of `once`. It is tried again if a worker or a Processor was lost and the client has got nothing.
 
-    A request that is not streamed may so be repeated after its first token, which the Processor cannot know to be
-    unseen. What several workers have been lost with before it gave a token is not tried on still others.
+    So a request that is not streamed may be repeated after its first token. The Processor cannot know that nobody
+    has seen it. If several workers failed before their first token, the Dispatcher has tried enough of them.
     """
-    for attempt in range(1, CALL_ATTEMPTS + 1):
+    for _ in range(MAX_ATTEMPTS - 1):
         try:
             return await once()
-        except LOST as error:
-            if reply.started or TRIED in error.details or attempt == CALL_ATTEMPTS:
+        except REPEATABLE as error:
+            if reply.started or TRIED in error.details:
                 raise
             logger.info("request %s: nothing was sent yet, so it is asked again: %s", request_id, error)
-    raise AssertionError("unreachable: the last attempt returns or raises")
+    return await once()
 
 
 async def close(stream: ResponseStream, request_id: str) -> None:
@@ -151,19 +155,13 @@ class Generation:
         observer: RequestObserver,
         deps: HttpDeps,
     ) -> None:
-        head = ResponseHead(request_id, request.model, int(deps.clock.wall_s()), request.include_usage)
-        self._api, self._rich = api, api.rich
-        self._head = head
+        self._head = ResponseHead(request_id, request.model, int(deps.clock.wall_s()), request.include_usage)
+        self._api = api
         self._client = client
         self._request = request
         self._request_id = request_id
         self._observer, self._clock = observer, deps.clock
         self._timeout_s = deps.settings.request_timeout_s
-
-    def _begin(self) -> None:
-        """Nothing has come yet."""
-        self._format = self._api.format(self._head)
-        self._progress = GenerationProgress(self._observer, self._clock)
 
     async def run(self, reply: Reply) -> Whole | None:
         """As `ModelRoute.answer`. The Processor's stream is closed whatever happens, which cancels its work."""
@@ -174,59 +172,42 @@ class Generation:
             message = f"The request did not end within {self._timeout_s:g} s, this Frontend's `request_timeout_s`."
             raise DeadlineExceeded(message) from error
 
+    def _answer(self) -> GenerationAnswer:
+        progress = GenerationProgress(self._observer, self._clock)
+        if "extras" in self._request.payload:
+            return RichAnswer(progress, self._api.rich(self._head, self._request))
+        return PlainAnswer(progress, self._api.format(self._head))
+
     async def _once(self, reply: Reply) -> Whole | None:
-        self._begin()
         payload = {**self._request.payload, "request_id": self._request_id}
-        stream = await call_processor(self._client, payload, self._request_id, self._timeout_s)
+        stream = await self._client.call(payload, request_id=self._request_id, timeout_s=self._timeout_s)
+        answer = self._answer()
+
+        def taken(batch: list[Any]) -> Awaitable[None] | None:
+            events = answer.take(batch)
+            return reply.push(events) if events else None
+
+        def kept(batch: list[Any]) -> None:
+            answer.keep(batch)
+
         try:
-            if not self._request.stream:
-                return Whole(200, await self._collect(stream))
-            await self._stream(stream, reply)
-            return None
+            await self._pumped(stream, taken if self._request.stream else kept, answer.progress)
+            return None if self._request.stream else Whole(200, answer.whole())
         finally:
             await close(stream, self._request_id)
 
-    async def _stream(self, stream: ResponseStream, reply: Reply) -> None:
-        shape, progress = self._format, self._progress
-        begun = False
-
-        def take(batch: list[Any]) -> Awaitable[None] | None:
-            nonlocal begun
-            if progress.finish_reason is not None:
-                return None
-            texts = progress.take(batch)
-            events = shape.texts(texts) if texts else b""
-            if progress.finish_reason is not None:
-                events += shape.last(progress.finish_reason, progress.usage)
-            if not begun and (events or progress.has_tokens):
-                begun = True
-                events = shape.first() + events
-            return reply.push(events) if events else None
-
-        await self._pumped(stream, take)
-
-    async def _collect(self, stream: ResponseStream) -> bytes:
-        progress = self._progress
-        texts: list[str] = []
-
-        def take(batch: list[Any]) -> None:
-            if progress.finish_reason is None:
-                texts.extend(progress.take(batch))
-
-        await self._pumped(stream, take)
-        assert progress.finish_reason is not None
-        return self._format.whole("".join(texts), progress.finish_reason, progress.usage)
-
-    async def _pumped(self, stream: ResponseStream, take: Take) -> None:
+    async def _pumped(self, stream: ResponseStream, take: Take, progress: GenerationProgress) -> None:
         """All items, until the Processor ends by itself: closing a stream before its end cancels the handler behind it.
 
         It has `END_WAIT_S` for that once all is there.
         """
-        progress, loop = self._progress, asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
 
         def taken(batch: list[Any]) -> Awaitable[None] | None:
+            if progress.finish_reason is not None:
+                return None
             room = take(batch)
-            if progress.finish_reason is not None and limit.when() is None:
+            if progress.finish_reason is not None:
                 limit.reschedule(loop.time() + END_WAIT_S)
             return room
 
@@ -239,58 +220,88 @@ class Generation:
             reason = "it lingered" if isinstance(error, TimeoutError) else str(error)
             logger.warning("request %s: complete, but its stream ended badly: %s", self._request_id, reason)
         if progress.finish_reason is None:
-            raise _ended_early()
-
-    async def _await_end(self, batches: AsyncIterator[list[Any]]) -> None:
-        """Let the Processor end by itself: closing a stream before its end cancels the handler behind it."""
-        try:
-            async with asyncio.timeout(END_WAIT_S):
-                async for _ in batches:
-                    continue
-        except (TimeoutError, DynamoError) as error:
-            reason = "it lingered" if isinstance(error, TimeoutError) else str(error)
-            logger.warning("request %s: complete, but its stream ended badly: %s", self._request_id, reason)
+            raise WorkerLost("The response ended without a finish reason: a worker was lost; send the request again.")
 
 
-class RichGeneration(Generation):
-    """The same of a request with extras: each item belongs to one of several choices."""
+class GenerationAnswer(Protocol):
+    """A response as it grows: items in, bytes for the client out."""
 
-    async def _stream(self, stream: ResponseStream, reply: Reply) -> None:
-        shape, progress = self._rich(self._head, self._request), self._progress
-        gathered = Gathered()
-        begun = False
-        batches = stream.batches()
-        async for batch in batches:
-            progress.take_counts(batch)
-            items = gathered.take(batch)
-            events = b"" if not items else shape.events(items, gathered)
-            if events and not begun:
-                begun = True
-                events = shape.first() + events
-            if gathered.usage is not None:
-                progress.end(gathered.usage)
-                await reply.event((b"" if begun else shape.first()) + events + shape.last(gathered))
-                await self._await_end(batches)
-                return
-            if events:
-                await reply.event(events)
-        raise _ended_early()
+    progress: GenerationProgress
 
-    async def _collect(self, stream: ResponseStream) -> bytes:
-        gathered = Gathered()
-        batches = stream.batches()
-        async for batch in batches:
-            self._progress.take_counts(batch)
-            gathered.take(batch)
-            if gathered.usage is not None:
-                self._progress.end(gathered.usage)
-                await self._await_end(batches)
-                return self._rich(self._head, self._request).whole(gathered)
-        raise _ended_early()
+    def take(self, batch: list[Any]) -> bytes:
+        """The events of these items, with the stream's beginning and end."""
+        ...
+
+    def keep(self, batch: list[Any]) -> None:
+        """Notes the items of a response that is not streamed."""
+        ...
+
+    def whole(self) -> bytes:
+        """The body of a response that is not streamed."""
+        ...
+
+
+class PlainAnswer:
+    """One choice without extras: the fast way."""
+
+    def __init__(self, progress: GenerationProgress, shape: ResponseFormat) -> None:
+        self.progress = progress
+        self._shape = shape
+        self._texts: list[str] = []
+        self._begun = False
+
+    def take(self, batch: list[Any]) -> bytes:
+        progress, shape = self.progress, self._shape
+        texts = progress.take(batch)
+        events = shape.texts(texts) if texts else b""
+        if progress.finish_reason is not None:
+            events += shape.last(progress.finish_reason, progress.usage)
+        if not self._begun and (events or progress.has_tokens):
+            self._begun = True
+            events = shape.first() + events
+        return events
+
+    def keep(self, batch: list[Any]) -> None:
+        self._texts += self.progress.take(batch)
+
+    def whole(self) -> bytes:
+        assert self.progress.finish_reason is not None
+        return self._shape.whole("".join(self._texts), self.progress.finish_reason, self.progress.usage)
+
+
+class RichAnswer:
+    """A request with extras: each item belongs to one of several choices."""
+
+    def __init__(self, progress: GenerationProgress, shape: RichFormat) -> None:
+        self.progress = progress
+        self._shape = shape
+        self._begun = False
+
+    def keep(self, batch: list[Any]) -> None:
+        self._note(batch)
+
+    def _note(self, batch: list[Any]) -> list[Any]:
+        self.progress.take_counts(batch)
+        items = self._shape.note(batch)
+        if self._shape.usage is not None:
+            self.progress.end(self._shape.usage)
+        return items
+
+    def take(self, batch: list[Any]) -> bytes:
+        items, shape = self._note(batch), self._shape
+        ended = shape.usage is not None
+        first = b""
+        if not self._begun and (items or ended):
+            self._begun = True
+            first = shape.first()
+        return first + shape.events(items) + (shape.last() if ended else b"")
+
+    def whole(self) -> bytes:
+        return self._shape.whole()
 
 
 class GenerationProgress:
-    """What has arrived of a response so far."""
+    """The part of a response that has arrived."""
 
     def __init__(self, observer: RequestObserver, clock: Clock) -> None:
         self._observer = observer
@@ -318,6 +329,8 @@ class GenerationProgress:
             tokens += item.get("num_tokens", 0)
             if (prompt_tokens := item.get("prompt_tokens")) is not None:
                 self._on_prompt(prompt_tokens)
+                if (hit_rate := item.get("kv_hit_rate")) is not None:
+                    self._observer.on_routed(hit_rate)
             if (finish_reason := item.get("finish_reason")) is not None:
                 self._on_finish(finish_reason, item.get("usage"))
         if tokens:
@@ -326,10 +339,12 @@ class GenerationProgress:
         return texts
 
     def take_counts(self, batch: Sequence[dict[str, Any]]) -> None:
-        """Of several choices: the numbers alone. Raises as `take`."""
+        """Takes the numbers alone, for several choices. Raises as `take`."""
         for item in batch:
             if (prompt_tokens := item.get("prompt_tokens")) is not None:
                 self._on_prompt(prompt_tokens)
+                if (hit_rate := item.get("kv_hit_rate")) is not None:
+                    self._observer.on_routed(hit_rate)
             _check_finish(item.get("finish_reason"))
         if tokens := sum(item.get("num_tokens", 0) for item in batch):
             self._tokens += tokens
@@ -360,7 +375,3 @@ def _check_finish(finish_reason: str | None) -> None:
         raise EngineError("The engine ended the request with an error; the worker's log has the reason.")
     if finish_reason == "abort":
         raise RequestCancelled("The worker aborted the request before it was complete; send it again.")
-
-
-def _ended_early() -> WorkerLost:
-    return WorkerLost("The response ended without a finish reason: a worker was lost; send the request again.")

@@ -31,8 +31,8 @@ class ClientGone(Exception):
 def require_json(scope: Scope) -> None:
     """Raises `ApiError` 415 unless the client says that it sends JSON.
 
-    A web page in somebody's browser may send any other kind of body to any address without asking first (CORS calls
-    it a simple request): it must not be able to start generations.
+    A web page in somebody's browser may send any other kind of body to any address without asking first. CORS calls
+    it a simple request. It must not be able to start generations.
     """
     given = dict(scope["headers"]).get(b"content-type", b"").decode("latin-1")
     if given.partition(";")[0].strip().lower() != JSON:
@@ -43,8 +43,8 @@ def require_json(scope: Scope) -> None:
 async def read_body(scope: Scope, receive: Receive, max_bytes: int, take: Callable[[int], None]) -> bytes:
     """The whole body. Raises `ApiError` 413 or 408, what `take` raises for the size of a part, or `ClientGone`.
 
-    What a client still sends after a 413 is read and dropped by uvicorn: closing at once would reset the
-    connection before the client has seen the answer.
+    uvicorn reads and drops what a client still sends after a 413: closing at once would reset the connection before
+    the client has seen the answer.
     """
     declared = dict(scope["headers"]).get(b"content-length", b"")
     if declared.isdigit() and int(declared) > max_bytes:

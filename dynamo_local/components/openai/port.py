@@ -4,8 +4,8 @@ One listening socket: the first Frontend binds it, and any that is there hands i
 with the one that leaves: what waits in the kernel's queue is everybody's. (With a socket each, and SO_REUSEPORT, the
 kernel resets those that wait at the one that is closed.)
 
-Who serves accepts. Who does not yet, or not any more, leaves what comes to those who do; where nobody does it accepts
-all the same, and says so: 503 is an answer, a connection that nobody takes is none.
+A registered Frontend accepts connections. One that is starting or draining does not, unless no other is registered.
+A draining one then answers 503: an answer is better than a connection that nobody takes.
 """
 
 from __future__ import annotations
@@ -42,10 +42,9 @@ from dynamo_local.system.executors import ended
 # --- counts
 # The metrics of several processes as one page: what Prometheus reads on a port that they share.
 #
-# Whoever is scraped adds up what all of them tell. A sum must never fall, or `rate()` takes it for a restart and
-# counts
-# everything again: so what a process told last is kept beside it, counts on when the process is gone, and is what its
-# successor of the same name begins with.
+# The process that is scraped adds up what all of them report. A sum must never fall, or `rate()` takes it for a restart
+# and counts everything again. So the last report of each process is kept. It counts on when the process is gone, and a
+# successor of the same name begins with it.
 
 NOW = frozenset({f"{PREFIX}_inflight_requests", f"{PREFIX}_queued_requests"})
 """Families that say what is, not what was: of a process that is gone they say nothing."""
@@ -66,7 +65,7 @@ Counts = list[Family]
 
 
 def counts_of(registry: CollectorRegistry) -> Counts:
-    """What the registry's page would tell."""
+    """The content of the registry's page."""
     return [
         Family(
             metric.name,
@@ -79,7 +78,7 @@ def counts_of(registry: CollectorRegistry) -> Counts:
 
 
 def counts_of_ended(counts: Counts) -> Counts:
-    """What still counts once the process is gone."""
+    """The counts that stay valid once the process is gone."""
     return [family for family in counts if family.name not in NOW]
 
 
@@ -117,17 +116,17 @@ class _Told(Collector):
 
 
 # --- siblings
-# What the workers of one component ask each other on this host, each on a unix socket in a folder that they share.
+# The workers of one component ask each other on this host, each on a unix socket in a folder that they share.
 #
-# Nobody owns what they have in common: who starts is given it by any that is there, so that the arbiter, its
-# successor
-# and the guardian need not know of it. The folder is private to the user, and goes with the run.
+# Nobody owns what they have in common. Any worker that is there gives it to one that starts, so that the arbiter, its
+# successor and the guardian need not know of it. The folder is private to the user, and goes with the run.
 
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".sock"
 ASK_TIMEOUT_S = 0.5
-"""One that answers takes a millisecond. Who does not in this time is hung or stopped, and counts as absent."""
+"""A worker that answers takes a millisecond. One that does not answer in this time is hung or stopped, and counts as
+absent."""
 START_LOCK_S = 20.0
 SIBLING_BACKLOG = 64
 
@@ -184,7 +183,7 @@ class Siblings:
         self._keep(asyncio.create_task(self._accept(listening, reply), name="siblings"))
 
     async def ask(self, what: str) -> dict[str, Reply]:
-        """What each of the others answers, by name; who is gone, or does not answer in time, is left out."""
+        """The answer of each of the others, by name. A worker that is gone, or does not answer in time, is left out."""
         try:
             names = [path.stem for path in self._short.iterdir() if path.suffix == SUFFIX and path.stem != self.name]
         except OSError as error:
@@ -246,7 +245,7 @@ KEPT_S = 1.0
 of its connection. Those that bring none are idle, and closed."""
 
 SOCKET, SERVES, COUNTS = "socket", "serves", "counts"
-"""What siblings ask each other."""
+"""The questions of siblings."""
 FILE = ".counts"
 
 
@@ -353,7 +352,7 @@ class SharedPort:
         return added((counts_of(self.metrics.registry), self._before))
 
     async def _keep(self, told: Counts) -> None:
-        """What was told must be known once this process is killed."""
+        """Reported counts must survive if this process is killed."""
         assert self._siblings is not None
         file = self._siblings.folder / f"{self._siblings.name}{FILE}"
         try:

@@ -23,11 +23,10 @@ from dynamo_local.components.sim_api.requests import Extras, Form, FunctionTool,
 # --- params
 # Which of OpenAI's (and vLLM's) parameters we take, ignore, or refuse.
 #
-# A parameter that would change the answer and that we do not implement is refused by name, unless its value is
-# the neutral one (`best_of: 1`, `suffix: ""`), which asks for what we do anyway. One that changes nothing a client
-# could see in the answer is accepted and ignored. A parameter that is in neither table and not in the request schema
-# is
-# unknown and refused: a misspelt `max_token` must not be silently dropped.
+# A parameter that would change the answer, and that we do not implement, is refused by name. Its neutral value
+# (`best_of: 1`, `suffix: ""`) is taken, because that asks for what we do anyway. A parameter that changes nothing in
+# the answer is accepted and ignored. A parameter that is in no table is unknown and refused: a misspelt `max_token`
+# must not be silently dropped.
 #
 # Source: https://platform.openai.com/docs/api-reference/chat/create and …/completions/create (read 2025), and
 # vLLM's `ChatCompletionRequest`.
@@ -266,8 +265,8 @@ def invalid(text: str, param: str) -> ApiError:
 
 
 def _bounded_array() -> msgspec.json.Decoder[msgspec.Struct]:
-    """Of 1 to `MAX_MESSAGES` values, none of which is made. It stops at the first beyond them; a list would be
-    measured when all of it has been read."""
+    """An array of 1 to `MAX_MESSAGES` values, none of which is made. It stops at the first one beyond them. A list
+    would be measured only after all of it has been read."""
     fields = [(f"_{n}", msgspec.Raw, msgspec.Raw()) for n in range(1, limits.MAX_MESSAGES)]
     array = msgspec.defstruct("Array", [("_0", msgspec.Raw), *fields], array_like=True, forbid_unknown_fields=True)
     return msgspec.json.Decoder(array)
@@ -349,7 +348,8 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's `structured_outputs`: one of them. What is None is not wanted; a grammar is not known here."""
+    """vLLM's `structured_outputs`: one of the fields. None stands for a field that is not given. A grammar is
+    refused."""
 
     json: dict[str, Any] | str | None = None
     regex: Annotated[str, Meta(max_length=limits.MAX_PATTERN_LENGTH)] | None = None
@@ -414,7 +414,8 @@ class CompletionExtras(_Both, frozen=True, kw_only=True):
 
 
 def of_chat(asked: ChatExtras) -> Extras | None:
-    """What is passed on; None where all of it is neutral. Raises `ApiError` 400 that names the parameter."""
+    """The extras that are passed on. None if all of them are neutral. Raises `ApiError` 400 that names the
+    parameter."""
     if asked.top_logprobs and not asked.logprobs:
         raise bad_param("top_logprobs", "when using `top_logprobs`, `logprobs` must be set to true.")
     template = dict(asked.chat_template_kwargs or {})
@@ -536,8 +537,8 @@ Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 StopText = Annotated[str, Meta(min_length=1, max_length=limits.MAX_STOP_LENGTH)]
 
 
-# gc=False: there is no way from a message back to itself, and without it a body of half a million messages has the
-# garbage collector walk through all of them again and again.
+# gc=False: no message refers back to itself. With the collector on, a body of half a million messages has it walk
+# through all of them again and again.
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -549,7 +550,7 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False
 
 
 class CalledFunction(msgspec.Struct, frozen=True, gc=False):
-    """What an assistant called; `arguments` is JSON."""
+    """An assistant's call. `arguments` is JSON."""
 
     name: Annotated[str, Meta(max_length=128)]
     arguments: str | None = None
@@ -649,7 +650,7 @@ class ParsedRequest:
     payload: Mapping[str, Any]
     continuous_usage: bool = False
     told: Mapping[str, Any] = field(default_factory=dict)
-    """What the answer repeats of the request (`POST /v1/responses`)."""
+    """The members of the request that the answer repeats (`POST /v1/responses`)."""
 
 
 _CHAT_EXTRAS = frozenset(ChatExtras.__struct_fields__)

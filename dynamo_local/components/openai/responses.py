@@ -41,14 +41,14 @@ class ResponseFormat(Protocol):
 
 
 def error_event(error: ApiError, path: str = "") -> bytes:
-    """What a stream that already began ends with instead of `[DONE]`. Anthropic's client reads named ones alone."""
+    """The end of a stream that has begun, instead of `[DONE]`. Anthropic's client reads named events only."""
     name = b"event: error\n" if path.startswith(ANTHROPICS) else b""
     return name + b"data: " + error.body(path) + b"\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """What all chunks of a response share. `created_s` is in seconds since the Unix epoch."""
+    """The members that all chunks of a response share. `created_s` is in seconds since the Unix epoch."""
 
     request_id: str
     model: str
@@ -77,7 +77,7 @@ def _event_tail(head: ResponseHead) -> bytes:
 
 
 class _Format:
-    """The two APIs differ in what stands around a piece of text. What a stream alone needs is made for streams only."""
+    """The two APIs differ in what stands around a piece of text. The parts of a stream are made for streams only."""
 
     PREFIX: str
     """How the answer's id begins."""

@@ -44,11 +44,8 @@ from dynamo_local.system.request_log import fit_for_logs, x_request_id
 # --- entrance
 # Where a burst of requests waits: what has been begun is passed on before more is begun.
 #
-# Hundreds of clients may ask at the same moment. If all of them were read, tokenised and sent to workers before the
-# loop
-# did anything else, the first of them would get its first token as late as the last, and no stream that runs would
-# get a
-# token meanwhile.
+# Hundreds of clients may ask at the same moment. If all of them were read, tokenised and sent to workers at once, the
+# first would get its first token as late as the last. No running stream would get a token meanwhile.
 
 AT_ONCE: Final = 8
 """Requests that are begun in one pass of the event loop: some six milliseconds. With fewer, tokens travel in smaller
@@ -162,8 +159,8 @@ class Activity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpDeps:
-    """What an application that serves models needs; a test gives fakes. Without `keys` everybody may ask. While
-    `draining` is set requests are refused. `page` is that of /metrics, where it tells of other processes, too.
+    """The dependencies of an application that serves models. A test gives fakes. Without `keys` everybody may ask.
+    While `draining` is set requests are refused. `page` makes /metrics if it also reports other processes.
     `adapters` are listed beside the models that they adapt."""
 
     models: ModelsView
@@ -189,7 +186,7 @@ class HttpDeps:
 
 
 class Asked(Protocol):
-    """What must be known of any request."""
+    """The part of a request that every route needs."""
 
     @property
     def model(self) -> str:
@@ -242,8 +239,8 @@ class ModelRoute(ABC, Generic[R]):
                 await self._fail(error, request_id, reply, scope["path"])
 
     async def _fail(self, error: Exception, request_id: str, reply: Reply, path: str) -> None:
-        """Answer with it. Not where it was caught: it knows the frames up to there, and one of them, with the request's
-        body, that kept it in a variable would be freed only when the garbage collector comes by."""
+        """Answer with the error. The place that caught it must not: it knows the frames up to there. One of them
+        holds the request's body, which would then be freed only by the garbage collector."""
         if not isinstance(error, ApiError | DynamoError):
             logger.error("request %s failed unexpectedly", request_id, exc_info=error)
         answer = api_errors.from_error(error)

@@ -24,14 +24,14 @@ from dynamo_local.errors import ConfigError, StartTimedOut
 # --- http_protocol
 # uvicorn's HTTP protocol, with bounds on what a connection may send before, beside and behind a request's body.
 #
-# uvicorn and its parser have none: a header that never ends fills memory, a connection that sends half a head is kept
-# for ever, and so is each of any number of requests that were sent without waiting for an answer.
+# uvicorn and its parser have no bounds. A header that never ends fills memory. A connection that sends half a head is
+# kept for ever. So is each of any number of requests that a client sends without waiting for an answer.
 
 MAX_HEAD_BYTES: Final = 64 * 1024
 """The request line, all headers and all trailers; beyond it 431."""
 
 MAX_OVERHEAD_PER_BYTE: Final = 8
-"""What a chunked body may cost besides itself: six bytes where each chunk has one."""
+"""A chunked body may cost this much besides itself: six bytes where each chunk has one."""
 
 MAX_PIPELINED: Final = 16
 """Requests that wait for the answer to the one before. No client of this API sends one."""
@@ -40,12 +40,12 @@ HEAD_TIMEOUT_S: Final = 30.0
 """For a request's head, from its first byte; past it 408."""
 
 SILENCE_TIMEOUT_S: Final = 75.0
-"""For the first byte of a new connection, as for that of another request on one that was kept. It was 30 s: of a
-thousand connections that one client opened at once on a host with too much to do, some were closed before the client
-had come to write on them, and it saw a reset."""
+"""For the first byte of a new connection, and for that of another request on a kept one. With 30 s, some of a
+thousand connections that one client opened at once on a busy host were closed before the client wrote on them. It
+saw a reset."""
 
 MESSAGE_TIMEOUT_S: Final = 60.0
-"""For the body, from the end of the head. Who reads it gives up earlier, with 408; this ends connections whose body
+"""For the body, from the end of the head. A reader gives up earlier, with 408. This ends connections whose body
 nobody reads."""
 
 LINGER_S: Final = 2.0
@@ -129,7 +129,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._expect_within(HEAD_TIMEOUT_S)
         self._overhead_bytes += len(data)
         super().data_received(data)
-        # What a field's parts have come to is seen when it ends: of one that does not end, all bytes count.
+        # The size of a field's parts is seen when it ends. A field that does not end counts with all its bytes.
         if self._overhead_bytes > MAX_HEAD_BYTES and not self._refused and not self.transport.is_closing():
             self._refuse(_too_large())
 
@@ -236,14 +236,14 @@ logger = logging.getLogger(__name__)
 
 AT_ONCE_ALONE = 64
 AT_ONCE_SHARED = 2
-"""Connections that are taken before the loop does something else. Whose loop is free comes back first: so the burst
-of a hundred clients is parted among those who share the socket, and the one with less to do takes more."""
+"""Connections that are taken before the loop does something else. A process with a free loop comes back first. So
+the burst of a hundred clients is spread over those that share the socket, and the least busy one takes more."""
 RETRY_S = 0.5
 """After an error that is the process's and not the connection's: no descriptors are left."""
 
 
 class Acceptor:
-    """Between `begin` and `close`. The socket must not block; it stays open, for it is somebody else's, too."""
+    """Between `begin` and `close`. The socket must not block. It stays open, because other processes use it, too."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -473,9 +473,9 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """An application on a socket, from `start` to `stop`.
 
-    With `idle` it costs nothing between requests (the ticks are half a percent of a core), and sends no `Date`. A
-    `shared` socket is one that other processes take connections from, too, and it may leave them all to those; it
-    listens already.
+    With `idle` the server costs nothing between requests (the ticks are half a percent of a core), and sends no
+    `Date`. Other processes take connections from a `shared` socket, too, and this one may leave them all to those. A
+    shared socket listens already.
     """
 
     def __init__(
@@ -593,7 +593,7 @@ class PrivateServer:
         self._server = server
 
     async def renew_sockets(self) -> None:
-        """Listen again where somebody has removed the socket's file. Whoever is connected gets his answer first."""
+        """Listen again if somebody has removed the socket's file. Connected clients get their answers first."""
         before = self._server
         if before is not None and not self._path.exists():
             await self.start()

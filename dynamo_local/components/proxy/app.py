@@ -1,8 +1,8 @@
 """The application of a Frontend before HTTP servers: requests go on as they came, answers come back as they are.
 
-While the client has got nothing of an answer, its request may be sent to another server
-(`components.dispatcher`); with prefill servers it is handed over in two steps (`core.routing.disagg`), and whatever
-goes wrong there costs time, not the request: it is prefilled where it is decoded.
+While the client has got nothing of an answer, its request may be sent to another server (`components.dispatcher`).
+With prefill servers it is handed over in two steps (`core.routing.disagg`). A failure there costs time, not the
+request: the decode server then computes the prompt.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -225,7 +225,7 @@ _one_prompt_decoders = tuple(msgspec.json.Decoder(kind) for kind in (str, list[i
 
 
 def _members(body: bytes) -> dict[str, Any]:
-    """The body's members. What is long stays as it is written: it goes on, and nobody looks at it."""
+    """The body's members. Long ones stay as they are written, because they go on unread."""
     raw = _members_decoder.decode(body)
     small = {name: msgspec.json.decode(value) for name, value in raw.items() if len(bytes(value)) <= _SMALL_BYTES}
     return {**raw, **small}
@@ -344,19 +344,17 @@ class ProxiedRequest:
         if dispatcher is None:
             raise api_errors.model_unavailable(self._request.model)
         asked = self._request.ask(self._path, self._request_id, handed)
-        batches = dispatcher.send(
-            asked.payload(),
-            request_id=self._request_id,
-            tokens=self._request.tokens or 0,
-            timeout_s=self._left_s(),
-            # KV can be pulled only once: a server that failed after its pull leaves none for another.
-            max_tries=None if handed is None else 1,
-        )
         incoming = UpstreamAnswer(self._reply, self._progress, checked=handed is not None)
         try:
-            async with contextlib.aclosing(batches):
-                async for batch in batches:
-                    await incoming.take(batch)
+            await dispatcher.pump(
+                asked.payload(),
+                incoming.take,
+                request_id=self._request_id,
+                tokens=self._request.tokens or 0,
+                timeout_s=self._left_s(),
+                # KV can be pulled only once: a server that failed after its pull leaves none for another.
+                max_tries=None if handed is None else 1,
+            )
         except DynamoError as error:
             if handed is None or incoming.streamed or not error.retryable:
                 raise
@@ -382,10 +380,9 @@ class ProxiedRequest:
         timeout_s = min(self._left_s(), self._deps.options.prefill_timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
-                batches = dispatcher.send(asked.payload(), request_id=self._request_id, tokens=1, timeout_s=timeout_s)
-                async with contextlib.aclosing(batches):
-                    async for batch in batches:
-                        await incoming.take(batch)
+                await dispatcher.pump(
+                    asked.payload(), incoming.take, request_id=self._request_id, tokens=1, timeout_s=timeout_s
+                )
             answer = await incoming.whole()
         except (DynamoError, TimeoutError) as error:
             why = str(error) or f"no prefill server did it within {timeout_s:g} s"
@@ -426,8 +423,8 @@ class UpstreamAnswer:
         self.streamed = False
         """The client has got a part of it."""
 
-    async def take(self, batch: list[object]) -> None:
-        """Handle the items that arrived together."""
+    def take(self, batch: list[Any]) -> Awaitable[None] | None:
+        """The items that arrived together."""
         events: list[bytes] = []
         for item in batch:
             if isinstance(item, bytes):
@@ -436,32 +433,31 @@ class UpstreamAnswer:
                 self._parts.append(item["part"])
             elif isinstance(item, dict):
                 self._head, self._parts = payloads.parse_head(item), []
-        if events:
-            await self._stream(b"".join(events))
+        return self._stream(b"".join(events)) if events else None
 
-    async def _stream(self, data: bytes) -> None:
+    def _stream(self, data: bytes) -> Awaitable[None] | None:
         if self._held is not None:
             data = self._held + data
             if has_error_event(data):
                 raise HandOverFailed("the decode server cannot go on from what was prefilled; its log has the reason")
             if says_nothing(data):
                 self._held = data
-                return
+                return None
             self._held = None
-        await self._give(data)
+        return self._give(data)
 
-    async def _give(self, data: bytes) -> None:
+    def _give(self, data: bytes) -> Awaitable[None] | None:
         if self._reply is None:
             raise UpstreamError("the server streams what it was asked to answer at once")
         self.streamed = True
         if self._progress is not None:
             self._progress.on_stream(data)
-        await self._reply.event(data)
+        return self._reply.push(data)
 
     async def whole(self) -> Whole | None:
         """The answer; None where it was streamed. Raises `WorkerLost` where none came."""
-        if self._held:
-            await self._give(self._held)
+        if self._held and (room := self._give(self._held)) is not None:
+            await room
         if self.streamed:
             return None
         if self._head is None:

@@ -81,7 +81,7 @@ def produced(batch: Sequence[Any]) -> bool:
 
 
 def refused(who: str, answer: Whole) -> DynamoError:
-    """The error for an answer that another server may improve on; it carries the answer."""
+    """The error that carries an answer which another server may improve on."""
     details: dict[str, Any] = {
         "answer": {"status": answer.status, "headers": dict(answer.headers), "body": answer.body}
     }

@@ -1,13 +1,13 @@
-"""Answers of requests with extras, in OpenAI's two oldest forms: choices, tool calls, logprobs, usage as it grows.
+"""In the Frontend: answers of requests with extras, in OpenAI's two oldest forms.
 
-They are made from what `components.sim_api.choices` sends, which the formats of other APIs read, too.
+`other_apis` writes the same items for the Responses and the Messages API.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -24,35 +24,32 @@ class Call:
 
     id: str
     name: str
-    arguments: list[str] = field(default_factory=list)
+    arguments: str = ""
 
 
 @dataclass(slots=True)
 class OneChoice:
     """One choice, as far as it has come."""
 
-    texts: list[str] = field(default_factory=list)
+    text: str = ""
     calls: list[Call] = field(default_factory=list)
     logprobs: list[Any] | None = None
     finish_reason: str | None = None
     tokens: int = 0
 
-    @property
-    def text(self) -> str:
-        """All of it."""
-        return "".join(self.texts)
 
+class RichFormat:
+    """One response's shape; made once per request. It notes the items, and writes them as the client's API has them."""
 
-class Gathered:
-    """All choices, by index, and the usage once they are complete."""
-
-    def __init__(self) -> None:
+    def __init__(self, head: ResponseHead, request: ParsedRequest) -> None:
+        self.head, self.request = head, request
         self.choices: dict[int, OneChoice] = {}
         self.prompt_tokens = 0
         self.usage: dict[str, Any] | None = None
+        """Known once all choices are complete."""
 
-    def take(self, batch: Sequence[Item]) -> list[Item]:
-        """Notes the items; returns those that say something."""
+    def note(self, batch: Sequence[Item]) -> list[Item]:
+        """Returns the items that say something to a client."""
         items: list[Item] = []
         for item in batch:
             if item["usage"] is not None:
@@ -60,91 +57,82 @@ class Gathered:
                 continue
             self.prompt_tokens = item.get("prompt_tokens", self.prompt_tokens)
             if item["num_tokens"] or item["text"] or item["finish_reason"]:
-                self._note(item)
+                self._add(self.choices.setdefault(item["index"], OneChoice()), item)
                 items.append(item)
         return items
 
-    def _note(self, item: Item) -> None:
-        choice = self.choices.setdefault(item["index"], OneChoice())
+    def _add(self, choice: OneChoice, item: Item) -> None:
         choice.tokens += item["num_tokens"]
         choice.finish_reason = item["finish_reason"]
-        if item["text"]:
-            choice.texts.append(item["text"])
+        choice.text += item["text"]
         if (logprobs := item.get("logprobs")) is not None:
             choice.logprobs = [*(choice.logprobs or ()), *logprobs]
         for _, id_, name, piece in item.get("calls", ()):
             if id_ is not None:
                 choice.calls.append(Call(id_, name))
-            choice.calls[-1].arguments.append(piece)
-
-    def in_order(self) -> Iterable[tuple[int, OneChoice]]:
-        """(index, choice)"""
-        return sorted(self.choices.items())
-
-
-class RichFormat(Protocol):
-    """One response's shape; made once per request."""
+            choice.calls[-1].arguments += piece
 
     def first(self) -> bytes:
         """Events before the first of a choice."""
-        ...
-
-    def events(self, items: Sequence[Item], gathered: Gathered) -> bytes:
-        """Of these items, which `gathered` has noted."""
-        ...
-
-    def last(self, gathered: Gathered) -> bytes:
-        """What ends the stream."""
-        ...
-
-    def whole(self, gathered: Gathered) -> bytes:
-        """The body of an answer that is not streamed."""
-        ...
-
-
-class _Rich:
-    def __init__(self, head: ResponseHead, request: ParsedRequest, prefix: str, kind: str, chunk_kind: str) -> None:
-        self._members = head.members(prefix, kind)
-        self._chunk = head.members(prefix, chunk_kind)
-        self._usage = head.include_usage
-        self._continuous = head.include_usage and request.continuous_usage
-
-    def first(self) -> bytes:
         return b""
 
-    def last(self, gathered: Gathered) -> bytes:
-        end = self._event([], gathered.usage) if self._usage else b""
-        return end + DONE
+    def events(self, items: Sequence[Item]) -> bytes:
+        """The events of items that `note` returned."""
+        raise NotImplementedError
+
+    def last(self) -> bytes:
+        """The stream's end."""
+        raise NotImplementedError
+
+    def whole(self) -> bytes:
+        """The body of an answer that is not streamed."""
+        raise NotImplementedError
+
+
+class _OpenAi(RichFormat):
+    PREFIX, KIND, CHUNK_KIND = "cmpl", "text_completion", "text_completion"
+
+    def events(self, items: Sequence[Item]) -> bytes:
+        return b"".join(self._choice_event(choice) for item in items for choice in self._deltas(item))
+
+    def _deltas(self, item: Item) -> Iterable[dict[str, Any]]:
+        raise NotImplementedError
+
+    def _of(self, index: int, choice: OneChoice) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def last(self) -> bytes:
+        return (self._event([], self.usage) if self.head.include_usage else b"") + DONE
+
+    def whole(self) -> bytes:
+        choices = [self._of(index, choice) for index, choice in sorted(self.choices.items())]
+        members = self.head.members(self.PREFIX, self.KIND)
+        return _encode({**members, "choices": choices, "usage": self.usage})
 
     def _event(self, choices: list[Any], usage: Any) -> bytes:
-        chunk = {**self._chunk, "choices": choices}
-        if self._usage:
+        chunk = {**self.head.members(self.PREFIX, self.CHUNK_KIND), "choices": choices}
+        if self.head.include_usage:
             chunk["usage"] = usage
         return b"data: " + _encode(chunk) + b"\n\n"
 
-    def _choice_event(self, choice: dict[str, Any], gathered: Gathered) -> bytes:
+    def _choice_event(self, choice: dict[str, Any]) -> bytes:
         usage = None
-        if self._continuous:
-            done = gathered.choices[choice["index"]].tokens
-            usage = {"prompt_tokens": gathered.prompt_tokens, "completion_tokens": done}
-            usage["total_tokens"] = gathered.prompt_tokens + done
+        if self.request.continuous_usage:
+            counts = (self.prompt_tokens, self.choices[choice["index"]].tokens)
+            usage = {"prompt_tokens": counts[0], "completion_tokens": counts[1], "total_tokens": sum(counts)}
         return self._event([choice], usage)
 
-    def _whole(self, choices: list[Any], gathered: Gathered) -> bytes:
-        return _encode({**self._members, "choices": choices, "usage": gathered.usage})
 
-
-class RichChat(_Rich):
+class RichChat(_OpenAi):
     """`chat.completion` and `chat.completion.chunk`."""
 
+    PREFIX, KIND, CHUNK_KIND = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
     def __init__(self, head: ResponseHead, request: ParsedRequest) -> None:
-        super().__init__(head, request, "chatcmpl", "chat.completion", "chat.completion.chunk")
+        super().__init__(head, request)
         self._begun: set[int] = set()
 
-    def events(self, items: Sequence[Item], gathered: Gathered) -> bytes:
-        return b"".join(self._choice_event(choice, gathered) for item in items for choice in self._choices(item))
-
-    def _choices(self, item: Item) -> Iterable[dict[str, Any]]:
+    def _deltas(self, item: Item) -> Iterable[dict[str, Any]]:
         index = item["index"]
         if index not in self._begun:
             self._begun.add(index)
@@ -153,28 +141,18 @@ class RichChat(_Rich):
         if item["text"] or logprobs is not None:
             yield _delta(index, {"content": item["text"]}, logprobs)
         for number, id_, name, piece in item.get("calls", ()):
-            call: dict[str, Any] = {"index": number, "function": {"arguments": piece}}
-            if id_ is not None:
-                call = {"index": number, "id": id_, "type": "function", "function": {"name": name, "arguments": piece}}
-            yield _delta(index, {"tool_calls": [call]})
+            begins = {} if id_ is None else {"id": id_, "type": "function"}
+            function = {"arguments": piece} if id_ is None else {"name": name, "arguments": piece}
+            yield _delta(index, {"tool_calls": [{"index": number, **begins, "function": function}]})
         if item["finish_reason"] is not None:
             yield _delta(index, {}, None, item["finish_reason"])
-
-    def whole(self, gathered: Gathered) -> bytes:
-        return self._whole([self._of(index, choice) for index, choice in gathered.in_order()], gathered)
 
     def _of(self, index: int, choice: OneChoice) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
         if choice.calls:
+            functions = [(call.id, {"name": call.name, "arguments": call.arguments}) for call in choice.calls]
             message["content"] = choice.text or None
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": "".join(call.arguments)},
-                }
-                for call in choice.calls
-            ]
+            message["tool_calls"] = [{"id": id_, "type": "function", "function": one} for id_, one in functions]
         logprobs = _chat_logprobs(choice.logprobs)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
@@ -184,57 +162,43 @@ def _delta(index: int, delta: dict[str, Any], logprobs: Any = None, finish_reaso
 
 
 def _chat_logprobs(logprobs: list[Any] | None) -> dict[str, Any] | None:
+    def one(token: str, value: float) -> dict[str, Any]:
+        return {"token": token, "logprob": value, "bytes": list(token.encode())}
+
     if logprobs is None:
         return None
-    found = [
-        {**_one(token, value), "top_logprobs": [_one(*other) for other in others]} for token, value, others in logprobs
+    content = [
+        {**one(token, value), "top_logprobs": [one(*each) for each in others]} for token, value, others in logprobs
     ]
-    return {"content": found, "refusal": None}
+    return {"content": content, "refusal": None}
 
 
-def _one(token: str, value: float) -> dict[str, Any]:
-    return {"token": token, "logprob": value, "bytes": list(token.encode())}
-
-
-class RichCompletion(_Rich):
+class RichCompletion(_OpenAi):
     """`text_completion`, streamed or not."""
 
     def __init__(self, head: ResponseHead, request: ParsedRequest) -> None:
-        super().__init__(head, request, "cmpl", "text_completion", "text_completion")
+        super().__init__(head, request)
         self._offsets: dict[int, int] = {}
 
-    def events(self, items: Sequence[Item], gathered: Gathered) -> bytes:
-        return b"".join(self._choice_event(self._choice(item), gathered) for item in items)
+    def _deltas(self, item: Item) -> Iterable[dict[str, Any]]:
+        yield self._choice(item["index"], item["text"], item.get("logprobs"), item["finish_reason"])
 
-    def _choice(self, item: Item) -> dict[str, Any]:
-        index = item["index"]
-        logprobs = self._logprobs(index, item.get("logprobs"))
-        return {"index": index, "text": item["text"], "logprobs": logprobs, "finish_reason": item["finish_reason"]}
+    def _of(self, index: int, choice: OneChoice) -> dict[str, Any]:
+        return self._choice(index, choice.text, choice.logprobs, choice.finish_reason)
 
-    def whole(self, gathered: Gathered) -> bytes:
-        return self._whole(
-            [
-                {
-                    "index": index,
-                    "text": choice.text,
-                    "logprobs": self._logprobs(index, choice.logprobs),
-                    "finish_reason": choice.finish_reason,
-                }
-                for index, choice in gathered.in_order()
-            ],
-            gathered,
-        )
+    def _choice(self, index: int, text: str, numbers: list[Any] | None, finish_reason: str | None) -> dict[str, Any]:
+        logprobs = None if numbers is None else self._logprobs(index, numbers)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def _logprobs(self, index: int, logprobs: list[Any] | None) -> dict[str, Any] | None:
-        if logprobs is None:
-            return None
-        found: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-        at = self._offsets.get(index, 0)
-        for token, value, others in logprobs:
-            found["text_offset"].append(at)
-            found["tokens"].append(token)
-            found["token_logprobs"].append(value)
-            found["top_logprobs"].append(None if value is None else dict(others) or {token: value})
+    def _logprobs(self, index: int, logprobs: list[Any]) -> dict[str, Any]:
+        at, offsets = self._offsets.get(index, 0), []
+        for token, _, _ in logprobs:
+            offsets.append(at)
             at += len(token)
         self._offsets[index] = at
-        return found
+        return {
+            "text_offset": offsets,
+            "tokens": [token for token, _, _ in logprobs],
+            "token_logprobs": [value for _, value, _ in logprobs],
+            "top_logprobs": [None if v is None else dict(others) or {t: v} for t, v, others in logprobs],
+        }

@@ -1,4 +1,4 @@
-"""What a Frontend passes on of a request's extras, as it travels to the Processor. Absent in a plain request."""
+"""A request's extras, as they travel from a Frontend to a Processor. A plain request has none."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Tools(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Form(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the whole answer must be: of a JSON schema, matched by an expression, or one of several texts. `param` is
-    what asked for it."""
+    """The form of the whole answer: a JSON schema, an expression that matches it, or one of several texts. `param`
+    is the parameter that asked for it."""
 
     param: str
     json: Any = None

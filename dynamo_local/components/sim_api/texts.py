@@ -1,4 +1,4 @@
-"""What a Processor answers without generating: tokens of a text, the text of tokens, and embeddings."""
+"""In the Processor: tokens of a text, the text of tokens, and embeddings. No worker is needed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_DIMENSIONS: Final = 4096
 
 
 class TextsRequest(msgspec.Struct, frozen=True):
-    """What the Processor's endpoint `texts` takes. `request` has the prompts or the messages."""
+    """The request of the Processor's endpoint `texts`. `request` has the prompts or the messages."""
 
     kind: Literal["tokenize", "detokenize", "embed"]
     request: TextRequest = TextRequest()

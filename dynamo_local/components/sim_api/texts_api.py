@@ -1,4 +1,7 @@
-"""vLLM's `POST /tokenize` and `/detokenize`, and OpenAI's `POST /v1/embeddings`: one question to a Processor."""
+"""In the Frontend: vLLM's `POST /tokenize` and `/detokenize`, and OpenAI's `POST /v1/embeddings`.
+
+Each asks a Processor one question (`texts`), which needs no worker.
+"""
 
 from __future__ import annotations
 
@@ -14,31 +17,40 @@ from starlette.types import Scope
 
 from dynamo_local.components import limits
 from dynamo_local.components.http_metrics import RequestObserver
-from dynamo_local.components.openai import requests as params
-from dynamo_local.components.openai.errors import bad_param
 from dynamo_local.components.openai.http_io import Reply, Whole
-from dynamo_local.components.openai.requests import TokenId, decode, parse_chat, parse_completion
+from dynamo_local.components.openai.requests import Fields, TokenId, decoded, parse_chat, parse_completion
 from dynamo_local.components.openai.route import HttpDeps, ModelRoute
-from dynamo_local.components.sim_api.chats import optional
 from dynamo_local.errors import WorkerLost
 from dynamo_local.ports import EndpointClient
 
-_flag = msgspec.json.Decoder(bool)
-_name = msgspec.json.Decoder(Annotated[str, Meta(min_length=1, max_length=512)])
-_ids = msgspec.json.Decoder(Annotated[list[TokenId], Meta(max_length=limits.MAX_PROMPT_IDS)])
-_dimensions = msgspec.json.Decoder(Annotated[int, Meta(ge=1, le=4096)])
-_encoding = msgspec.json.Decoder(Literal["float", "base64"])
-_tokenize_fields = params.Fields(
-    {"model", "prompt", "messages", "tools", "chat_template_kwargs", "add_special_tokens", "return_token_strs"},
-    {"add_generation_prompt": (True,), "continue_final_message": (False,)},
-)
-_detokenize_fields = params.Fields({"model", "tokens"}, {})
-_embedding_fields = params.Fields({"model", "input", "dimensions", "encoding_format"}, {})
+
+class _Tokenize(msgspec.Struct, frozen=True):
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+
+class _Detokenize(msgspec.Struct, frozen=True):
+    model: Annotated[str, Meta(min_length=1, max_length=512)]
+    tokens: Annotated[list[TokenId], Meta(max_length=limits.MAX_PROMPT_IDS)]
+
+
+class _Embeddings(msgspec.Struct, frozen=True):
+    input: msgspec.Raw
+    dimensions: Annotated[int, Meta(ge=1, le=4096)] = 256
+    encoding_format: Literal["float", "base64"] = "float"
+
+
+_tokenize, _detokenize, _embeddings = map(msgspec.json.Decoder, (_Tokenize, _Detokenize, _Embeddings))
+_CHAT = {"model", "prompt", "messages", "tools", "chat_template_kwargs"}
+_NEUTRAL = {"add_generation_prompt": (True,), "continue_final_message": (False,)}
+_tokenize_fields = Fields({*_CHAT, *_Tokenize.__struct_fields__}, _NEUTRAL)
+_detokenize_fields = Fields(_Detokenize.__struct_fields__, {})
+_embedding_fields = Fields({"model", *_Embeddings.__struct_fields__}, {})
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the Processor is asked, and how its answer becomes the client's."""
+    """A question to the Processor, and how its answer becomes the client's."""
 
     model: str
     payload: Mapping[str, Any]
@@ -49,45 +61,37 @@ class Question:
 def parse_tokenize(body: bytes) -> Question:
     """Raises `ApiError` 400 that names the parameter."""
     fields = _tokenize_fields.split(body)
-    with_texts = optional(_flag, fields, "return_token_strs") is True
-    special = optional(_flag, fields, "add_special_tokens")
-    kept = {n: v for n, v in fields.items() if n not in ("return_token_strs", "add_special_tokens")}
-    request = (parse_chat if "messages" in fields else parse_completion)(msgspec.json.encode(kept))
-    asked = {"kind": "tokenize", "request": request.payload, "with_texts": with_texts, "add_special_tokens": special}
-    return Question(request.model, asked, lambda answer: answer)
+    own = decoded(_tokenize, {n: v for n, v in fields.items() if n not in _CHAT})
+    given = {n: v for n, v in fields.items() if n in _CHAT}
+    request = (parse_chat if "messages" in fields else parse_completion)(msgspec.json.encode(given))
+    options = {"with_texts": own.return_token_strs, "add_special_tokens": own.add_special_tokens}
+    return Question(request.model, {"kind": "tokenize", "request": request.payload, **options}, lambda answer: answer)
 
 
 def parse_detokenize(body: bytes) -> Question:
     """Raises `ApiError` 400 that names the parameter."""
-    fields = _detokenize_fields.split(body)
-    for name in ("model", "tokens"):
-        if name not in fields:
-            raise bad_param(name, f"Missing required parameter: `{name}`.", "missing_required_parameter")
-    asked = {"kind": "detokenize", "token_ids": decode(_ids, fields["tokens"], "tokens")}
-    model = decode(_name, fields["model"], "model")
-    return Question(model, {**asked, "request": {"model": model}}, lambda answer: answer)
+    own = decoded(_detokenize, _detokenize_fields.split(body))
+    asked = {"kind": "detokenize", "token_ids": own.tokens, "request": {"model": own.model}}
+    return Question(own.model, asked, lambda answer: answer)
 
 
 def parse_embeddings(body: bytes) -> Question:
     """Raises `ApiError` 400 that names the parameter."""
     fields = _embedding_fields.split(body)
-    if "input" not in fields:
-        raise bad_param("input", "Missing required parameter: `input`.", "missing_required_parameter")
-    given = {"prompt": fields["input"], **({"model": fields["model"]} if "model" in fields else {})}
+    own = decoded(_embeddings, fields)
+    given = {"prompt": own.input, **({"model": fields["model"]} if "model" in fields else {})}
     request = parse_completion(msgspec.json.encode(given))
-    dimensions = optional(_dimensions, fields, "dimensions")
-    base64ed = optional(_encoding, fields, "encoding_format") == "base64"
-    asked = {"kind": "embed", "request": request.payload, **({"dimensions": dimensions} if dimensions else {})}
-    return Question(request.model, asked, lambda answer: _embeddings(answer, request.model, base64ed))
 
+    def shape(answer: Mapping[str, Any]) -> dict[str, Any]:
+        def shown(vector: list[float]) -> Any:
+            packed = struct.pack(f"<{len(vector)}f", *vector)
+            return base64.b64encode(packed).decode() if own.encoding_format == "base64" else vector
 
-def _embeddings(answer: Mapping[str, Any], model: str, base64ed: bool) -> dict[str, Any]:
-    def shown(vector: list[float]) -> Any:
-        return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if base64ed else vector
+        data = [{"object": "embedding", "index": n, "embedding": shown(v)} for n, v in enumerate(answer["embeddings"])]
+        usage = {"prompt_tokens": answer["prompt_tokens"], "total_tokens": answer["prompt_tokens"]}
+        return {"object": "list", "data": data, "model": request.model, "usage": usage}
 
-    data = [{"object": "embedding", "index": n, "embedding": shown(one)} for n, one in enumerate(answer["embeddings"])]
-    usage = {"prompt_tokens": answer["prompt_tokens"], "total_tokens": answer["prompt_tokens"]}
-    return {"object": "list", "data": data, "model": model, "usage": usage}
+    return Question(request.model, {"kind": "embed", "request": request.payload, "dimensions": own.dimensions}, shape)
 
 
 class TextsRoute(ModelRoute[Question]):
@@ -95,16 +99,14 @@ class TextsRoute(ModelRoute[Question]):
 
     def __init__(self, parse: Callable[[bytes], Question], client: EndpointClient, deps: HttpDeps) -> None:
         super().__init__("embeddings" if parse is parse_embeddings else "tokenize", deps)
-        self._parse = parse
-        self._client = client
+        self._parse, self._client = parse, client
 
     def parse(self, body: bytes, scope: Scope) -> Question:
         return self._parse(body)
 
     async def answer(self, request: Question, request_id: str, observer: RequestObserver, reply: Reply) -> Whole | None:
-        stream = await self._client.call(
-            request.payload, request_id=request_id, timeout_s=self._deps.settings.request_timeout_s
-        )
+        timeout_s = self._deps.settings.request_timeout_s
+        stream = await self._client.call(request.payload, request_id=request_id, timeout_s=timeout_s)
         try:
             async for item in stream:
                 return Whole(200, msgspec.json.encode(request.shape(item)))

@@ -46,7 +46,7 @@ def _is_byte_level(rust: RustTokenizer) -> bool:
 
 
 class TokenTable:
-    """What the decoders need of a tokenizer; made once, shared by all requests."""
+    """The part of a tokenizer that decoders need. It is made once and shared by all requests."""
 
     def __init__(self, rust: RustTokenizer, *, keep_special: bool = False) -> None:
         self._rust = rust
@@ -145,7 +145,7 @@ class WindowDecoder:
 
 
 class Piece(NamedTuple):
-    """What a batch of tokens gave: `num_tokens` of them count, `stopped` when a stop string was complete."""
+    """The result of a batch of tokens. `num_tokens` of them count. `stopped`: a stop string was complete."""
 
     text: str
     num_tokens: int
@@ -258,7 +258,7 @@ class Detokenizer:
         return Piece(head + text, skipped + used, stopped)
 
     def finish(self) -> Piece:
-        """What was held back: the start of no stop string, an incomplete character as U+FFFD."""
+        """The held back text: the start of no stop string, and an incomplete character as U+FFFD."""
         text, stopped = self._matcher.feed(self._decoder.feed((), final=True))
         return Piece(text + ("" if stopped else self._matcher.flush()), 0, stopped)
 

@@ -156,7 +156,10 @@ class Answer:
         items: list[dict[str, Any]] = []
         if not self._announced:
             self._announced = True
-            items.append({**_item("", 0), "prompt_tokens": self._prompt_tokens})
+            first = {**_item("", 0), "prompt_tokens": self._prompt_tokens}
+            if (hit_rate := batch[0].get("kv_hit_rate")) is not None:
+                first["kv_hit_rate"] = hit_rate
+            items.append(first)
         token_ids, reason = self._merge(batch)
         if not token_ids and reason is None:
             return items

@@ -32,8 +32,8 @@ _PIECE = 64 * 1024
 """Characters of a long text that are counted together."""
 
 _QUICK_BYTES_PER_TOKEN = 4
-"""Up to so many bytes for each token of the context a text is tokenised as a whole: most prompts that fit are so long
-at most, and the others take a few tens of megabytes."""
+"""A text of at most this many bytes per token of the context is tokenised as a whole. Most prompts that fit are
+shorter, and the others take a few tens of megabytes."""
 
 
 class _GenerationTag(Extension):
@@ -151,7 +151,7 @@ class Tokenizer:
         return Detokenizer(table, stop=stop, min_tokens=min_tokens, include_stop=include_stop)
 
     def token_text(self, token_id: int) -> str:
-        """Of one token by itself, special ones too; U+FFFD for a part of a character."""
+        """The text of one token by itself, also of a special one. U+FFFD stands for a part of a character."""
         return str(self._rust.decode([token_id], skip_special_tokens=False))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -163,10 +163,10 @@ class Tokenizer:
         return list(self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def surely_exceeds(self, text: str, tokens: int) -> bool:
-        """Whether the text is longer than so many tokens, found without tokenising all of a text that is far too long
-        (one of 8 MB takes half a minute, and a gigabyte). False where only tokenising it can tell.
+        """Whether the text is longer than this many tokens. A text that is far too long is not tokenised as a whole:
+        one of 8 MB takes half a minute, and a gigabyte. False if only tokenising can tell.
 
-        Pieces are counted by themselves. Where a token is cut in two the sum is too high by a few, so it must be twice
+        Pieces are counted by themselves. If a token is cut in two the sum is too high by a few, so it must be twice
         as high as allowed.
         """
         if len(text.encode("utf-8", "replace")) <= max(_QUICK_BYTES_PER_TOKEN * tokens, _PIECE):

@@ -18,6 +18,7 @@ from dynamo_local.components.messages import ApiRequest
 from dynamo_local.components.models_view import ModelsView
 from dynamo_local.errors import ConfigError, DynamoError, EngineError, NoWorkers
 from dynamo_local.transport.requests.handlers import current_request
+from dynamo_local.transport.requests.stream import Take, batches_of
 
 if TYPE_CHECKING:
     from dynamo_local.engines.vllm.api_server import VllmApi
@@ -28,9 +29,7 @@ if TYPE_CHECKING:
 # One HTTP request that vLLM's API answers in this process, and what became of its requests to workers.
 #
 # An ASGI application sends its status before it knows whether there will be an answer. The status is held until the
-# first
-# bytes of the body, and what a worker or the graph failed with comes in their place: "full" must be able to become a
-# 429.
+# first bytes of the body. An error of a worker or the graph comes in their place: "full" must be able to become a 429.
 
 _KEPT: Final = frozenset({"content-length", "transfer-encoding", "connection"})
 """Headers that whoever sends the answer to the client says itself."""
@@ -40,7 +39,7 @@ MAX_UNREAD: Final = 256
 
 
 class Exchange:
-    """What is known of one HTTP request, by the task that answers it and those that ask workers."""
+    """One HTTP request, as the task that answers it and those that ask workers know it."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -49,6 +48,7 @@ class Exchange:
         self._tokens = 0
         self._prompt_tokens = 0
         self._cached_tokens: int | None = None
+        self._kv_hit_rate: float | None = None
 
     def next_id(self) -> str:
         """A name for one more request to a worker: the client's for the first, so that logs can be followed."""
@@ -63,14 +63,18 @@ class Exchange:
         """From a worker."""
         for item in items:
             self._tokens += len(item["token_ids"])
+            self._kv_hit_rate = item.get("kv_hit_rate", self._kv_hit_rate)
             if (cached := item.get("num_cached_tokens")) is not None:
                 self._cached_tokens = max(cached, self._cached_tokens or 0)
 
-    def news(self) -> dict[str, int]:
-        """What has been counted since the last call."""
+    def news(self) -> dict[str, Any]:
+        """The counts since the last call."""
         counted = {"tokens": self._tokens, "prompt_tokens": self._prompt_tokens, "cached_tokens": self._cached_tokens}
-        self._tokens, self._prompt_tokens, self._cached_tokens = 0, 0, None
-        return {name: count for name, count in counted.items() if count}
+        told: dict[str, Any] = {name: count for name, count in counted.items() if count}
+        if self._kv_hit_rate is not None:
+            told["kv_hit_rate"] = self._kv_hit_rate
+        self._tokens, self._prompt_tokens, self._cached_tokens, self._kv_hit_rate = 0, 0, None, None
+        return told
 
 
 current: ContextVar[Exchange] = ContextVar("dynamo_exchange")
@@ -154,7 +158,7 @@ def _scope(request: ApiRequest) -> dict[str, Any]:
 
 
 # --- logs
-# What vLLM does to everybody's log when its API is made. Imports no vLLM.
+# Undoes vLLM's effect on everybody's log when its API is made. Imports no vLLM.
 
 
 @contextlib.contextmanager
@@ -244,13 +248,16 @@ class ApiHost:
             **messages.generate_request(request_id, list(call.token_ids), call.sampling),
             "core": call.core,
             "prefill_here": call.prefill_here,
+            "lora_id": call.lora_id,
         }
         timeout_s = None if request is None else request.remaining_s()
-        batches = self._dispatcher.send(
-            payload, request_id=request_id, tokens=call.sampling.max_tokens, timeout_s=timeout_s
-        )
+        tokens = call.sampling.max_tokens
+
+        async def pumping(take: Take) -> None:
+            await self._dispatcher.pump(payload, take, request_id=request_id, tokens=tokens, timeout_s=timeout_s)
+
         try:
-            async with contextlib.aclosing(batches):
+            async with contextlib.aclosing(batches_of(pumping)) as batches:
                 async for batch in batches:
                     exchange.came(batch)
                     yield batch

@@ -6,7 +6,7 @@ Which parameters there are, what is wrong with them, and what the answer looks l
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,7 +22,6 @@ from dynamo_local.components.openai.errors import ApiError
 from dynamo_local.components.openai.generation import (
     FrontendDeps,
     GenerationRoute,
-    call_processor,
     close,
     until_answered,
 )
@@ -30,7 +29,8 @@ from dynamo_local.components.openai.http_io import Reply, Whole
 from dynamo_local.components.openai.requests import ParsedRequest
 from dynamo_local.components.openai.route import ModelRoute
 from dynamo_local.errors import DeadlineExceeded, WorkerLost
-from dynamo_local.ports import EndpointClient
+from dynamo_local.ports import EndpointClient, ResponseStream
+from dynamo_local.transport.requests.stream import pump
 
 PATHS: Final[Mapping[str, Endpoint]] = {
     "/v1/chat/completions": "chat_completions",
@@ -49,7 +49,7 @@ PATHS: Final[Mapping[str, Endpoint]] = {
     "/tokenize": "tokenize",
     "/detokenize": "tokenize",
 }
-"""What `vllm serve` answers about a model, and how it is counted."""
+"""The paths on which `vllm serve` answers about a model, and how each is counted."""
 
 _CONNECTION: Final = frozenset(
     {"authorization", "proxy-authorization", "cookie", "connection", "host", "transfer-encoding", "expect", "upgrade"}
@@ -77,7 +77,7 @@ PLAIN: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class RawRequest:
-    """What is passed on. `model` is one that is served: which one the client named is for the engine's API to judge."""
+    """The request that is passed on. `model` is a served one. The engine's API judges the one that the client named."""
 
     model: str
     stream: bool
@@ -119,7 +119,8 @@ def _either(engine: EngineApiRoute, light: ASGIApp | None) -> ASGIApp:
 
 
 def is_plain(body: bytes) -> bool:
-    """Whether it says only what any engine understands. What is no JSON object is not plain: the engine says why."""
+    """Whether it says only what any engine understands. A body that is no JSON object is not plain: the engine says
+    why."""
     try:
         return _keys.decode(body).keys() <= PLAIN
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -159,9 +160,9 @@ class EngineApiRoute(ModelRoute[RawRequest | ParsedRequest]):
         payload = ApiRequest(request_id, request.path, request.headers, request.body, request.method, request.query)
 
         async def once() -> Whole | None:
-            stream = await call_processor(self._client, payload, request_id, timeout_s)
+            stream = await self._client.call(payload, request_id=request_id, timeout_s=timeout_s)
             try:
-                return await self._relay(stream.batches(), observer, reply)
+                return await self._relay(stream, observer, reply)
             finally:
                 await close(stream, request_id)
 
@@ -172,19 +173,24 @@ class EngineApiRoute(ModelRoute[RawRequest | ParsedRequest]):
             message = f"The request did not end within {timeout_s:g} s, this Frontend's `request_timeout_s`."
             raise DeadlineExceeded(message) from error
 
-    async def _relay(self, batches: AsyncIterator[list[Any]], observer: RequestObserver, reply: Reply) -> Whole | None:
+    async def _relay(self, stream: ResponseStream, observer: RequestObserver, reply: Reply) -> Whole | None:
         start: Mapping[str, Any] | None = None
         bodies: list[bytes] = []
-        async for batch in batches:
+
+        def take(batch: list[Any]) -> Awaitable[None] | None:
+            nonlocal start
             for item in batch:
-                if "status" in item:
-                    start = item
+                start = item if "status" in item else start
                 self._observe(item, observer)
                 if body := item.get("body"):
                     bodies.append(body)
-            if start is not None and start["stream"] and bodies:
-                await reply.event(b"".join(bodies))
-                bodies.clear()
+            if start is None or not start["stream"] or not bodies:
+                return None
+            events = b"".join(bodies)
+            bodies.clear()
+            return reply.push(events)
+
+        await pump(stream, take)
         if start is None:
             raise WorkerLost("The answer ended before it began: a Processor was lost; send the request again.")
         if start["stream"]:
@@ -194,6 +200,8 @@ class EngineApiRoute(ModelRoute[RawRequest | ParsedRequest]):
     def _observe(self, item: Mapping[str, Any], observer: RequestObserver) -> None:
         if (prompt_tokens := item.get("prompt_tokens")) is not None:
             observer.on_prompt(prompt_tokens)
+        if (hit_rate := item.get("kv_hit_rate")) is not None:
+            observer.on_routed(hit_rate)
         if (cached := item.get("cached_tokens")) is not None:
             observer.on_cached(cached)
         if tokens := item.get("tokens"):
@@ -212,7 +220,7 @@ class StoredResponseRoute(EngineApiRoute):
 
 
 class NothingIsKept:
-    """What other engines say to that, in the words that vLLM has for it."""
+    """The answer of other engines, in vLLM's words."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = shortened(scope["path_params"]["response_id"])

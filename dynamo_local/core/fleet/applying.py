@@ -1,10 +1,13 @@
-"""`dynamo apply`: another deployment in place of the one that runs, without a moment in which nobody serves.
+"""`dynamo apply`: another deployment in place of the one that runs, without a moment in which no worker serves.
 
-In one step: the templates are replaced, components get the number of workers that they are to have, and a plan is made
-of all that goes one after the other (`rolling` carries it out): who comes new is ready, then components that are wanted
-no more leave, then each worker that was started with another configuration gets a new process.
+One step replaces the templates, brings components to their numbers of workers, and makes a plan. `restarting` carries
+the plan out, in this order:
 
-All of it or nothing. What would leave a component without a worker that serves is refused unless forced.
+1. New workers become ready.
+2. Components that are wanted no more leave.
+3. Each worker that was started with another configuration gets a new process.
+
+All of it happens, or nothing. Unless forced, an apply is refused that would leave a component without a ready worker.
 """
 
 from __future__ import annotations
@@ -14,44 +17,43 @@ from dataclasses import replace
 
 from dynamo_local.core.fleet import commands as deciding
 from dynamo_local.core.fleet import scaling, starting
-from dynamo_local.core.fleet.builder import Draft
-from dynamo_local.core.fleet.events import Apply
+from dynamo_local.core.fleet.builder import StepBuilder
+from dynamo_local.core.fleet.events import Apply, Change, Scale
 from dynamo_local.core.fleet.fleet import Fleet, RestartPlan, Template, Worker
-from dynamo_local.core.fleet.scaling import Change
 from dynamo_local.core.types import WorkerState as S
-from dynamo_local.errors import NotApplicable
+from dynamo_local.errors import DynamoError, NotApplicable
 
 
-def apply(draft: Draft, order: Apply) -> None:
+def apply(builder: StepBuilder, order: Apply) -> None:
     """Raises `NotApplicable` with all reasons."""
-    reasons = list(_busy(draft.fleet))
-    _replace_templates(draft, order)
-    there = set(draft.fleet.workers)
-    removed = [worker for worker in draft.workers() if draft.template(worker.name).retired]
+    reasons = list(_busy(builder.fleet))
+    _replace_templates(builder, order)
+    there = set(builder.fleet.workers)
+    removed = [worker for worker in builder.workers() if builder.template(worker.name).retired]
     if order.force:  # their devices may be needed
-        _remove(draft, removed)
-    reasons += _to_counts(draft, order)
-    awaited = tuple(name for name in draft.fleet.workers if name not in there)
-    fits, in_place = _fitting(draft.fleet, removed, order.force)
+        _remove(builder, removed)
+    reasons += _to_counts(builder, order)
+    awaited = tuple(name for name in builder.fleet.workers if name not in there)
+    fits, in_place = _fitting(builder.fleet, removed, order.force)
     reasons += fits
     if reasons:
         raise NotApplicable.because(reasons)
     plan = RestartPlan(
         order.stimulus_id,
-        tuple((worker.name, worker.starts) for worker in outdated(draft.fleet)),
+        tuple((worker.name, worker.start.starts) for worker in outdated(builder.fleet)),
         in_place=in_place,
         awaited=awaited,
         removed=tuple(worker.name for worker in removed),
     )
-    draft.set(no_standby={}, restarts=(plan,), policy=order.policy, health_bound_s=order.health_bound_s)
-    draft.head = True
+    builder.set(no_standby={}, restarts=(plan,), policy=order.policy, health_bound_s=order.health_bound_s)
+    builder.head = True
 
 
 def outdated(fleet: Fleet) -> list[Worker]:
     """Those that need a new process, in the order in which they get one.
 
-    Who needs fewer GPUs than before goes first; else what serves requests before what passes them on (the last in the
-    graph's order first), and what does not serve before what does.
+    Workers that need fewer GPUs than before go first. Next, workers that serve requests go before those that pass them
+    on (the last in the graph's order first), and workers that are not ready before those that are.
     """
     order = [template.component for template in fleet.templates]
     there = [w for w in fleet.workers.values() if w.counts or w.stands_by]
@@ -72,46 +74,47 @@ def _busy(fleet: Fleet) -> Iterator[str]:
             yield f"{worker.name} becomes {worker.flip.name} at this moment: wait until it has"
 
 
-def _replace_templates(draft: Draft, order: Apply) -> None:
+def _replace_templates(builder: StepBuilder, order: Apply) -> None:
     wanted = {template.component for template in order.templates}
-    gone = [replace(each, retired=True) for each in draft.fleet.templates if each.component not in wanted]
-    draft.set(templates=(*order.templates, *gone))
+    gone = [replace(each, retired=True) for each in builder.fleet.templates if each.component not in wanted]
+    builder.set(templates=(*order.templates, *gone))
     for template in gone:
-        if not draft.fleet.of(template.component):
-            _forget(draft, template)
-    for worker in draft.workers():  # a template without a worker: its entry goes at once
+        if not builder.fleet.of(template.component):
+            _forget(builder, template)
+    for worker in builder.workers():  # a template without a worker: its entry goes at once
         comes = worker.on_its_way or worker.stands_by
-        rests = worker.state is S.EXITED and not (comes or worker.sweeping or worker.returning)
-        if rests and draft.template(worker.name).retired:
-            starting.remove(draft, worker.name)
+        rests = worker.state is S.EXITED and not (comes or worker.ended.sweeping or worker.ended.gpus_pending_release)
+        if rests and builder.template(worker.name).retired:
+            starting.remove(builder, worker.name)
 
 
-def _forget(draft: Draft, template: Template) -> None:
-    draft.set(templates=tuple(each for each in draft.fleet.templates if each != template))
+def _forget(builder: StepBuilder, template: Template) -> None:
+    builder.set(templates=tuple(each for each in builder.fleet.templates if each != template))
 
 
-def _remove(draft: Draft, removed: list[Worker]) -> None:
+def _remove(builder: StepBuilder, removed: list[Worker]) -> None:
     for worker in removed:
         if worker.counts or worker.stands_by or worker.state is S.FAULTED:
-            deciding.carry_out(draft, [scaling.taken(worker, "apply: its component is removed")])
+            deciding.carry_out(builder, [scaling.taken(worker, "apply: its component is removed")])
 
 
-def _to_counts(draft: Draft, order: Apply) -> Iterator[str]:
+def _to_counts(builder: StepBuilder, order: Apply) -> Iterator[str]:
     """Fewer first: their devices may be needed."""
-    now = {component: draft.fleet.capacity(component) for component in order.counts}
+    now = {component: builder.fleet.capacity(component) for component in order.counts}
     for component, count in sorted(order.counts.items(), key=lambda item: item[1] - now[item[0]]):
-        decision = scaling.decide(
-            draft.fleet,
-            component,
-            Change(count, relative=False),
+        one = Scale(
             stimulus_id=order.stimulus_id,
+            component=component,
+            target=Change(count, relative=False),
             force=order.force,
             wait_for_gpus=True,
         )
-        if decision.refused is not None:
-            yield f"{component}: {decision.refused}"
+        try:
+            moves = scaling.decide(builder.fleet, one)
+        except DynamoError as refusal:
+            yield f"{component}: {refusal}"
         else:
-            deciding.carry_out(draft, decision.moves)
+            deciding.carry_out(builder, moves)
 
 
 def _fitting(fleet: Fleet, removed: list[Worker], force: bool) -> tuple[list[str], frozenset[str]]:

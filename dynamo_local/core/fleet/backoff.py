@@ -63,7 +63,7 @@ def back_after_outage_s(unit: float, policy: RestartPolicy) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RestartHistory:
-    """What is remembered of a worker's failures. `failures_s` are times, ascending. A person's restart clears it."""
+    """A worker's remembered failures. `failures_s` are times, ascending. A person's restart clears them."""
 
     failures_s: tuple[float, ...] = ()
     streak: int = 0
@@ -103,7 +103,7 @@ def after_exit(
     why: str,
     policy: RestartPolicy = DEFAULT_POLICY,
 ) -> tuple[RestartHistory, Verdict]:
-    """What follows an unasked exit, a failed spawn, a hang or a start timeout (they all count).
+    """The verdict after an unasked exit, a failed spawn, a hang or a start timeout. All of these count.
 
     `ran_s` is how long it was ready, 0 if it never was. `unit` is a uniform random number, 0..1. `why` says how it
     ended. A failure with `infra_ok` false counts towards nothing, but a good run before it still resets the streak.

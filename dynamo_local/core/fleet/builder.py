@@ -1,6 +1,6 @@
-"""The next fleet while one step makes it: what changed so far, and what is to be done about it.
+"""The next fleet while one step makes it: the changes so far, and the effects.
 
-A `Draft` lives for one `machine.step` and is never seen outside of it.
+A `StepBuilder` lives for one `step.step` and is never seen outside of it.
 """
 
 from __future__ import annotations
@@ -9,37 +9,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from dynamo_local.core.fleet.effects import Aside, Commit, Instruction, Lock, Tell, Transition, Unlock, WaitUntil
-from dynamo_local.core.fleet.fleet import Course, Fleet, Process, Template, Worker
-from dynamo_local.core.fleet.lifecycle import STARTS, Event, apply
+from dynamo_local.core.fleet.effects import Commit, Effect, Lock, Note, Tell, Unlock, WaitUntil
+from dynamo_local.core.fleet.fleet import Fleet, Health, Intent, Leave, Process, Registration, Template, Worker
+from dynamo_local.core.fleet.lifecycle import STARTS, Transition, TransitionKind, apply
 from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.gpus import GpuLedger
 from dynamo_local.core.notes import Elsewhere
 from dynamo_local.core.types import Missing, WorkerState, how_it_ended
 from dynamo_local.core.types import WorkerState as S
 
-NO_PROCESS: dict[str, Any] = {
-    "process": None,
-    "lease": None,
-    "endpoints": (),
-    "other_leases": (),
-    "load": Missing("it has no process"),
-    "ready_s": None,
-    "heard_s": None,
-    "absent_s": None,
-    "counting": False,
-    "calls": 0,
-    "exit": None,
-    "flip": None,
-}
-"""What is forgotten with a process."""
+EMPTY: Mapping[str, Any] = {}
 
 
-NOT_YET = ("lease_gone", "lapsed", "told", "engine_failed", "served", "spawning", "spawn_begun")
-"""What is not true of a process that has just been made."""
-
-
-class Draft:
+class StepBuilder:
     """`fleet` is the fleet so far; `now_s` and `stimulus_id` are the step's."""
 
     def __init__(self, fleet: Fleet, now_s: float, stimulus_id: str) -> None:
@@ -51,7 +33,7 @@ class Draft:
         self._workers = dict(fleet.workers)
         self.fleet = replace(fleet, workers=self._workers)
         self._locks: list[Lock] = []
-        self._acts: list[Instruction] = []
+        self._acts: list[Effect] = []
         self._transitions: list[Transition] = []
         self._written: dict[str, None] = {}
 
@@ -93,38 +75,60 @@ class Draft:
         self._put(worker)
         self._written[worker.name] = None
 
-    def change(self, name: str, *, write: bool = True, **fields: Any) -> None:
-        """Change fields of a worker. Without `write` it is nothing that the statefile says."""
-        self._put(replace(self._workers[name], **fields))
-        if write:
+    def change(self, name: str, **fields: Any) -> None:
+        """Change fields of a worker (`Worker.changed`). The entry is written if the statefile has one of them."""
+        before = self._workers[name]
+        after = before.changed(**fields)
+        self._put(after)
+        if after.persisted != before.persisted:
             self._written[name] = None
 
-    def apply(self, name: str, event: Event, **fields: Any) -> None:
-        """Apply an event of the lifecycle table, and change fields with it. Raises `IllegalTransition`."""
-        worker = self._workers[name]
-        after = apply(worker.state, event)
-        self._transitions.append(Transition(name, worker.component, worker.state, after, event))
+    def apply(
+        self,
+        name: str,
+        kind: TransitionKind,
+        details: Mapping[str, Any] = EMPTY,
+        *,
+        by: str | None = None,
+        **fields: Any,
+    ) -> None:
+        """Apply a transition of the lifecycle table, and change fields with it. `by` is its cause, if not the step's.
+
+        Raises `IllegalTransition`.
+        """
+        worker, cause = self._workers[name], by or self.stimulus_id
+        after = apply(worker.state, kind, cause)
+        self._transitions.append(Transition(name, worker.component, worker.state, after, kind, cause, details))
         if after is not worker.state:
             fields = {"since_s": self.now_s, **fields}
         if after is not WorkerState.FLIPPING and worker.flip is not None:
             fields = {"flip": None, **fields}
         if TRAITS[worker.state].standby and TRAITS[after].leaves:
             fields = {"standby": replace(worker.standby, drained=True, ask_s=None), **fields}
-        if isinstance(event, STARTS):
-            fields = {"starts": worker.starts + 1, **fields}
-        if TRAITS[after].serves and not worker.served:
-            heard_s = self.now_s if worker.heard_s is None else worker.heard_s  # from now on its silence counts
+        if kind in STARTS:
+            fields = {"starts": worker.start.starts + 1, **fields}
+        if TRAITS[after].serves and not worker.health.served:
+            heard_s = (
+                self.now_s if worker.health.heard_s is None else worker.health.heard_s
+            )  # from now on its silence counts
             fields = {"served": True, "ready_s": self.now_s, "heard_s": heard_s, **fields}
         self.change(name, state=after, **fields)
 
     def process_began(self, name: str, process: Process, *, keep_reason: bool) -> None:
         """Note what belongs to a new process."""
-        fields = {**NO_PROCESS, "load": Missing("not sampled"), "process": process}
-        fresh: dict[str, Any] = {**dict.fromkeys(NOT_YET, False), "engine_said": None, "born": None}
         worker = self._workers[name]
-        reason = worker.reason if keep_reason else None
-        fields["standby"] = replace(worker.standby, order=0, ask_s=None, drained=False, cannot=None)
-        self.change(name, **fields, **fresh, asked_s=None, unheard_s=0.0, silent_s=0.0, reason=reason)
+        self.change(
+            name,
+            process=process,
+            registration=Registration(),
+            health=Health(),
+            start=replace(worker.start, spawning=False, spawn_begun=False, spawned_as=None),
+            leave=Leave(),
+            ended=replace(worker.ended, exit=None),
+            flip=None,
+            standby=replace(worker.standby, order=0, ask_s=None, drained=False, cannot=None),
+            reason=worker.reason if keep_reason else None,
+        )
 
     def process_ended(self, name: str, code: int | None) -> None:
         """Forget what belonged to the process; what one that slept kept on its devices is gone with it."""
@@ -134,12 +138,22 @@ class Draft:
             if sleeper.uuids:
                 self.do(Unlock(name, sleeper.uuids))
             self.look_at_gpus(self.now_s)
-        self.change(name, **NO_PROCESS, exit_code=code, due_s=None)
+        worker = self._workers[name]
+        self.change(
+            name,
+            process=None,
+            registration=Registration(),
+            health=Health(Missing("it has no process"), served=worker.health.served),
+            leave=replace(worker.leave, calls=0, counting=False),
+            ended=replace(worker.ended, exit=None, exit_code=code),
+            flip=None,
+            due_s=None,
+        )
 
     def rename(self, name: str, to: str, **fields: Any) -> None:
         """The same worker under another name, with other fields; its devices go with it."""
         uuids = self._workers[name].gpus
-        worker = replace(self._workers[name], name=to, gpus=(), **fields)
+        worker = self._workers[name].changed(name=to, gpus=(), **fields)
         ledger = self.fleet.gpus.renamed(name, to)
         self.drop(name)
         self.add(worker)
@@ -201,35 +215,35 @@ class Draft:
 
     # --- acting --------------------------------------------------------------------------------
 
-    def do(self, instruction: Instruction) -> None:
+    def do(self, instruction: Effect) -> None:
         """Have it carried out once this step is committed."""
         self._acts.append(instruction)
 
-    def result(self, stimulus: str, next_due_s: float | None) -> tuple[Fleet, tuple[Instruction, ...]]:
-        """The fleet, and the instructions: locks, the commit, the acts, and until when nothing is due.
+    def result(self, event: str, next_due_s: float | None) -> tuple[Fleet, tuple[Effect, ...]]:
+        """The fleet, and the effects: locks, the commit, the acts, and until when nothing is due.
 
-        `stimulus` is the kind of what the step was taken for.
+        `event` is the kind of what the step was taken for.
         """
-        out: list[Instruction] = [*self._locks]
+        out: list[Effect] = [*self._locks]
         before, now = self.before, self.fleet
         kept = (before.restarts, before.templates, before.revoked)
         head = self.head or (now.restarts, now.templates, now.revoked) != kept
-        asides = tuple(self._asides(stimulus))
-        if self._written or head or asides:
-            out.append(Commit(tuple(self._written), self.transitions, head, asides))
+        notes = tuple(self._notes(event))
+        if self._written or self._transitions or head or notes:
+            out.append(Commit(tuple(self._written), self.transitions, head, notes))
         out += self._acts
         if next_due_s is not None:
             out.append(WaitUntil(next_due_s))
         return self.fleet, tuple(out)
 
-    def _asides(self, stimulus: str) -> Iterator[Aside]:
+    def _notes(self, event: str) -> Iterator[Note]:
         """Workers of which something is ordered though their state has no event."""
         named = (getattr(each, "name", None) for each in (*self._locks, *self._acts))
         with_event = {transition.name for transition in self._transitions}
         for name in dict.fromkeys(named):
             worker = None if name is None else self._workers.get(name) or self.before.workers.get(name)
             if worker is not None and name not in with_event:
-                yield Aside(worker.name, worker.component, worker.state, stimulus, self.stimulus_id)
+                yield Note(worker.name, worker.component, worker.state, event, self.stimulus_id)
 
     def _put(self, worker: Worker) -> None:
         self._workers[worker.name] = worker
@@ -244,16 +258,19 @@ STARTED_AGAIN = "; it is started again"
 
 
 def was_leaving(worker: Worker, code: int | None) -> bool:
-    """It ended because it was to. Not one whose lease went while nobody heard of it, and that did not end in order:
-    it was stopped for longer than its lease lives, and died of something else."""
+    """It ended because it was to.
+
+    A worker whose lease ended while it was silent, and that ended out of order, was not leaving: it was suspended for
+    longer than its lease lives, and died of something else.
+    """
     if worker.state is S.DRAINING:
-        return not worker.lapsed or code in (0, None)
+        return not worker.leave.silent_at_expiry or code in (0, None)
     return worker.state is S.DRAIN_TIMED_OUT
 
 
 def comes_back_unasked(worker: Worker) -> bool:
     """Somebody else revoked its lease, and nobody here has ordered its restart: that follows the restart policy."""
-    return worker.course is Course.RESTARTING and worker.lease_gone and worker.asked_s is None
+    return worker.intent is Intent.RESTARTING and worker.leave.lease_gone and worker.leave.requested_at_s is None
 
 
 def why_it_ended(worker: Worker, code: int | None) -> str | None:
@@ -262,7 +279,11 @@ def why_it_ended(worker: Worker, code: int | None) -> str | None:
     if not left and worker.state is S.DRAINING:
         return f"{how_it_ended(code)}; {UNHEARD}"
     if not left and (worker.state in (S.STARTING, S.READY, S.FLIPPING) or TRAITS[worker.state].standby):
-        return how_it_ended(code) if worker.engine_said is None else f"{worker.engine_said}; {how_it_ended(code)}"
+        return (
+            how_it_ended(code)
+            if worker.health.engine_said is None
+            else f"{worker.health.engine_said}; {how_it_ended(code)}"
+        )
     if left and code not in (0, None) and worker.state is S.DRAINING:
         return f"{worker.reason or 'was leaving'}; {how_it_ended(code)}"
     return worker.reason

@@ -1,23 +1,24 @@
-"""Commands: a decision of `scaling` or `rolling`, and what each of its moves does to its worker."""
+"""Commands: each is decided (`scaling`, `sleeping`, `flipping`, `restarting`), carried out, and answered."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from dynamo_local.core.fleet import draining as leaving
-from dynamo_local.core.fleet import flip_decisions as flips
 from dynamo_local.core.fleet import flipping, scaling, sleeping, starting
 from dynamo_local.core.fleet import observed as observing
 from dynamo_local.core.fleet import restarting as rolling
-from dynamo_local.core.fleet import sleep_decisions as standby
-from dynamo_local.core.fleet.builder import Draft
+from dynamo_local.core.fleet.builder import StepBuilder
 from dynamo_local.core.fleet.effects import CallBack, Tell
-from dynamo_local.core.fleet.events import CancelDrain, Drain, Restart, Resume, Scale, ScaleAll, Sleep, Wake
-from dynamo_local.core.fleet.fleet import Course, Fleet, RestartPlan, Worker
+from dynamo_local.core.fleet.events import Change, Drain, Restart, Resume, Scale, ScaleAll, Sleep, Wake
+from dynamo_local.core.fleet.fleet import Intent, RestartPlan, Worker
+from dynamo_local.core.fleet.lifecycle import TransitionKind as K
 from dynamo_local.core.fleet.moves import (
+    Answer,
     BeginDrain,
     CallOffFlipOf,
+    CancelDrain,
     FlipWorker,
     Move,
     PutToSleep,
@@ -25,56 +26,32 @@ from dynamo_local.core.fleet.moves import (
     SpawnWorker,
     TakeBack,
     WakeUp,
-    course_after,
-    intent,
+    intent_after,
+    transition_for,
 )
-from dynamo_local.core.fleet.moves import CancelDrain as CancelDrainMove
-from dynamo_local.core.fleet.scaling import Change
 from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.types import Actuator
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.errors import NotEnoughGpus
 
 
-def scale(draft: Draft, order: Scale) -> None:
+def scale(builder: StepBuilder, command: Scale) -> Answer:
     """Raises the refusals of `scaling.decide`."""
-    carry_out(draft, decide_scale(draft.fleet, order))
-    draft.decided_anew(component=order.component)
+    moves = scaling.decide(builder.fleet, command)
+    carry_out(builder, moves)
+    builder.decided_anew(component=command.component)
+    return Answer(moves)
 
 
-def decide_scale(fleet: Fleet, order: Scale) -> tuple[Move, ...]:
-    """The moves that bring the component there. Raises the refusals of `scaling.decide`."""
-    return scaling.decide(
-        fleet,
-        order.component,
-        order.change,
-        stimulus_id=order.stimulus_id,
-        force=order.force,
-        victim_policy=order.victim_policy,
-        by_person=order.by_person,
-        wait_for_gpus=order.wait_for_gpus,
-        wake=order.wake,
-        sleep=order.sleep,
-    ).or_raise()
+def scale_all(builder: StepBuilder, command: ScaleAll) -> Answer:
+    """Every component to its number, or none. Raises the refusals of `scaling.decide`.
 
-
-def scale_all(draft: Draft, order: ScaleAll) -> None:
-    """Every component to its number, or none. Raises the refusals of `scaling.decide`."""
-    _to_targets(draft, order)
-
-
-def decide_scale_all(fleet: Fleet, order: ScaleAll) -> Mapping[str, tuple[Move, ...]]:
-    """The moves by component, in the order in which they are made. Raises the refusals of `scaling.decide`."""
-    return _to_targets(Draft(fleet, 0.0, order.stimulus_id), order)  # no move depends on the time
-
-
-def _to_targets(draft: Draft, order: ScaleAll) -> dict[str, tuple[Move, ...]]:
-    """Flips first: nothing is quicker, and no device changes hands. Then fewer: their devices may be needed, and an up
-    that needs them waits until they are free. Then drains are taken back, which keeps devices from whoever hoped for
-    them.
+    Flips come first: they are the quickest, and no device changes hands. Next come scale-downs, because a scale-up may
+    need their devices and waits until these are free. Drains are taken back last: that keeps devices from a worker
+    that hoped for them.
     """
-    flipped = _flipped(draft, order) if Actuator.FLIP in order.actuators else {}
-    before, sleeps = draft.fleet, Actuator.WAKE in order.actuators
+    flipped = _flipped(builder, command) if Actuator.FLIP in command.actuators else {}
+    before, sleeps = builder.fleet, Actuator.WAKE in command.actuators
 
     def turn(item: tuple[str, int]) -> tuple[bool, bool]:
         component, count = item
@@ -82,236 +59,227 @@ def _to_targets(draft: Draft, order: ScaleAll) -> dict[str, tuple[Move, ...]]:
         return more, more and not any(worker.cancellable for worker in before.of(component))
 
     made: dict[str, tuple[Move, ...]] = {}
-    for component, count in sorted(order.targets.items(), key=turn):
-        decision = scaling.decide(
-            draft.fleet,
-            component,
-            Change(count, relative=False),
-            stimulus_id=order.stimulus_id,
-            victim_policy=order.victim_policy,
+    for component, count in sorted(command.targets.items(), key=turn):
+        one = Scale(
+            stimulus_id=command.stimulus_id,
+            component=component,
+            target=Change(count, relative=False),
+            victim_policy=command.victim_policy,
             by_person=False,
             wait_for_gpus=True,
             wake=sleeps,
             sleep=sleeps,
         )
-        moves = decision.or_raise()
-        carry_out(draft, moves)
-        made[component] = (*flipped.get(component, ()), *moves)
-        draft.decided_anew(component=component)
-    for component, count in order.targets.items():
-        if draft.fleet.capacity(component) != count:
+        made[component] = (*flipped.get(component, ()), *scale(builder, one).moves)
+    for component, count in command.targets.items():
+        if builder.fleet.capacity(component) != count:
             raise NotEnoughGpus(
                 f"{component} cannot have {count} workers: GPUs that it waits for stay with workers whose drain would "
                 "be taken back by the same order; nothing was changed"
             )
-    return made
+    return Answer(tuple(move for moves in made.values() for move in moves), made)
 
 
-def _flipped(draft: Draft, order: ScaleAll) -> dict[str, tuple[Move, ...]]:
+def _flipped(builder: StepBuilder, command: ScaleAll) -> dict[str, tuple[Move, ...]]:
     """As many workers as one component is to give up, and the other is to get, change their role; as far as they can.
 
     The moves of either component: they are both's.
     """
-    missing = {component: count - draft.fleet.capacity(component) for component, count in order.targets.items()}
+    missing = {component: count - builder.fleet.capacity(component) for component, count in command.targets.items()}
     for gives, surplus in missing.items():
-        takes = draft.fleet.template(gives).flips_to
+        takes = builder.fleet.template(gives).flips_to
         if surplus >= 0 or takes not in missing:
             continue
-        back = sum(worker.cancellable for worker in draft.fleet.of(takes))  # quicker still, and it keeps its devices
+        back = sum(worker.cancellable for worker in builder.fleet.of(takes))  # quicker still, and it keeps its devices
         count = min(-surplus, missing[takes] - back)
-        moves = flips.most(draft.fleet, gives, count, victim_policy=order.victim_policy, reason="scale, with flips")
-        carry_out(draft, moves)
+        moves = flipping.most(
+            builder.fleet, gives, count, victim_policy=command.victim_policy, reason="scale, with flips"
+        )
+        carry_out(builder, moves)
         return dict.fromkeys((gives, takes), moves) if moves else {}
     return {}
 
 
-def drain(draft: Draft, order: Drain) -> None:
-    """Raises the refusals of `scaling.decide_drain`."""
-    decision = scaling.decide_drain(draft.fleet, order.name, stimulus_id=order.stimulus_id, force=order.force)
-    component = draft.fleet.worker(order.name).component
-    carry_out(draft, decision.or_raise())
-    draft.decided_anew(component=component)
+def drain(builder: StepBuilder, command: Drain) -> Answer:
+    """Raises the refusals of `scaling.decide_drain` and `scaling.decide_cancel`."""
+    if command.cancel:
+        moves = scaling.decide_cancel(builder.fleet, command)
+        carry_out(builder, moves, answered=True)
+        return Answer(moves)
+    moves = scaling.decide_drain(builder.fleet, command)
+    component = builder.fleet.worker(command.name).component
+    carry_out(builder, moves)
+    builder.decided_anew(component=component)
+    return Answer(moves)
 
 
-def cancel_drain(draft: Draft, order: CancelDrain) -> None:
-    """Raises the refusals of `scaling.decide_cancel`."""
-    decision = scaling.decide_cancel(draft.fleet, order.name, stimulus_id=order.stimulus_id)
-    carry_out(draft, decision.or_raise(), answered=True)
+def sleep(builder: StepBuilder, command: Sleep) -> Answer:
+    """Raises the refusals of `sleeping.decide_sleep`, and `LastReadyWorker`."""
+    fleet, moves = builder.fleet, sleeping.decide_sleep(builder.fleet, command)
+    going = [worker for move in moves if (worker := fleet.worker(move.name)).counts]
+    scaling.check_not_last(fleet, going, command.force, f"`dynamo sleep {command.name}`")
+    carry_out(builder, moves)
+    return Answer(moves)
 
 
-def sleep(draft: Draft, order: Sleep) -> None:
-    """Raises the refusals of `decide_sleep`."""
-    carry_out(draft, decide_sleep(draft.fleet, order))
-
-
-def decide_sleep(fleet: Fleet, order: Sleep) -> tuple[Move, ...]:
-    """The moves, none if it sleeps. Raises the refusals of `standby.decide_sleep`, and `LastReadyWorker`."""
-    moves = standby.decide_sleep(fleet, order.name, order.level, stimulus_id=order.stimulus_id).or_raise()
-    going = [fleet.worker(move.name) for move in moves]
-    scaling.check_not_last(fleet, [w for w in going if w.counts], order.force, f"`dynamo sleep {order.name}`")
-    return moves
-
-
-def wake(draft: Draft, order: Wake) -> None:
-    """Raises the refusals of `decide_wake`."""
-    carry_out(draft, decide_wake(draft.fleet, order))
-
-
-def decide_wake(fleet: Fleet, order: Wake) -> tuple[Move, ...]:
-    """The moves, none if it serves. Raises the refusals of `standby.decide_wake`, and `TooManyWorkers`."""
-    moves = standby.decide_wake(fleet, order.name, stimulus_id=order.stimulus_id).or_raise()
+def wake(builder: StepBuilder, command: Wake) -> Answer:
+    """Raises the refusals of `sleeping.decide_wake`, and `TooManyWorkers`."""
+    moves = sleeping.decide_wake(builder.fleet, command)
     if moves:
-        scaling.check_limit(fleet, fleet.worker(order.name).component)
-    return moves
+        scaling.check_limit(builder.fleet, builder.fleet.worker(command.name).component)
+    carry_out(builder, moves)
+    return Answer(moves)
 
 
-def restart(draft: Draft, order: Restart) -> None:
-    """Raises the refusals of `rolling.plan_restart`. The plan goes on by itself: `advance_restarts`."""
-    plan = rolling.plan_restart(draft.fleet, order.target, stimulus_id=order.stimulus_id, force=order.force)
+def restart(builder: StepBuilder, command: Restart) -> Answer:
+    """Raises the refusals of `restarting.plan_restart`. The plan goes on by itself: `advance_restarts`."""
+    plan = rolling.plan_restart(builder.fleet, command)
     for warning in plan.warnings:
-        draft.do(Tell(warning))
-    draft.set(restarts=(*draft.fleet.restarts, plan))
+        builder.do(Tell(warning))
+    builder.set(restarts=(*builder.fleet.restarts, plan))
+    return Answer(plan=plan)
 
 
-def advance_restarts(draft: Draft) -> None:
+def advance_restarts(builder: StepBuilder) -> None:
     """The next step of each restart that is under way, as far as the fleet is now."""
-    if not draft.fleet.restarts:
+    if not builder.fleet.restarts:
         return
-    cause = draft.stimulus_id
-    going_on = [left for plan in draft.fleet.restarts if (left := _advanced(draft, plan)) is not None]
-    draft.stimulus_id = cause
-    draft.set(restarts=tuple(going_on))
+    cause = builder.stimulus_id
+    going_on = [left for plan in builder.fleet.restarts if (left := _advanced(builder, plan)) is not None]
+    builder.stimulus_id = cause
+    builder.set(restarts=tuple(going_on))
 
 
-def _advanced(draft: Draft, plan: RestartPlan) -> RestartPlan | None:
-    """What is left of it; None when it has ended."""
-    draft.stimulus_id = plan.stimulus_id
+def _advanced(builder: StepBuilder, plan: RestartPlan) -> RestartPlan | None:
+    """The plan as it goes on; None when it has ended."""
+    builder.stimulus_id = plan.stimulus_id
     while True:
-        step, plan = rolling.next_step(draft.fleet, plan)
+        step, plan = rolling.next_step(builder.fleet, plan)
         if isinstance(step, rolling.Wait):
             return plan
         if isinstance(step, rolling.Stopped):
             text = f"restart stopped: {step.name}: {step.why}; those not yet restarted keep their old process"
-            draft.do(Tell(text))
+            builder.do(Tell(text))
             return None
         if isinstance(step, rolling.Done):
             return None
-        carry_out(draft, [step])
+        carry_out(builder, [step])
 
 
 # --- moves -----------------------------------------------------------------------------------------
 
 
-def carry_out(draft: Draft, moves: Sequence[Move], *, answered: bool = False) -> None:
+def carry_out(builder: StepBuilder, moves: Sequence[Move], *, answered: bool = False) -> None:
     """All of the moves. `answered`: a person waits for the answer of a drain that is taken back."""
     for move in moves:
         if isinstance(move, SpawnWorker):
-            _spawn(draft, move)
+            _spawn(builder, move)
             continue
         if isinstance(move, FlipWorker | CallOffFlipOf):
-            flipping.carry_out(draft, move)
+            flipping.carry_out(builder, move)
             continue
-        worker = draft.worker(move.name)
+        worker = builder.worker(move.name)
         if isinstance(move, Revive):
-            starting.revive(draft, move.name, draft.stimulus_id)
+            starting.revive(builder, move.name, builder.stimulus_id)
         elif isinstance(move, PutToSleep):
-            sleeping.put_to_sleep(draft, worker, move.level, move.reason)
+            sleeping.put_to_sleep(builder, worker, move.level, move.reason)
         elif isinstance(move, WakeUp):
-            sleeping.wake_up(draft, worker, move.reason)
-        elif isinstance(move, CancelDrainMove):
-            _call_back(draft, worker, draft.stimulus_id if answered else None)
+            sleeping.wake_up(builder, worker, move.reason)
+        elif isinstance(move, CancelDrain):
+            _call_back(builder, worker, builder.stimulus_id if answered else None)
         elif isinstance(move, BeginDrain) or worker.state is S.STARTING:
-            _begin_drain(draft, worker, move)
+            _begin_drain(builder, worker, move)
         else:
-            _take_back(draft, worker, move)
+            _take_back(builder, worker, move)
 
 
-def _spawn(draft: Draft, move: SpawnWorker) -> None:
-    role = draft.fleet.template(move.component).role
-    draft.add(Worker(move.name, move.component, role, move.n, since_s=draft.now_s, cause=draft.stimulus_id))
+def _spawn(builder: StepBuilder, move: SpawnWorker) -> None:
+    role = builder.fleet.template(move.component).role
+    builder.add(Worker(move.name, move.component, role, move.n, since_s=builder.now_s, cause=builder.stimulus_id))
     if move.waits:
-        draft.look_at_gpus(draft.now_s + starting.GPU_POLL_S)
+        builder.look_at_gpus(builder.now_s + starting.GPU_POLL_S)
     else:
-        starting.try_start(draft, move.name)
+        starting.try_start(builder, move.name)
 
 
-def _call_back(draft: Draft, worker: Worker, asked_by: str | None) -> None:
-    draft.change(worker.name, course=Course.RETURNING, cause=draft.stimulus_id, lapsed=False)
+def _call_back(builder: StepBuilder, worker: Worker, asked_by: str | None) -> None:
+    builder.change(worker.name, intent=Intent.RETURNING, cause=builder.stimulus_id, silent_at_expiry=False)
     if worker.pid is not None:
-        draft.change(worker.name, write=False, calls=worker.calls + 1)
-        draft.do(CallBack(worker.name, worker.pid, worker.told, asked_by))
+        builder.change(worker.name, calls=worker.leave.calls + 1)
+        builder.do(CallBack(worker.name, worker.pid, worker.leave.signalled, asked_by))
 
 
-def _begin_drain(draft: Draft, worker: Worker, move: BeginDrain | TakeBack) -> None:
-    _record_intent(draft, worker, move, cause=draft.stimulus_id)
-    leaving.ask(draft, worker.name)
-    if draft.worker(worker.name).state is S.EXITED:
-        starting.called_off(draft, worker.name)
+def _begin_drain(builder: StepBuilder, worker: Worker, move: BeginDrain | TakeBack) -> None:
+    _record_intent(builder, worker, move, cause=builder.stimulus_id)
+    leaving.ask(builder, worker.name)
+    if builder.worker(worker.name).state is S.EXITED:
+        starting.called_off(builder, worker.name)
 
 
-def _take_back(draft: Draft, worker: Worker, move: TakeBack) -> None:
+def _take_back(builder: StepBuilder, worker: Worker, move: TakeBack) -> None:
     """One without a process goes at once; of one whose process is being ended, or drains, only that is waited for."""
-    _record_intent(draft, worker, move, held_back=False)
-    worker = draft.worker(worker.name)
-    if worker.state is S.EXITED and not worker.sweeping:
-        starting.remove(draft, worker.name)
-    elif worker.runs and worker.state is S.DRAINING and worker.asked_s is None:
+    _record_intent(builder, worker, move, waiting_for_infra=False)
+    worker = builder.worker(worker.name)
+    if worker.state is S.EXITED and not worker.ended.sweeping:
+        starting.remove(builder, worker.name)
+    elif worker.runs and worker.state is S.DRAINING and worker.leave.requested_at_s is None:
         # Its lease was revoked by somebody else. Now it is our order, too: written down, and with a deadline.
-        leaving.ask(draft, worker.name)
+        leaving.ask(builder, worker.name)
 
 
-def _record_intent(draft: Draft, worker: Worker, move: BeginDrain | TakeBack, **with_event: Any) -> None:
+def _record_intent(builder: StepBuilder, worker: Worker, move: BeginDrain | TakeBack, **with_event: Any) -> None:
     """Write down what is meant to become of the worker. `with_event`: fields that change only with an event."""
-    event = intent(move, worker.state, draft.stimulus_id)
-    course = course_after(worker, move)
-    if event is None:
-        draft.change(worker.name, course=course, reason=move.reason, cause=draft.stimulus_id)
+    kind = transition_for(move, worker.state)
+    intent = intent_after(worker, move)
+    if kind is None:
+        builder.change(worker.name, intent=intent, reason=move.reason, cause=builder.stimulus_id)
     else:
-        draft.apply(worker.name, event, course=course, reason=move.reason, due_s=None, **with_event)
+        details = {"reason": move.reason} if kind is K.DRAIN_REQUESTED else {}
+        builder.apply(worker.name, kind, details, intent=intent, reason=move.reason, due_s=None, **with_event)
 
 
 # --- a successor -----------------------------------------------------------------------------------
 
 
-def resume(draft: Draft, order: Resume) -> None:
+def resume(builder: StepBuilder, order: Resume) -> None:
     """Go on with every worker where the killed arbiter stood. The registry has been looked through."""
-    for worker in draft.workers():
-        observing.left_unseen(draft, worker)
+    for worker in builder.workers():
+        observing.left_unseen(builder, worker)
     for name in order.gone:
-        starting.ended_unseen(draft, name)
-    for worker in draft.workers():
+        starting.ended_unseen(builder, name)
+    for worker in builder.workers():
         name = worker.name
         if name in order.gone:
             continue
         if worker.runs:
-            _resume_running(draft, worker)
+            _resume_running(builder, worker)
         elif worker.state is S.PENDING:
-            starting.regain_gpus(draft, name)  # the memory of its last process may be on its way back
+            starting.regain_gpus(builder, name)  # the memory of its last process may be on its way back
         elif worker.state is S.BACKING_OFF:
-            starting.backoff_over(draft, worker)
+            starting.backoff_over(builder, worker)
         elif worker.state is S.FAULTED:
-            starting.give_back(draft, name, keep=False)
+            starting.give_back(builder, name, keep=False)
         else:
-            starting.after_process(draft, name)
+            starting.after_process(builder, name)
 
 
-def _resume_running(draft: Draft, worker: Worker) -> None:
+def _resume_running(builder: StepBuilder, worker: Worker) -> None:
     if worker.state is S.STARTING:
-        deadline_s = draft.template(worker.name).start_deadline_s
-        draft.change(worker.name, write=False, due_s=draft.now_s + deadline_s)
-    elif worker.state is S.DRAINING and worker.course is Course.RETURNING:
+        deadline_s = builder.template(worker.name).start_deadline_s
+        builder.change(worker.name, due_s=builder.now_s + deadline_s)
+    elif worker.state is S.DRAINING and worker.intent is Intent.RETURNING:
         # It may never have heard that it was called back. Its deadline is watched either way: a call back may fail.
-        draft.change(worker.name, write=False, due_s=draft.now_s + draft.template(worker.name).drain_deadline_s)
-        _call_back(draft, worker, asked_by=None)
+        builder.change(worker.name, due_s=builder.now_s + builder.template(worker.name).drain_deadline_s)
+        _call_back(builder, worker, asked_by=None)
     elif worker.state is S.DRAINING:
-        if not worker.lease_gone:  # else it leaves by itself, and takes the time that it needs
-            leaving.ask(draft, worker.name)
+        if not worker.leave.lease_gone:  # else it leaves by itself, and takes the time that it needs
+            leaving.ask(builder, worker.name)
     elif worker.state is S.FLIPPING:
-        flipping.ask(draft, worker)
+        flipping.ask(builder, worker)
     elif TRAITS[worker.state].standby:
-        sleeping.resume(draft, worker)
+        sleeping.resume(builder, worker)
     elif worker.state is not S.READY:
-        leaving.finish(draft, worker)  # as was decided
+        leaving.finish(builder, worker)  # as was decided
     elif worker.lease is None:
         # The registry has been looked through, and does not know it: nothing is routed to it.
-        observing.unregistered(draft, worker, "", "its lease was revoked, or has expired, while nobody watched")
+        observing.unregistered(builder, worker, "", "its lease was revoked, or has expired, while nobody watched")

@@ -1,4 +1,4 @@
-"""What a run lacks that is said to be up: a graph of which a part does not serve is *degraded*, never ready."""
+"""A graph of which a part does not serve is *degraded*, never ready: this says which part."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Lack(NamedTuple):
 def lacking(fleet: Fleet) -> tuple[Lack, ...]:
     """Empty where nothing is missing.
 
-    What is: a component none of whose workers serves (not one that has never had any), and workers that left because
-    somebody else revoked their lease, until a command decides anew how many there are to be.
+    A component lacks something if it has workers and none of these serves. So it does if workers left because
+    somebody else revoked their lease, until a command decides anew how many workers there are.
     """
     found = []
     for template in fleet.templates:

@@ -1,40 +1,37 @@
-"""How workers leave: asked by the right sign, called back, ended at a deadline; one by one, or all in stages."""
+"""How workers leave: asked by the right signal, called back, ended at a deadline; one by one, or all in stages."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dynamo_local.core.fleet.builder import Draft
+from dynamo_local.core.fleet import events
+from dynamo_local.core.fleet.builder import StepBuilder
 from dynamo_local.core.fleet.effects import CallOff, CountRequests, EndSession, Revoke, Signal, Tell
-from dynamo_local.core.fleet.events import CalledBack, Leave, RequestsCounted, RevokeFailed
-from dynamo_local.core.fleet.fleet import Course, Fleet, Leaving, Worker
-from dynamo_local.core.fleet.lifecycle import (
-    NEXT,
-    DrainCancelled,
-    DrainDeadlinePassed,
-    DrainRequested,
-    HealthFailed,
-    SpawnFailed,
-)
+from dynamo_local.core.fleet.events import CalledBack, RequestsCounted, RevokeFailed
+from dynamo_local.core.fleet.fleet import Fleet, Intent, Leave, Leaving, Worker
+from dynamo_local.core.fleet.lifecycle import NEXT
+from dynamo_local.core.fleet.lifecycle import TransitionKind as K
 from dynamo_local.core.fleet.states import ROLES, STAGES, TRAITS, LeaveBy
 from dynamo_local.core.notes import Ailing
 from dynamo_local.core.types import Load, Missing, Role
 from dynamo_local.core.types import WorkerState as S
 
 # --- drains
-# How a worker leaves in order: by which sign, what is left, until when, and when it may exit.
+# How a worker leaves in order: the signal, the work that is left, the deadline, and when it may exit.
 
 TAKE_BACK_DEADLINE_S = 10.0
 """For a worker that never was ready: it has nothing to finish, and may be deep in loading a model."""
 
 ROUTED_LATE_S = 0.25
-"""How long after it deregistered a request may still be on its way to a worker: watchers of etcd see a revoke within
-3-4 ms (p99, circus-facts), and the product promises none after 50 ms; the rest is for a busy host."""
+"""How long after it deregistered a request may still be on its way to a worker.
+
+Watchers of etcd see a revoke within 3-4 ms (p99, measured), and the product promises none after 50 ms. The rest is for
+a busy host."""
 
 
 def how(role: Role, *, registered: bool = True, etcd_ok: bool = True) -> LeaveBy:
-    """By the sign of its role (`roles.ROLES`); by SIGTERM where there is no lease to revoke: not registered (yet), or
+    """The signal of its role (`states.ROLES`). SIGTERM if there is no lease to revoke: it has not registered (yet), or
     etcd cannot be reached.
     """
     return ROLES[role].leave_by if registered and etcd_ok else LeaveBy.SIGTERM
@@ -52,7 +49,7 @@ def leave_deadline_s(drain_deadline_s: float, *, served: bool) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What a worker has still to do. `tokens` is of running requests only, an upper bound (they may stop earlier)."""
+    """The work that a worker has left. `tokens` is of running requests only, an upper bound (they may stop earlier)."""
 
     running: int
     waiting: int
@@ -66,12 +63,12 @@ class Left:
         what = f"{self.running} in flight" + (f", {self.waiting} waiting" if self.waiting else "")
         if isinstance(self.eta_s, Missing):
             return f"{what}, no estimate ({self.eta_s.reason})"
-        # What waits is not in the estimate.
+        # Waiting requests are not in the estimate.
         return f"{what}, {'at least' if self.waiting else 'about'} {self.eta_s:.1f} s"
 
 
 def left(load: Load | Missing) -> Left | Missing:
-    """What is left on a worker, for `dynamo status`."""
+    """The work that is left on a worker, for `dynamo status`."""
     if isinstance(load, Missing):
         return load
     most_s = _seconds(load, load.remaining_tokens)
@@ -137,94 +134,90 @@ KILLED_GONE_S = 10.0
 # --- one worker ------------------------------------------------------------------------------------
 
 
-def ask(draft: Draft, name: str) -> None:
-    """Out of routing, by the sign that fits its role; from now on its drain deadline runs.
+def ask(builder: StepBuilder, name: str) -> None:
+    """Out of routing, by the signal that fits its role; from now on its drain deadline runs.
 
     One that has no process yet is asked when it has; where that was not even begun it has exited.
     """
-    worker = draft.worker(name)
-    if _called_off(draft, worker):
+    worker = builder.worker(name)
+    if _called_off(builder, worker):
         return
-    if worker.pid is None or worker.state is not S.DRAINING or worker.course is Course.RETURNING:
+    if worker.pid is None or worker.state is not S.DRAINING or worker.intent is Intent.RETURNING:
         return
-    asked_s = draft.now_s if worker.asked_s is None else worker.asked_s
-    draft.change(name, asked_s=asked_s, told=True, lapsed=False)
-    draft.change(name, write=False, due_s=_deadline_s(draft, draft.worker(name)), counting=False)
+    requested_at_s = builder.now_s if worker.leave.requested_at_s is None else worker.leave.requested_at_s
+    builder.change(name, requested_at_s=requested_at_s, signalled=True, silent_at_expiry=False)
+    builder.change(name, due_s=_deadline_s(builder, builder.worker(name)), counting=False)
     sign = how(worker.role, registered=worker.lease is not None)
-    if sign is LeaveBy.REVOKE_LEASE and worker.lease is not None and draft.fleet.leaving is None:
-        draft.do(Revoke(name, worker.lease, tells=True))
+    if sign is LeaveBy.REVOKE_LEASE and worker.lease is not None and builder.fleet.leaving is None:
+        builder.do(Revoke(name, worker.lease, tells=True))
     else:
-        draft.do(Signal(name, worker.pid))
+        builder.do(Signal(name, worker.pid))
 
 
-def _called_off(draft: Draft, worker: Worker) -> bool:
+def _called_off(builder: StepBuilder, worker: Worker) -> bool:
     """One whose process nobody has begun to make is gone at once."""
-    if worker.state is not S.DRAINING or not worker.spawning or worker.spawn_begun:
+    if worker.state is not S.DRAINING or not worker.start.spawning or worker.start.spawn_begun:
         return False
-    failed = SpawnFailed(stimulus_id=draft.stimulus_id, reason="it was called off before it began")
-    draft.apply(worker.name, failed, spawning=False)
-    draft.do(CallOff(worker.name))
+    builder.apply(worker.name, K.SPAWN_FAILED, {"reason": "it was called off before it began"}, spawning=False)
+    builder.do(CallOff(worker.name))
     return True
 
 
-def _deadline_s(draft: Draft, worker: Worker) -> float | None:
-    if worker.asked_s is None:
+def _deadline_s(builder: StepBuilder, worker: Worker) -> float | None:
+    if worker.leave.requested_at_s is None:
         return None
-    deadline_s = draft.template(worker.name).drain_deadline_s
-    return worker.asked_s + leave_deadline_s(deadline_s, served=worker.served)
+    deadline_s = builder.template(worker.name).drain_deadline_s
+    return worker.leave.requested_at_s + leave_deadline_s(deadline_s, served=worker.health.served)
 
 
-def revoke_failed(draft: Draft, seen: RevokeFailed) -> None:
+def revoke_failed(builder: StepBuilder, seen: RevokeFailed) -> None:
     """etcd cannot be reached: SIGTERM says the same. Not to one that is being called back: it would leave after all."""
-    worker = draft.get(seen.name)
+    worker = builder.get(seen.name)
     if worker is None or worker.pid is None or worker.state is not S.DRAINING or worker.lease != seen.lease:
         return
-    if worker.course is Course.RETURNING:
-        draft.change(worker.name, write=False, told=False)
+    if worker.intent is Intent.RETURNING:
+        builder.change(worker.name, signalled=False)
     else:
-        draft.do(Signal(worker.name, worker.pid))
+        builder.do(Signal(worker.name, worker.pid))
 
 
-def called_back(draft: Draft, seen: CalledBack) -> None:
+def called_back(builder: StepBuilder, seen: CalledBack) -> None:
     """A drain was taken back, or it was too late for that."""
-    worker = draft.get(seen.name)
+    worker = builder.get(seen.name)
     if worker is None:
         return
     if worker.pid == seen.pid:
-        draft.change(worker.name, write=False, calls=max(0, worker.calls - 1))
-        worker = draft.worker(seen.name)
+        builder.change(worker.name, calls=max(0, worker.leave.calls - 1))
+        worker = builder.worker(seen.name)
     if seen.error is not None:
-        _not_called_back(draft, worker, seen)
+        _not_called_back(builder, worker, seen)
         return
-    if worker.pid != seen.pid or worker.course is not Course.RETURNING or worker.calls:
+    if worker.pid != seen.pid or worker.intent is not Intent.RETURNING or worker.leave.calls:
         return  # ordered to leave again meanwhile, and perhaps called back again: the later order is carried out next
-    steady: dict[str, Any] = {
-        "asked_s": None,
-        "reason": None,
-        "told": False,
-        "course": Course.STEADY,
-        "due_s": None,
-        "counting": False,
-    }
     if worker.state is S.DRAINING:  # its registration may have been seen before its answer
-        draft.apply(worker.name, DrainCancelled(stimulus_id=seen.stimulus_id), **steady)
+        builder.apply(worker.name, K.DRAIN_CANCELLED, **stays(worker))
     else:
-        draft.change(worker.name, **steady)
+        builder.change(worker.name, **stays(worker))
 
 
-def _not_called_back(draft: Draft, worker: Worker, seen: CalledBack) -> None:
-    if worker.pid == seen.pid and worker.state is S.DRAINING and not worker.told:
+def stays(worker: Worker) -> dict[str, Any]:
+    """The fields of a worker whose drain is over, and that stays. Answers to calls back may still be under way."""
+    return {"leave": Leave(calls=worker.leave.calls), "intent": Intent.STEADY, "reason": None, "due_s": None}
+
+
+def _not_called_back(builder: StepBuilder, worker: Worker, seen: CalledBack) -> None:
+    if worker.pid == seen.pid and worker.state is S.DRAINING and not worker.leave.signalled:
         # Nobody could tell it to leave either, and it would serve until its deadline cuts it.
-        draft.change(worker.name, write=False, told=True)
-        draft.do(Signal(worker.name, seen.pid))
+        builder.change(worker.name, signalled=True)
+        builder.do(Signal(worker.name, seen.pid))
     if seen.asked_by is not None:
-        if worker.course is Course.RETURNING and worker.cause == seen.asked_by:  # else another call is under way
-            draft.change(worker.name, course=Course.STEADY)
+        if worker.intent is Intent.RETURNING and worker.cause == seen.asked_by:  # else another call is under way
+            builder.change(worker.name, intent=Intent.STEADY)
         return
-    if worker.state is S.DRAINING and worker.asked_s is None:
-        # It had come back meanwhile, and an earlier sign to leave met it only then: it is still wanted.
-        draft.change(worker.name, course=Course.RETURNING)
-    draft.do(
+    if worker.state is S.DRAINING and worker.leave.requested_at_s is None:
+        # It had come back meanwhile, and an earlier signal to leave met it only then: it is still wanted.
+        builder.change(worker.name, intent=Intent.RETURNING)
+    builder.do(
         Tell(
             f"the drain of {worker.name} came to its end before it was taken back ({seen.error}); it starts anew",
             Ailing(worker.name),
@@ -232,77 +225,77 @@ def _not_called_back(draft: Draft, worker: Worker, seen: CalledBack) -> None:
     )
 
 
-def drain_deadline(draft: Draft, worker: Worker) -> None:
-    """What it still holds is asked for, so that it can be said what was cut; then its session is ended."""
-    later_s = _deadline_s(draft, worker)
-    if later_s is not None and later_s > draft.now_s:
+def drain_deadline(builder: StepBuilder, worker: Worker) -> None:
+    """Ask for the requests that it still holds, so that they can be named. Their answer ends its session."""
+    later_s = _deadline_s(builder, worker)
+    if later_s is not None and later_s > builder.now_s:
         # It registered in the moment that it was asked: it may hold requests.
-        draft.change(worker.name, write=False, due_s=later_s)
-    elif draft.fleet.leaving is not None:
-        end(draft, worker, _overdue(draft, worker), cut_streams(worker.load))
+        builder.change(worker.name, due_s=later_s)
+    elif builder.fleet.leaving is not None:
+        end(builder, worker, _overdue(builder, worker), cut_streams(worker.load))
     elif worker.pid is not None:
-        draft.change(worker.name, write=False, due_s=None, counting=True)
-        draft.do(CountRequests(worker.name, worker.pid))
+        builder.change(worker.name, due_s=None, counting=True)
+        builder.do(CountRequests(worker.name, worker.pid))
 
 
-def requests_counted(draft: Draft, seen: RequestsCounted) -> None:
+def requests_counted(builder: StepBuilder, seen: RequestsCounted) -> None:
     """End the session of a worker past its drain deadline; the requests that this cuts are counted and named."""
-    worker = draft.get(seen.name)
-    if worker is None or worker.pid != seen.pid or worker.state is not S.DRAINING or not worker.counting:
+    worker = builder.get(seen.name)
+    if worker is None or worker.pid != seen.pid or worker.state is not S.DRAINING or not worker.leave.counting:
         return  # it left, or its drain was taken back, while we asked
     cut = cut_streams(worker.load) if isinstance(seen.in_flight, Missing) else seen.in_flight
-    end(draft, worker, _overdue(draft, worker), cut, seen.requests)
+    end(builder, worker, _overdue(builder, worker), cut, seen.requests)
 
 
-def _overdue(draft: Draft, worker: Worker) -> str:
-    return f"was not gone {_waited_s(draft, worker):.0f} s after it was asked to leave"
+def _overdue(builder: StepBuilder, worker: Worker) -> str:
+    return f"was not gone {_waited_s(builder, worker):.0f} s after it was asked to leave"
 
 
-def _waited_s(draft: Draft, worker: Worker) -> float:
-    return 0.0 if worker.asked_s is None else draft.now_s - worker.asked_s
+def _waited_s(builder: StepBuilder, worker: Worker) -> float:
+    return 0.0 if worker.leave.requested_at_s is None else builder.now_s - worker.leave.requested_at_s
 
 
-def end(draft: Draft, worker: Worker, why: str, cut: int | Missing, requests: tuple[str, ...] = ()) -> None:
+def end(builder: StepBuilder, worker: Worker, why: str, cut: int | Missing, requests: tuple[str, ...] = ()) -> None:
     """End the session of a draining worker. `requests` are the ids of what that cuts, as far as they are known."""
     count = f"{cut} requests were cut" if isinstance(cut, int) else f"what that cut is unknown ({cut.reason})"
     reason = f"{why}; {count}"
-    waited_s = _waited_s(draft, worker)
-    event = DrainDeadlinePassed(stimulus_id=draft.stimulus_id, deadline_s=waited_s, requests_cut=cut)
-    draft.apply(worker.name, event, reason=reason, counting=False)
+    waited_s = _waited_s(builder, worker)
+    details = {"deadline_s": waited_s, "requests_cut": cut}
+    builder.apply(worker.name, K.DRAIN_DEADLINE_PASSED, details, reason=reason, counting=False)
     more = f" and {cut - NAMED_REQUESTS} more" if isinstance(cut, int) and cut > NAMED_REQUESTS else ""
     named = f": {', '.join(requests[:NAMED_REQUESTS])}{more}" if requests else ""
-    draft.do(Tell(f"{worker.name} {reason}{named}"))
-    finish(draft, worker)
+    builder.do(Tell(f"{worker.name} {reason}{named}"))
+    finish(builder, worker)
 
 
-def hung(draft: Draft, worker: Worker, reason: str) -> None:
+def hung(builder: StepBuilder, worker: Worker, reason: str) -> None:
     """One that answers nothing serves nothing, and finishes nothing: it is ended now."""
-    if worker.state is S.DRAINING and worker.asked_s is not None:
-        heard, draft.stimulus_id = draft.stimulus_id, HEALTH
-        end(draft, worker, reason, cut_streams(worker.load))
-        draft.stimulus_id = heard
+    if worker.state is S.DRAINING and worker.leave.requested_at_s is not None:
+        heard, builder.stimulus_id = builder.stimulus_id, HEALTH
+        end(builder, worker, reason, cut_streams(worker.load))
+        builder.stimulus_id = heard
         return
-    if (worker.state, HealthFailed) not in NEXT:
+    if (worker.state, K.HEALTH_FAILED) not in NEXT:
         return  # a start has its own deadline
-    draft.apply(worker.name, HealthFailed(stimulus_id=HEALTH, reason=reason), reason=reason)
+    builder.apply(worker.name, K.HEALTH_FAILED, {"reason": reason}, by=HEALTH, reason=reason)
     if worker.lease is not None:
-        draft.do(Revoke(worker.name, worker.lease))
-    finish(draft, worker)
-    if worker.course is Course.RETURNING:  # its lease had gone by itself; there is nothing left to call back
-        draft.change(worker.name, course=Course.STEADY)
+        builder.do(Revoke(worker.name, worker.lease))
+    finish(builder, worker)
+    if worker.intent is Intent.RETURNING:  # its lease had gone by itself; there is nothing left to call back
+        builder.change(worker.name, intent=Intent.STEADY)
 
 
-def finish(draft: Draft, worker: Worker) -> None:
+def finish(builder: StepBuilder, worker: Worker) -> None:
     """End the session of a worker whose end is decided; SIGKILL has until its deadline."""
-    draft.change(worker.name, write=False, due_s=draft.now_s + KILLED_GONE_S)
+    builder.change(worker.name, due_s=builder.now_s + KILLED_GONE_S)
     if worker.pid is not None:
-        draft.do(EndSession(worker.name, worker.pid))
+        builder.do(EndSession(worker.name, worker.pid))
 
 
-def still_there(draft: Draft, worker: Worker) -> None:
+def still_there(builder: StepBuilder, worker: Worker) -> None:
     """SIGKILL did not end it."""
-    draft.change(worker.name, write=False, due_s=None)
-    draft.do(
+    builder.change(worker.name, due_s=None)
+    builder.do(
         Tell(
             f"{worker.name}: pid {worker.pid} is still there {KILLED_GONE_S:g} s after SIGKILL (a stuck driver?)",
             Ailing(worker.name),
@@ -313,28 +306,28 @@ def still_there(draft: Draft, worker: Worker) -> None:
 # --- the whole run -----------------------------------------------------------------------------------
 
 
-def leave(draft: Draft, order: Leave) -> None:
+def leave(builder: StepBuilder, order: events.Leave) -> None:
     """Begin to leave, or (`now`) wait for nothing any more."""
-    begun = draft.fleet.leaving
+    begun = builder.fleet.leaving
     if begun is None:
-        draft.set(leaving=Leaving(-1, order.now), restarts=(), look_s=None)
-        _next_stage(draft)
+        builder.set(leaving=Leaving(-1, order.now), restarts=(), look_s=None)
+        _next_stage(builder)
     elif order.now and not begun.now:
-        draft.set(leaving=replace(begun, now=True))
-        for worker in _of_stage(draft):
-            end_now(draft, worker)
-    go_on(draft)
+        builder.set(leaving=replace(begun, now=True))
+        for worker in _of_stage(builder):
+            end_now(builder, worker)
+    go_on(builder)
 
 
-def go_on(draft: Draft) -> None:
+def go_on(builder: StepBuilder) -> None:
     """The next stage, once nothing of this one runs or can be waited for."""
-    while draft.fleet.leaving is not None and draft.fleet.leaving.stage < len(STAGES):
-        for worker in _of_stage(draft):
+    while builder.fleet.leaving is not None and builder.fleet.leaving.stage < len(STAGES):
+        for worker in _of_stage(builder):
             if _may_begin_to_drain(worker):  # its change of role was heard of after its new role's stage had begun
-                _send_away(draft, worker)
-        if any(_is_waited_for(worker) for worker in _of_stage(draft)):
+                _send_away(builder, worker)
+        if any(_is_waited_for(worker) for worker in _of_stage(builder)):
             return
-        _next_stage(draft)
+        _next_stage(builder)
 
 
 def has_left(fleet: Fleet) -> bool:
@@ -342,56 +335,68 @@ def has_left(fleet: Fleet) -> bool:
     return fleet.leaving is not None and fleet.leaving.stage >= len(STAGES)
 
 
-def _next_stage(draft: Draft) -> None:
-    leaving = draft.fleet.leaving
+def _next_stage(builder: StepBuilder) -> None:
+    leaving = builder.fleet.leaving
     if leaving is None:
         return
-    draft.set(leaving=replace(leaving, stage=leaving.stage + 1))
-    for worker in _of_stage(draft):
-        _send_away(draft, worker)
+    builder.set(leaving=replace(leaving, stage=leaving.stage + 1))
+    for worker in _of_stage(builder):
+        _send_away(builder, worker)
 
 
-def _send_away(draft: Draft, worker: Worker) -> None:
-    if draft.fleet.leaving is not None and draft.fleet.leaving.now:
-        end_now(draft, worker)
+def _send_away(builder: StepBuilder, worker: Worker) -> None:
+    if builder.fleet.leaving is not None and builder.fleet.leaving.now:
+        end_now(builder, worker)
         return
     if _may_begin_to_drain(worker):
-        event = DrainRequested(stimulus_id=draft.stimulus_id, reason="down")
-        draft.apply(worker.name, event, course=Course.STEADY, asked_s=None, due_s=None, reason="down")
+        builder.apply(
+            worker.name,
+            K.DRAIN_REQUESTED,
+            {"reason": "down"},
+            intent=Intent.STEADY,
+            requested_at_s=None,
+            due_s=None,
+            reason="down",
+        )
     elif worker.state is S.DRAINING:
-        draft.change(worker.name, course=Course.STEADY)
-    ask(draft, worker.name)
+        builder.change(worker.name, intent=Intent.STEADY)
+    ask(builder, worker.name)
 
 
 def _may_begin_to_drain(worker: Worker) -> bool:
     """Not one that drains already, or whose end is decided."""
-    return (worker.state, DrainRequested) in NEXT
+    return (worker.state, K.DRAIN_REQUESTED) in NEXT
 
 
-def _of_stage(draft: Draft) -> list[Worker]:
-    leaving = draft.fleet.leaving
+def _of_stage(builder: StepBuilder) -> list[Worker]:
+    leaving = builder.fleet.leaving
     if leaving is None or not 0 <= leaving.stage < len(STAGES):
         return []
     stage = STAGES[leaving.stage]
-    return [worker for worker in draft.workers() if worker.role in stage and (worker.runs or worker.spawning)]
+    return [worker for worker in builder.workers() if worker.role in stage and (worker.runs or worker.start.spawning)]
 
 
 def _is_waited_for(worker: Worker) -> bool:
     """Not for one that SIGKILL did not end in time."""
-    return worker.spawning or not TRAITS[worker.state].killed or worker.due_s is not None
+    return worker.start.spawning or not TRAITS[worker.state].killed or worker.due_s is not None
 
 
-def end_now(draft: Draft, worker: Worker) -> None:
+def end_now(builder: StepBuilder, worker: Worker) -> None:
     """`down --now`: its session is ended at once, whatever it has left."""
     if _may_begin_to_drain(worker):
-        event = DrainRequested(stimulus_id=draft.stimulus_id, reason="down --now")
-        draft.apply(worker.name, event, asked_s=draft.now_s, reason="down --now")
-        worker = draft.worker(worker.name)
+        builder.apply(
+            worker.name,
+            K.DRAIN_REQUESTED,
+            {"reason": "down --now"},
+            requested_at_s=builder.now_s,
+            reason="down --now",
+        )
+        worker = builder.worker(worker.name)
     if worker.pid is None:
-        _called_off(draft, worker)
+        _called_off(builder, worker)
         return  # else it is ended when it is there
     if worker.state is S.DRAINING:
         cut = cut_streams(worker.load)
-        passed = DrainDeadlinePassed(stimulus_id=draft.stimulus_id, deadline_s=0.0, requests_cut=cut)
-        draft.apply(worker.name, passed, due_s=draft.now_s + KILLED_GONE_S)
-    draft.do(EndSession(worker.name, worker.pid))
+        details = {"deadline_s": 0.0, "requests_cut": cut}
+        builder.apply(worker.name, K.DRAIN_DEADLINE_PASSED, details, due_s=builder.now_s + KILLED_GONE_S)
+    builder.do(EndSession(worker.name, worker.pid))

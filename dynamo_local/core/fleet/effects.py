@@ -1,41 +1,30 @@
-"""What comes out of the machine: effects, for the shell to carry out. No instruction says how.
+"""Effects: `step` returns them, and the controller has them carried out (`arbiter.effects.EffectRunner`).
 
-`Lock` is carried out before anything else, and if it is refused the step never happened. `CallOff` takes effect with
-the step. `Commit` comes next: intent is written before it is acted on. What follows is done once that is written, in
-the order given for each worker.
+`Lock` is carried out before anything else; if it is refused, the step never happened. `CallOff` takes effect with the
+step. `Commit` comes next: intent is written before it is acted on. The other effects are carried out once that is
+written, in the order given for each worker.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynamo_local.core.fleet.lifecycle import Event
+from dynamo_local.core.fleet.lifecycle import Transition
 from dynamo_local.core.notes import About
 from dynamo_local.core.types import WorkerState
 
 
 @dataclass(frozen=True, slots=True)
-class Transition:
-    """One event of the lifecycle table, applied to one worker: a line of the event log."""
+class Note:
+    """A step orders something about a worker whose state does not change: a line of its story in the event log.
 
-    name: str
-    component: str
-    before: WorkerState
-    after: WorkerState
-    event: Event
-
-
-@dataclass(frozen=True, slots=True)
-class Aside:
-    """A step orders something about a worker whose state has no event in it: a line of its story in the event log.
-
-    `stimulus` is the kind of what the step was taken for.
+    `event` is the kind of the event that the step was taken for. The log's record has `"aside": true`, which is public.
     """
 
     name: str
     component: str
     state: WorkerState
-    stimulus: str
+    event: str
     stimulus_id: str
 
 
@@ -65,7 +54,7 @@ class Commit:
     names: tuple[str, ...]
     transitions: tuple[Transition, ...] = ()
     head: bool = False
-    asides: tuple[Aside, ...] = ()
+    notes: tuple[Note, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +75,11 @@ class CallOff:
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """Revoke a lease (hex) of the worker. With `tells`, that is how it is asked to leave, and a failure is reported
-    (`RevokeFailed`); without, its process is gone, and a failure only means that the lease expires by itself."""
+    """Revoke a lease (hex) of the worker.
+
+    With `tells` that asks it to leave, and a failure is reported (`RevokeFailed`). Without, its process is gone, and a
+    failure only means that the lease expires by itself.
+    """
 
     name: str
     lease: str
@@ -119,7 +111,7 @@ class CallBack:
 
     name: str
     pid: int
-    told: bool
+    signalled: bool
     asked_by: str | None = None
 
 
@@ -135,7 +127,7 @@ class FlipRole:
 
 @dataclass(frozen=True, slots=True)
 class CallOffFlip:
-    """Have the worker stay in its role, if it is not too late. What comes of it is the answer to `FlipRole`."""
+    """Have the worker stay in its role, if it is not too late. The answer to `FlipRole` says whether it was."""
 
     name: str
     pid: int
@@ -192,7 +184,7 @@ class Sweep:
     one, since its role has changed."""
 
     name: str
-    born: str | None = None
+    spawned_as: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +223,7 @@ class WaitUntil:
     at_s: float
 
 
-Instruction = (
+Effect = (
     Lock
     | Unlock
     | Commit
@@ -257,13 +249,13 @@ Instruction = (
 )
 
 
-def words(instruction: Instruction) -> str:
+def describe(effect: Effect) -> str:
     """For a person: `revoke 694d967d`, `spawn`."""
-    match instruction:
+    match effect:
         case Commit():
             return "commit"
         case Lock(uuids=uuids) | Unlock(uuids=uuids):
-            return f"{type(instruction).__name__.lower()} {', '.join(uuids)}"
+            return f"{type(effect).__name__.lower()} {', '.join(uuids)}"
         case Revoke(lease=lease):
             return f"revoke {lease}"
         case Signal(pid=pid):
@@ -296,4 +288,4 @@ def words(instruction: Instruction) -> str:
             return f"tell: {text}"
         case Report(reason=reason):
             return f"report: {reason}"
-    return type(instruction).__name__.lower()
+    return type(effect).__name__.lower()

@@ -1,106 +1,183 @@
-"""What goes into the machine: commands, observations, and time. Each says what caused it (`stimulus_id`).
+"""Events: commands, observations, and time. `step` takes them. Each names its cause (`stimulus_id`).
 
-A stimulus is a fact or a wish, never an order to the world: what follows from it is `machine.step`'s to say.
+A command is parsed once, at the edge, into one of the records below. The same record goes through the arbiter into
+`step`, which answers it. A new flag is one field here, and one line of help in `circus_plugins.commands`.
+
+An event is a fact or a request. `step` alone decides what follows from it.
 """
 
 from __future__ import annotations
 
+import enum
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from dynamo_local.core.fleet.backoff import DEFAULT_POLICY, RestartPolicy
 from dynamo_local.core.fleet.fleet import StandbyFacts, Template
-from dynamo_local.core.fleet.scaling import Change, VictimPolicy
 from dynamo_local.core.gpus import GpuDevice
 from dynamo_local.core.types import WAKES, Actuator, Load, Missing
+from dynamo_local.errors import BadTarget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stimulus:
-    """Base of all. `stimulus_id` names the cause: `command:7`, `planner:17`, `exit:4711`."""
+class Event:
+    """Base of all."""
 
+    #: The cause: `scale:1f0c9a3e`, `planner:17`, `exit:4711`. The event log, the statefile and the answers of commands
+    #: have this name, too: it is public.
     stimulus_id: str
+
+    @property
+    def kind(self) -> str:
+        """The event's name in the event log."""
+        return type(self).__name__
+
+
+# --- what commands are made of -------------------------------------------------------------------
+
+
+class VictimPolicy(enum.StrEnum):
+    """How a scale-down chooses among ready workers."""
+
+    HIGHEST_SUFFIX = "highest-suffix"
+    """The default: the newest name goes first, the unsuffixed one last."""
+    LEAST_LOADED = "least-loaded"
+    """The soonest gone: fewest remaining tokens, then fewest requests (running and waiting)."""
+    COLDEST = "coldest"
+    """The least prefix cache lost, see `scaling.cache_at_stake`."""
+
+
+def parse_policy(text: str) -> VictimPolicy:
+    """Raises `BadTarget` that lists the policies."""
+    try:
+        return VictimPolicy(text)
+    except ValueError:
+        known = ", ".join(VictimPolicy)
+        raise BadTarget(f"victim policy {text!r} is not known; there are: {known}") from None
+
+
+_TARGET = re.compile(r"([+\-=]?)([0-9]{1,4})")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """`relative`: this many more (or, negative, fewer); else exactly this many."""
+
+    count: int
+    relative: bool
+
+    def __str__(self) -> str:
+        return f"{self.count:+d}" if self.relative else f"={self.count}"
+
+    def delta(self, capacity: int) -> int:
+        """How many to add to (or take from) so many workers."""
+        return self.count if self.relative else self.count - capacity
+
+
+def parse_target(text: str) -> Change:
+    """`+1`, `-1`, `=3` or `3`. Raises `BadTarget` for anything else, and for a change by 0."""
+    match = _TARGET.fullmatch(text.strip())
+    if match is None:
+        raise BadTarget(f"{text!r} is no number of workers; write +1 or -1 for a change, =3 or 3 for a number")
+    sign, count = match[1], int(match[2])
+    if sign in ("+", "-") and count == 0:
+        raise BadTarget(f"{text!r} changes nothing; write =0 for no worker at all")
+    if sign == "-":
+        return Change(-count, relative=True)
+    return Change(count, relative=sign == "+")
 
 
 # --- commands ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StartAll(Stimulus):
+class Command(Event):
+    """A person's, or a planner's. `step` raises the refusal of a command; then nothing has changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartAll(Command):
     """`dynamo serve`: start every pending worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale(Stimulus):
-    """`dynamo scale`, or a planner: see `scaling.decide`, whose refusals `step` raises."""
+class Scale(Command):
+    """`dynamo scale`, or a planner: `scaling.decide`."""
 
     component: str
-    change: Change
+    target: Change
+    #: Also where the component is left without a ready worker.
     force: bool = False
     victim_policy: VictimPolicy = VictimPolicy.HIGHEST_SUFFIX
+    #: A planner (False) starts no faulted worker, and takes none from a component whose restart is under way.
     by_person: bool = True
+    #: A new worker may wait for the GPUs of workers that leave.
     wait_for_gpus: bool = False
+    #: Wake workers on standby before new ones are started.
     wake: bool = True
+    #: Put workers to sleep instead of draining them, where the component wants more on standby.
     sleep: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleAll(Stimulus):
-    """A planner's numbers of workers for several components, all or nothing: see `deciding.scale_all`. By what they may
-    be carried out beside starts and drains, `actuators` says."""
+class ScaleAll(Command):
+    """A planner's numbers of workers for several components, all or nothing: `commands.scale_all`.
+
+    A planner never forces, and an up may wait for the GPUs of workers that leave.
+    """
 
     targets: Mapping[str, int]
     victim_policy: VictimPolicy = VictimPolicy.HIGHEST_SUFFIX
+    #: Actuators that may be used beside starts and drains.
     actuators: frozenset[Actuator] = WAKES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drain(Stimulus):
-    """`dynamo drain NAME`: see `scaling.decide_drain`."""
+class Drain(Command):
+    """`dynamo drain NAME [--cancel]`: `scaling.decide_drain`, `scaling.decide_cancel`.
 
-    name: str
-    force: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CancelDrain(Stimulus):
-    """`dynamo drain NAME --cancel`: see `scaling.decide_cancel`.
-
-    A person waits for the answer: where it is no, the worker just leaves, and nothing is started instead.
+    After a cancel a person waits for the worker's answer. If that is no, the worker just leaves.
     """
 
     name: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restart(Stimulus):
-    """`dynamo restart NAME|COMPONENT`: see `rolling.plan_restart`."""
-
-    target: str
+    cancel: bool = False
     force: bool = False
 
+    @property
+    def kind(self) -> str:
+        """A cancel has a name of its own in the event log."""
+        return "CancelDrain" if self.cancel else "Drain"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flip(Stimulus):
-    """`dynamo flip NAME`: see `flips.decide`."""
+class Restart(Command):
+    """`dynamo restart NAME|COMPONENT`: `restarting.plan_restart`."""
 
     name: str
+    #: Workers are restarted one after the other with or without this flag.
+    rolling: bool = False
     force: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sleep(Stimulus):
-    """`dynamo sleep NAME`: see `decisions.standby.decide_sleep`, whose refusals `step` raises."""
+class Flip(Command):
+    """`dynamo flip NAME [--cancel]`: `flipping.decide`, `flipping.decide_cancel`. A cancel may come too late."""
 
     name: str
-    level: int = 1
+    cancel: bool = False
     force: bool = False
+
+    @property
+    def kind(self) -> str:
+        """A cancel has a name of its own in the event log."""
+        return "CancelFlip" if self.cancel else "Flip"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleFlip(Stimulus):
-    """`dynamo scale PrefillWorker -1 VllmWorker +1 --flip`: so many workers of one component go over to the
-    other, or none does. See `flips.decide_scale`."""
+class ScaleFlip(Command):
+    """`dynamo scale PrefillWorker -1 VllmWorker +1 --flip`: `flipping.decide_scale`. All of them flip, or none."""
 
     gives: str
     takes: str
@@ -110,26 +187,37 @@ class ScaleFlip(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CancelFlip(Stimulus):
-    """`dynamo flip --cancel NAME`: see `flips.decide_cancel`. It may come too late."""
+class Sleep(Command):
+    """`dynamo sleep NAME`: `sleeping.decide_sleep`."""
+
+    name: str
+    level: int = 1
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wake(Command):
+    """`dynamo wake NAME`: `sleeping.decide_wake`."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wake(Stimulus):
-    """`dynamo wake NAME`: see `decisions.standby.decide_wake`, whose refusals `step` raises."""
+class ApplyDeployment(Command):
+    """`dynamo apply -f FILE`. The arbiter makes an `Apply` of it; `step` does not take it."""
 
-    name: str
+    #: As `arbiter.deployment_spec` writes it.
+    deployment: Any
+    dry_run: bool = False
+    force: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Apply(Stimulus):
-    """`dynamo apply`: the components of now on (others are retired), how many workers of some of them, and what the
-    arbiter itself goes by. See `applying`, whose refusals `step` raises.
-    """
+class Apply(Command):
+    """Another deployment: `applying.apply`. Components that are not among the templates are retired."""
 
     templates: tuple[Template, ...]
+    #: How many workers some of the components get.
     counts: Mapping[str, int] = field(default_factory=dict)
     policy: RestartPolicy = DEFAULT_POLICY
     health_bound_s: float = 30.0
@@ -137,19 +225,18 @@ class Apply(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leave(Stimulus):
-    """`dynamo down`: all workers drain, stage by stage. With `now` what still runs is ended at once."""
+class Leave(Command):
+    """`dynamo down`: all workers drain, stage by stage."""
 
+    #: End what still runs at once.
     now: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resume(Stimulus):
-    """A successor has taken the fleet over: go on where its arbiter stood.
+class Resume(Command):
+    """A successor has adopted the fleet: go on where its arbiter stood."""
 
-    `gone` are pids, by watcher name, of processes that have ended while nobody watched.
-    """
-
+    #: Pids, by watcher name, of processes that ended while no arbiter watched.
     gone: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -157,14 +244,14 @@ class Resume(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpawnBegun(Stimulus):
+class SpawnBegun(Event):
     """`Spawn` is being carried out: from now on there may be a process."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessMade(Stimulus):
+class ProcessMade(Event):
     """The process that `Spawn` asked for exists. `started_at` is seconds since 1970, for people."""
 
     name: str
@@ -174,7 +261,7 @@ class ProcessMade(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessRefused(Stimulus):
+class ProcessRefused(Event):
     """It could not be made (no such program, no memory). `unit` is a uniform random number, 0..1, for the back-off."""
 
     name: str
@@ -183,7 +270,7 @@ class ProcessRefused(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessGone(Stimulus):
+class ProcessGone(Event):
     """A process has ended. `code` is negative for a signal, None where nobody could collect it."""
 
     name: str
@@ -193,8 +280,8 @@ class ProcessGone(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Swept(Stimulus):
-    """What a process that is gone had left behind, outside of its session, is ended: nothing runs under its name."""
+class Swept(Event):
+    """Nothing runs under its name: processes that it had left behind outside of its session are ended."""
 
     name: str
 
@@ -203,7 +290,7 @@ class Swept(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeyPut(Stimulus):
+class KeyPut(Event):
     """The worker's ready key is in etcd, under `lease` (hex). `failed`: it says that its engine has died, and `why`.
 
     `standby` is what it says about sleeping (None: nothing).
@@ -220,7 +307,7 @@ class KeyPut(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeyGone(Stimulus):
+class KeyGone(Event):
     """The worker's ready key, which was under that lease, has been removed."""
 
     name: str
@@ -228,14 +315,14 @@ class KeyGone(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RegistryListed(Stimulus):
+class RegistryListed(Event):
     """All ready keys that there are, as `(watcher name, lease)`: what is not among them is not there."""
 
     keys: frozenset[tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeyLookedUp(Stimulus):
+class KeyLookedUp(Event):
     """Whether the ready key of a worker whose process has ended was removed before; False also where nobody can tell.
 
     `pid` is that of the process, `lease` (hex) that of the key.
@@ -248,14 +335,14 @@ class KeyLookedUp(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InfraSeen(Stimulus):
+class InfraSeen(Event):
     """Whether etcd and NATS both answer now. While they do not, failures are not the workers' own."""
 
     ok: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RevokeFailed(Stimulus):
+class RevokeFailed(Event):
     """The lease by which a worker was to be told to leave could not be revoked."""
 
     name: str
@@ -267,7 +354,7 @@ class RevokeFailed(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadsHeard(Stimulus):
+class LoadsHeard(Event):
     """All running workers were asked for their load; `loads` are the answers, by watcher name.
 
     `blameless`: who did not answer could not be asked (NATS is away, the request failed).
@@ -278,23 +365,22 @@ class LoadsHeard(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CalledBack(Stimulus):
-    """What the worker answered when its drain was to be taken back; `error` is None where it has registered again.
-
-    `asked_by` is the command whose person waits for the answer (None: nobody waits).
-    """
+class CalledBack(Event):
+    """The worker's answer when its drain was to be taken back."""
 
     name: str
     pid: int
+    #: None if it has registered again.
     error: str | None = None
+    #: The command whose person waits for the answer. None: nobody waits.
     asked_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OrderAnswered(Stimulus):
-    """What a worker answered to its order number `order`, to sleep or to wake; that it is done it says in its key.
+class OrderAnswered(Event):
+    """A worker's answer to its order number `order`, to sleep or to wake. Its ready key says that the order is done.
 
-    `refused` says why it will not carry it out; `error` why nobody knows whether the order arrived.
+    `refused` says why it will not carry the order out, `error` why nobody knows whether the order arrived.
     """
 
     name: str
@@ -305,8 +391,8 @@ class OrderAnswered(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestsCounted(Stimulus):
-    """What a worker past its drain deadline still holds: how many requests, and the ids of some."""
+class RequestsCounted(Event):
+    """The requests that a worker past its drain deadline still holds: how many, and the ids of some."""
 
     name: str
     pid: int
@@ -315,10 +401,10 @@ class RequestsCounted(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlipAnswered(Stimulus):
-    """What a worker answered when it was to be called `to`, in another role: its registration there, or why not.
+class FlipAnswered(Event):
+    """A worker's answer when it was to become `to`, in another role: its registration there, or why not.
 
-    `error` is None where it is registered under `lease` (hex). `unknown`: nobody could tell; it may have flipped.
+    `error` is None if it is registered under `lease` (hex). `unknown`: nobody could tell, so it may have flipped.
     """
 
     name: str
@@ -334,7 +420,7 @@ class FlipAnswered(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpusSeen(Stimulus):
+class GpusSeen(Event):
     """The devices of the host as they are now, and who has reserved which outside of this namespace.
 
     `stale` says why nobody could look: then the fleet goes by the last inventory. `host_free_bytes` is the main memory
@@ -348,7 +434,7 @@ class GpusSeen(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuReserved(Stimulus):
+class GpuReserved(Event):
     """Another namespace holds that device's lock, though the last sample did not say so."""
 
     uuid: str
@@ -359,14 +445,14 @@ class GpuReserved(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tick(Stimulus):
+class Tick(Event):
     """Time has passed: whatever is due now, happens."""
 
     stimulus_id: str = "clock"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stalled(Stimulus):
+class Stalled(Event):
     """The arbiter itself stood still for so long (SIGSTOP, a suspended host): nobody is to blame for that time."""
 
     for_s: float

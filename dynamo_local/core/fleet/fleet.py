@@ -1,27 +1,28 @@
 """The fleet as a value: every worker, the components that they may belong to, and the GPUs.
 
-All decisions are made from it, and `machine.step` makes the next one from it; nothing here ever changes.
+All decisions are made from it, and `step.step` makes the next one from it. A fleet never changes.
 
 Four kinds of worker matter to a count:
 
-* *ready*: it serves;
-* *on its way*: it does not serve now but will without anybody asking again: pending, starting, crashed or backing off
-  (it is restarted), drained only to be restarted, or called back from a drain. Capacity on its way counts,
-  or a slow load is answered by more and more workers (lesson 16);
-* *on standby*: it sleeps, or is on its way to that; no capacity until it is woken. Asleep it holds no GPU, only what
-  its process keeps there (`gpu_residue`);
-* *leaving* or *faulted*: no capacity. What leaves still holds its GPUs (a GPU goes with the process).
+* *ready*: it serves.
+* *on its way*: it will serve without a further command. It is pending, starting, crashed or backing off, drained only
+  to be restarted, or called back from a drain. It counts as capacity. Otherwise a slow start would be answered by more
+  and more workers.
+* *on standby*: it sleeps, or is on its way to that. It is no capacity until it is woken. Asleep it holds no GPU, only
+  the memory that its process keeps there (`gpus.Sleeper`).
+* *leaving* or *faulted*: it is no capacity. A leaving worker still holds its GPUs: a GPU goes with the process.
 
-Everything is counted by component. A component has one role, and requests are addressed to a component's endpoints:
-another component of the same role cannot stand in for it.
+Workers are counted by component. Requests are addressed to a component's endpoints, so another component of the same
+role cannot stand in for it.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import count
+from typing import Any
 
 from dynamo_local.core.fleet.backoff import DEFAULT_POLICY, RestartHistory, RestartPolicy
 from dynamo_local.core.fleet.states import TRAITS
@@ -30,20 +31,19 @@ from dynamo_local.core.types import Load, Missing, Role, WorkerState, watcher_na
 from dynamo_local.errors import UnknownWorker
 
 # --- moving
-# What is under way beside the states: one worker's change of role, and the whole run's leaving.
+# Under way beside the states: one worker's change of role, and the whole run's leaving.
 
 
 @dataclass(frozen=True, slots=True)
 class FlipTarget:
-    """A change of role that is under way: what the worker is to be called, in which component, with which suffix.
-
-    `asking`: it is being asked now. `cancelled`: a person has taken it back, which may come too late.
-    """
+    """A change of role that is under way: the worker's next name, component and suffix."""
 
     name: str
     component: str
     n: int
+    #: It is being asked now.
     asking: bool = False
+    #: A person has taken the flip back, which may come too late.
     cancelled: bool = False
 
 
@@ -59,79 +59,77 @@ class Leaving:
 
 
 # --- standby
-# What a worker's record says about standby, and what a worker itself says about it in its ready key.
+# Standby, as a worker's record has it, and as the worker itself says in its ready key.
 
 
 @dataclass(frozen=True, slots=True)
 class Standby:
-    """Part of a worker's record.
+    """Part of a worker's record."""
 
-    `wanted`: it is to sleep, now or as soon as it can; it is no capacity then. `order` counts the orders to sleep or to
-    wake that its process was given: what it says about an earlier one is out of date. `level` is that of the last order
-    to sleep. `ask_s`: when the order is given again, because nobody knows whether it arrived. `cannot`: why its engine
-    cannot sleep (None: it can, or nobody knows yet). `drained`: it was told to leave while it was on standby, so that
-    there is no way back into routing. `host_bytes` is how much main memory level 1 took when it was rehearsed.
-    """
-
+    #: It is to sleep, now or as soon as it can. Then it is no capacity.
     wanted: bool = False
+    #: Counts the orders to sleep or to wake that its process was given. An answer to an earlier one is out of date.
     order: int = 0
+    #: The level of the last order to sleep.
     level: int = 1
+    #: When the order is given again, because nobody knows whether it arrived.
     ask_s: float | None = None
+    #: Why its engine cannot sleep. None: it can, or nobody knows yet.
     cannot: str | None = None
+    #: It was asked to leave while it was on standby: there is no way back into routing.
     drained: bool = False
+    #: Main memory that level 1 took when it was rehearsed.
     host_bytes: int | Missing = Missing("not rehearsed yet")  # noqa: RUF009 - frozen
 
 
 @dataclass(frozen=True, slots=True)
 class StandbyFacts:
-    """What a worker says of itself. `order` is that of the last order that it has carried out.
+    """The part of a worker's ready key that is about standby."""
 
-    While it is `asleep`: the `level`; what it keeps on each of its devices and in main memory, in bytes, and the pids
-    of its processes. `recycle` says why its process should be replaced (its memory has grown). `note` says why an order
-    came to nothing. `rehearsed_bytes` is the main memory that level 1 took when it was rehearsed.
-    """
-
+    #: The last order that it has carried out.
     order: int = 0
     asleep: bool = False
     level: int = 1
     cannot: str | None = None
+    #: While it is asleep: the bytes that it keeps on each of its devices, and in main memory.
     vram_bytes: int | Missing = Missing("not measured")  # noqa: RUF009 - frozen
     host_bytes: int | Missing = Missing("not measured")  # noqa: RUF009 - frozen
     rehearsed_bytes: int | Missing = Missing("not rehearsed yet")  # noqa: RUF009 - frozen
+    #: While it is asleep: its processes.
     pids: frozenset[int] = frozenset()
+    #: Why its process should be replaced: its memory has grown.
     recycle: str | None = None
+    #: Why an order came to nothing.
     note: str | None = None
 
 
 # --- restart_plan
-# What is left of a rolling restart: a value that the fleet carries, and the statefile keeps for a successor.
+# The rest of a rolling restart: the fleet carries it, and the statefile keeps it for a successor.
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPlan:
-    """What is left to restart, in order: `(watcher name, its Worker.starts when the plan was made)`.
-
-    `begun` are those told to go or to start: one that serves again with its old process was called back by a person,
-    and is skipped. `bring_back` are templates, named by a person: their having exited is no reason to leave them alone.
-    `in_place` are those that go before anything takes their place, even as the last that serve. `substitutes` are
-    workers that were started first, by the name of the one that leaves for good when they are ready. `stopped` says at
-    which worker the sequence came to its end, and why.
-
-    Of an `apply`, before all that: `removed` are workers that leave for good, of components that are wanted no more,
-    once those that come instead (`awaited`) are ready.
-    """
+    """Workers that are still to be restarted, in order."""
 
     stimulus_id: str
+    #: `(watcher name, its starts when the plan was made)`.
     todo: tuple[tuple[str, int], ...]
+    #: Asked to leave or to start. One that serves again with its old process was called back, and is skipped.
     begun: frozenset[str] = frozenset()
+    #: Templates that a person named: they are started although they have exited.
     bring_back: frozenset[str] = frozenset()
+    #: These leave before anything takes their place, even as the last ready ones.
     in_place: frozenset[str] = frozenset()
+    #: Workers that were started first, by the name of the worker that leaves for good when they are ready.
     substitutes: Mapping[str, str] = field(default_factory=dict)
     done: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    #: Of an `apply`: new workers that must be ready before the `removed` ones leave.
     awaited: tuple[str, ...] = ()
+    #: Of an `apply`: workers of components that are wanted no more.
     removed: tuple[str, ...] = ()
+    #: The worker at which the sequence came to its end, and why.
     stopped: tuple[str, str] | None = None
 
 
@@ -147,53 +145,54 @@ def runs_within(guest: str, host: str) -> str:
     )
 
 
-class Course(enum.StrEnum):
-    """What was decided about a worker that its state alone does not say."""
+class Intent(enum.StrEnum):
+    """A decision about a worker that its state alone does not say."""
 
     STEADY = "steady"
     RESTARTING = "restarting"
     """It drains, or is gone, only to be started again under the same name."""
     RETURNING = "returning"
-    """Its drain is being taken back; it has not registered again yet. If it exits first, it is started again."""
+    """Its drain is being taken back, and it has not registered again yet. If it exits first, it is started again."""
     LEAVING = "leaving"
     """It crashed or timed out and is not started again: only the end of its process is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """How one more worker of a component is made. `max_workers` is None where the class sets no bound.
-
-    `fingerprint` stands for everything that a worker reads when it starts: with another one it would be started
-    differently. `retired`: the component is wanted no more, and its template goes with its last worker. `flips_to` is
-    the component whose role its workers can take over; where that is None, `cannot_flip` says why.
-    `standby`: how many workers are kept asleep beside those that serve (None: its workers are not made to sleep).
-    `vram_share` is the part of a device's memory that an awake worker takes. `guests` are the components that run in
-    its workers' processes.
-    """
+    """How one more worker of a component is made."""
 
     component: str
     role: Role
     gpus_per_worker: int = 0
+    #: None: the class sets no bound.
     max_workers: int | None = None
     start_deadline_s: float = 300.0
     drain_deadline_s: float = 600.0
+    #: Stands for everything that a worker reads when it starts. A worker with another one is outdated.
     fingerprint: str = ""
+    #: The component is wanted no more. Its template goes with its last worker.
     retired: bool = False
+    #: The component whose role its workers can take over. None: `cannot_flip` says why.
     flips_to: str | None = None
     cannot_flip: str = "no other component has an engine like its own"
+    #: How many workers are kept asleep beside those that serve. None: its engines are not made to sleep.
     standby: int | None = None
+    #: The part of a device's memory that an awake worker takes.
     vram_share: float = DEFAULT_VRAM_SHARE
+    #: Components that are colocated: they run in its workers' processes.
     guests: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A worker's process. `start_time` is seconds since boot (with the pid it identifies the process), None where it
-    could not be read; `started_s` is of the arbiter's monotonic clock, `started_at` seconds since 1970."""
+    """A worker's process."""
 
     pid: int
+    #: Seconds since boot. With the pid it identifies the process. None: it could not be read.
     start_time: float | None
+    #: Of the arbiter's monotonic clock.
     started_s: float
+    #: Seconds since 1970.
     started_at: float | None
 
 
@@ -218,7 +217,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuReturn:
+class GpusPendingRelease:
     """A process is gone, and its GPUs' memory is waited for since then. `keep`: for its next process."""
 
     since_s: float
@@ -226,84 +225,162 @@ class GpuReturn:
 
 
 @dataclass(frozen=True, slots=True)
+class Registration:
+    """The keys of a worker's process in etcd. Reset when a process begins or ends."""
+
+    #: The lease (hex) under which its keys are.
+    lease: str | None = None
+    endpoints: tuple[str, ...] = ()
+    #: Leases of what runs behind it: the program of a command registers itself.
+    other_leases: tuple[str, ...] = ()
+    #: Since when its key has been missing from a list of all keys.
+    absent_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """The answers of a worker's process. Reset when a process begins or ends (`served`: only when one begins)."""
+
+    load: Load | Missing = Missing("not sampled")  # noqa: RUF009 - frozen
+    #: This process has been ready once, since `ready_s`.
+    served: bool = False
+    ready_s: float | None = None
+    #: When it first answered, or became ready.
+    heard_s: float | None = None
+    #: For how long it has not answered since, counting only time in which the arbiter asked.
+    unheard_s: float = 0.0
+    #: The same, without the time in which it could not be asked (NATS was away).
+    silent_s: float = 0.0
+    #: It said that it ends because its engine has died, and why.
+    engine_failed: bool = False
+    engine_said: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How the present or last process was started."""
+
+    #: Processes committed under this name, failed ones included. A restart is done when this has grown.
+    starts: int = 0
+    #: The template's fingerprint at the last start. Empty: not known.
+    launched: str = ""
+    #: The name under which the process was made, if it differs from the name of now: its role has changed since. The
+    #: process's environment and its log file have that name. The statefile calls this `born`.
+    spawned_as: str | None = None
+    #: The process is to be made.
+    spawning: bool = False
+    #: The process is being made: that cannot be called off any more.
+    spawn_begun: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """How the present process leaves, or the last one left. Reset when a process begins."""
+
+    #: When we asked it to. None: nobody did, or its lease went away by itself (`lease_gone`).
+    requested_at_s: float | None = None
+    #: It was given the signal: its lease was revoked, or SIGTERM was sent.
+    signalled: bool = False
+    lease_gone: bool = False
+    #: The lease ended while the worker was silent. The worker may only have been suspended.
+    silent_at_expiry: bool = False
+    #: How many calls back are under way.
+    calls: int = 0
+    #: It is past its drain deadline, and being asked what ending it will cut.
+    counting: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of a process: work that follows it, and facts that are remembered."""
+
+    #: The process has ended, and the registry is asked whether it left in order.
+    exit: Exit | None = None
+    exit_code: int | None = None
+    failure: Failure | None = None
+    #: Processes that the last one left behind are being ended.
+    sweeping: bool = False
+    gpus_pending_release: GpusPendingRelease | None = None
+    #: It starts when etcd and NATS answer again.
+    waiting_for_infra: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Worker:
-    """One entry. `n` is its suffix, 0 for the bare name; `gpus` are the UUIDs that the ledger says it holds.
-
-    Times (`_s`) are of the arbiter's monotonic clock.
-
-    `since_s` is when it entered its state; `reason` says why, in words; `cause` is the stimulus of the last command
-    that was carried out on it: a start that has to wait is still that command's. `starts` counts the processes that
-    were committed under this name, failed ones included: a restart is done when it has grown; `launched` is its
-    template's fingerprint when the last of them was (empty: not known). `served` says that its
-    present process has been ready once, since `ready_s`. `lease` (hex) is the one that its keys are under,
-    `other_leases` are those of what runs behind it (a command registers itself).
-
-    Leaving: `asked_s` is when we asked it to (None: its lease went away by itself, which `lease_gone` says); `lapsed`,
-    that nobody had heard of it when its lease went, so that this may have expired because the worker was stopped;
-    `told`, that it was given the sign; `engine_failed`, that it has said that it ends because its engine has died, and
-    `engine_said` why.
-
-    What is waited for: `due_s` is the state's own deadline (a start, a drain, a back-off). `spawning`: its process is
-    to be made; `spawn_begun`: it is being made, which cannot be called off any more. `exit`: its process has ended, and
-    the registry is asked whether it left in order. `sweeping`: what its last process left behind is being ended.
-    `returning`: its GPUs' memory comes back. `held_back`: it starts when etcd and NATS answer again. `absent_s`: since
-    when its key has been missing from a registry that lists all keys. `counting`: it is past its drain deadline and
-    being asked what that will cut.
-
-    Changing its role: `flip` is what it is about to become (None: nothing). `born` is the name under which its process
-    was made, where that is another than its name of now: marks in its environment and its log file have that one.
-
-    Health: `heard_s` is when it first answered, or became ready (None: neither yet); `unheard_s` for how long it has
-    not answered since, counting only time in which the arbiter asked; `silent_s` the same without the time in which it
-    could not be asked (NATS was away).
-
-    `standby` is what concerns sleeping.
-    """
+    """One entry, grouped by lifetime: a reset is one assignment. Times (`_s`) are of the arbiter's monotonic clock."""
 
     name: str
     component: str
     role: Role
+    #: The name's suffix, 0 for the bare name.
     n: int
     state: WorkerState = WorkerState.PENDING
+    #: When it entered its state.
     since_s: float = 0.0
+    #: UUIDs of the devices that the ledger says it holds.
     gpus: tuple[str, ...] = ()
-    load: Load | Missing = Missing("not sampled")  # noqa: RUF009 - frozen
-    course: Course = Course.STEADY
-    served: bool = False
-    starts: int = 0
-    launched: str = ""
+    #: Decides about the end of its process.
+    intent: Intent = Intent.STEADY
+    #: Why it is in its state, in words.
     reason: str | None = None
+    #: The `stimulus_id` of the last command that was carried out on it. A start that waits is still that command's.
     cause: str | None = None
-    process: Process | None = None
-    lease: str | None = None
-    endpoints: tuple[str, ...] = ()
-    other_leases: tuple[str, ...] = ()
-    ready_s: float | None = None
-    exit_code: int | None = None
-    asked_s: float | None = None
-    lease_gone: bool = False
-    lapsed: bool = False
-    told: bool = False
-    engine_failed: bool = False
-    engine_said: str | None = None
-    history: RestartHistory = RestartHistory()  # noqa: RUF009 - frozen
-    failure: Failure | None = None
+    #: The deadline of its state: a start, a drain, a back-off.
     due_s: float | None = None
-    spawning: bool = False
-    spawn_begun: bool = False
-    exit: Exit | None = None
-    sweeping: bool = False
-    returning: GpuReturn | None = None
-    held_back: bool = False
-    absent_s: float | None = None
-    counting: bool = False
-    calls: int = 0
-    heard_s: float | None = None
-    unheard_s: float = 0.0
-    silent_s: float = 0.0
+    history: RestartHistory = RestartHistory()  # noqa: RUF009 - frozen
+    process: Process | None = None
+    registration: Registration = Registration()
+    health: Health = Health()
+    start: Start = Start()
+    leave: Leave = Leave()
+    ended: Ended = Ended()
+    #: Its next name and component, while its change of role is under way.
     flip: FlipTarget | None = None
-    born: str | None = None
     standby: Standby = Standby()
+
+    def changed(self, **values: Any) -> Worker:
+        """The worker with other values. A field of a group is named without its group: `changed(signalled=True)`."""
+        whole: dict[str, Any] = {}
+        parts: dict[str, dict[str, Any]] = {}
+        for name, value in values.items():
+            group = GROUP_OF.get(name)
+            if group is None:
+                whole[name] = value
+            else:
+                parts.setdefault(group, {})[name] = value
+        for group, part in parts.items():
+            whole[group] = replace(whole.get(group, getattr(self, group)), **part)
+        return replace(self, **whole)
+
+    @property
+    def persisted(self) -> tuple[object, ...]:
+        """The part of it that the statefile keeps (`arbiter.statefile`). A step that changes this writes the entry."""
+        start, leave, standby = self.start, self.leave, self.standby
+        flips_to = None if self.flip is None else (self.flip.name, self.flip.component)
+        leaves = (leave.requested_at_s, leave.lease_gone, self.intent)
+        sleeps = (standby.wanted, standby.order, standby.level, standby.drained)
+        started = (start.starts, start.launched, start.spawned_as, self.process, self.registration.other_leases)
+        return (self.state, self.reason, self.role, self.gpus, self.history, flips_to, *leaves, *sleeps, *started)
+
+    @property
+    def lease(self) -> str | None:
+        """The lease (hex) of its keys."""
+        return self.registration.lease
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """The keys of its endpoints."""
+        return self.registration.endpoints
+
+    @property
+    def other_leases(self) -> tuple[str, ...]:
+        """Leases of what runs behind it."""
+        return self.registration.other_leases
+
+    @property
+    def load(self) -> Load | Missing:
+        """The load that it told last."""
+        return self.health.load
 
     @property
     def pid(self) -> int | None:
@@ -316,19 +393,19 @@ class Worker:
         return self.process is not None
 
     @property
-    def born_as(self) -> str:
+    def spawn_name(self) -> str:
         """The name under which its process was made."""
-        return self.born or self.name
+        return self.start.spawned_as or self.name
 
     @property
-    def headed(self) -> str:
+    def target_component(self) -> str:
         """The component for which it counts: the one that it goes to, while it changes its role."""
         return self.component if self.flip is None else self.flip.component
 
     @property
     def restarts(self) -> int:
         """How often it was started again."""
-        return max(0, self.starts - 1)
+        return max(0, self.start.starts - 1)
 
     @property
     def ready(self) -> bool:
@@ -344,8 +421,8 @@ class Worker:
         if traits.asleep:  # it waits for its GPUs
             return True
         if traits.comes_up:
-            return self.course is not Course.LEAVING
-        return traits.leaves and self.course in (Course.RESTARTING, Course.RETURNING)
+            return self.intent is not Intent.LEAVING
+        return traits.leaves and self.intent in (Intent.RESTARTING, Intent.RETURNING)
 
     @property
     def counts(self) -> bool:
@@ -356,8 +433,8 @@ class Worker:
     def stands_by(self) -> bool:
         """It sleeps, or will as soon as it can."""
         traits = TRAITS[self.state]
-        comes_up = traits.comes_up and self.course is not Course.LEAVING
-        again = traits.leaves and self.course is Course.RESTARTING
+        comes_up = traits.comes_up and self.intent is not Intent.LEAVING
+        again = traits.leaves and self.intent is Intent.RESTARTING
         return self.standby.wanted and (traits.standby or comes_up or again)
 
     @property
@@ -368,12 +445,12 @@ class Worker:
     @property
     def cancellable(self) -> bool:
         """It is in a drain that can be taken back: it has served, its process lives, and it leaves for good."""
-        return self.drains_from_service and self.course is Course.STEADY
+        return self.drains_from_service and self.intent is Intent.STEADY
 
     @property
     def drains_from_service(self) -> bool:
         """It drains, and served until then: the same process could be put back."""
-        return self.state is WorkerState.DRAINING and self.served and not self.standby.drained
+        return self.state is WorkerState.DRAINING and self.health.served and not self.standby.drained
 
     @property
     def stays_as_template(self) -> bool:
@@ -383,39 +460,56 @@ class Worker:
     @property
     def wants_start(self) -> bool:
         """It starts as soon as it has its GPUs, and nothing of its last process is left."""
-        due = self.state is WorkerState.PENDING or (self.due_s is None and not self.held_back)
-        clear = not (self.spawning or self.sweeping or self.runs) and self.returning is None
+        due = self.state is WorkerState.PENDING or (self.due_s is None and not self.ended.waiting_for_infra)
+        ended = self.ended
+        clear = not (self.start.spawning or ended.sweeping or self.runs) and ended.gpus_pending_release is None
         return TRAITS[self.state].waits and due and clear
+
+
+GROUP_OF: Mapping[str, str] = {
+    each.name: group
+    for group, record in {
+        "registration": Registration,
+        "health": Health,
+        "start": Start,
+        "leave": Leave,
+        "ended": Ended,
+    }.items()
+    for each in fields(record)
+}
+"""The group of a worker's record in which a field is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """All workers of a namespace by watcher name, in the order of the plan.
-
-    `restarts` are the sequences under way. `infra_ok`: etcd and NATS answered when last seen. `sampled_s`: when the
-    workers were last asked for their loads. `look_s`: when the GPUs are looked at next, because somebody waits for
-    some; `looking`: that is under way. `health_bound_s`: who answers nothing for so long is hung. `restart_revoked`: a
-    worker whose lease somebody else has revoked is started again once it has left; `revoked` are those that were not,
-    by name with their component, until a command decides anew about that component. `no_standby` are components of
-    which no more workers are started to sleep, and why. `host_free_bytes` is the main memory that was free when last
-    seen.
-    """
+    """A namespace: its templates, workers and GPUs."""
 
     namespace: str
     templates: tuple[Template, ...]
+    #: By watcher name, in the order of the plan.
     workers: Mapping[str, Worker] = field(default_factory=dict)
     gpus: GpuLedger = GpuLedger()  # noqa: RUF009 - frozen
+    #: The restarts under way.
     restarts: tuple[RestartPlan, ...] = ()
     policy: RestartPolicy = DEFAULT_POLICY
+    #: A worker that answers nothing for so long is hung.
     health_bound_s: float = 30.0
+    #: A worker whose lease somebody else has revoked is started again once it has left.
     restart_revoked: bool = False
+    #: Workers that left like that and were not started again, with their component, until a command decides about it.
     revoked: Mapping[str, str] = field(default_factory=dict)
+    #: etcd and NATS answered when last seen.
     infra_ok: bool = True
+    #: When the workers were last asked for their loads.
     sampled_s: float | None = None
+    #: When the GPUs are sampled next, because a worker waits for some.
     look_s: float | None = None
+    #: A sample is under way.
     looking: bool = False
     leaving: Leaving | None = None
+    #: Components of which no more workers are started to sleep, and why.
     no_standby: Mapping[str, str] = field(default_factory=dict)
+    #: Main memory that was free when last seen.
     host_free_bytes: int | Missing = Missing("not sampled")  # noqa: RUF009 - frozen
 
     def template(self, component: str) -> Template:
@@ -433,12 +527,12 @@ class Fleet:
 
     def outdated(self, worker: Worker) -> bool:
         """It was started with another configuration than that of now."""
-        return worker.launched not in ("", self.template_of(worker).fingerprint)
+        return worker.start.launched not in ("", self.template_of(worker).fingerprint)
 
     def find(self, name: str) -> Worker | None:
         """The entry of that watcher name, if there is one; without the namespace (`VllmWorker_1`) will do.
 
-        `VllmWorker` is the bare worker here. Who may also mean the component looks for that first.
+        `VllmWorker` is the bare worker here. A caller that may also mean the component looks for that first.
         """
         return self.workers.get(name) or self.workers.get(f"{self.namespace}_{name}")
 
@@ -466,7 +560,9 @@ class Fleet:
 
     def on_their_way(self, component: str) -> tuple[Worker, ...]:
         """Those that will serve."""
-        coming = (worker for worker in self.workers.values() if worker.on_its_way and worker.headed == component)
+        coming = (
+            worker for worker in self.workers.values() if worker.on_its_way and worker.target_component == component
+        )
         return tuple(sorted(coming, key=lambda worker: (worker.flip is not None, worker.n)))
 
     def running(self) -> tuple[Worker, ...]:
@@ -475,7 +571,7 @@ class Fleet:
 
     def capacity(self, component: str) -> int:
         """How many serve, or will."""
-        return sum(worker.counts for worker in self.workers.values() if worker.headed == component)
+        return sum(worker.counts for worker in self.workers.values() if worker.target_component == component)
 
     def reserved(self) -> frozenset[str]:
         """Names that nobody new may have: of a flip under way, and of processes that were made under them and flipped.
@@ -483,8 +579,8 @@ class Fleet:
         A process is known by the name in its environment: two of the same would be taken for each other.
         """
         workers = self.workers.values()
-        made = (worker for worker in workers if worker.runs or worker.sweeping)
-        born = {worker.born for worker in made if worker.born is not None}
+        made = (worker for worker in workers if worker.runs or worker.ended.sweeping)
+        born = {worker.start.spawned_as for worker in made if worker.start.spawned_as is not None}
         return frozenset(born | {worker.flip.name for worker in workers if worker.flip is not None})
 
     def names_from_lowest(self, component: str) -> Iterator[tuple[str, int, Worker | None]]:

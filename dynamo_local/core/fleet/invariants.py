@@ -1,10 +1,10 @@
-"""What is true of every fleet, whatever happened: tests and the simulation check it after each step."""
+"""Invariants of every fleet: tests and the simulation check them after each step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dynamo_local.core.fleet.fleet import Course, Fleet, Worker
+from dynamo_local.core.fleet.fleet import Fleet, Intent, Worker
 from dynamo_local.core.fleet.states import TRAITS, HasProcess
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.core.types import watcher_name
@@ -43,11 +43,11 @@ def _of_gpus(fleet: Fleet) -> Iterator[str]:
 
 
 def _of_flips(fleet: Fleet) -> Iterator[str]:
-    """A process is in one role; whoever changes it has a name kept for it, which nobody else has or gets."""
+    """A process is in one role. A worker that changes it has a name reserved, which no other worker has or gets."""
     workers = fleet.workers.values()
     for what, values in (
         ("pid", [worker.pid for worker in workers if worker.pid is not None]),
-        ("name at birth", [worker.born_as for worker in workers if worker.runs or worker.spawning]),
+        ("name at birth", [worker.spawn_name for worker in workers if worker.runs or worker.start.spawning]),
         ("name to become", [worker.flip.name for worker in workers if worker.flip is not None]),
     ):
         if len(set(values)) < len(values):
@@ -61,21 +61,21 @@ def _of_flips(fleet: Fleet) -> Iterator[str]:
 
 
 def _of_worker(fleet: Fleet, worker: Worker) -> Iterator[str]:
-    who, traits = f"{worker.name} ({worker.state}/{worker.course})", TRAITS[worker.state]
+    who, traits = f"{worker.name} ({worker.state}/{worker.intent})", TRAITS[worker.state]
     if worker.name != watcher_name(fleet.namespace, worker.component, worker.n):
         yield f"{who} is not called as its component and suffix say"
-    has = worker.runs or worker.spawning
+    has = worker.runs or worker.start.spawning
     if traits.process is HasProcess.NO and has:
         yield f"{who} has a process, or one that is being made"
     if traits.process is HasProcess.YES and not has:
         yield f"{who} has no process, and none is being made"
-    if worker.runs and worker.spawning:
+    if worker.runs and worker.start.spawning:
         yield f"{who} has a process and another one is being made"
-    if worker.spawn_begun and not worker.spawning:
+    if worker.start.spawn_begun and not worker.start.spawning:
         yield f"{who} has a process begun that was not to be made"
-    if has and (worker.sweeping or worker.returning is not None):
+    if has and (worker.ended.sweeping or worker.ended.gpus_pending_release is not None):
         yield f"{who} has a process while the last one's remains are cleared"
-    if traits.serves and not worker.served:
+    if traits.serves and not worker.health.served:
         yield f"{who} serves and never was ready"
     asleep = worker.name in fleet.gpus.sleepers
     if traits.asleep and not asleep:
@@ -83,23 +83,23 @@ def _of_worker(fleet: Fleet, worker: Worker) -> Iterator[str]:
     whole = asleep or fleet.outdated(worker) or len(worker.gpus) >= fleet.template_of(worker).gpus_per_worker
     if has and not whole:
         yield f"{who} runs on {len(worker.gpus)} GPUs, fewer than it needs"
-    if worker.state is S.FAULTED and worker.gpus and worker.returning is None:
+    if worker.state is S.FAULTED and worker.gpus and worker.ended.gpus_pending_release is None:
         yield f"{who} holds GPUs that it does not give back"
-    if worker.course is Course.RETURNING and worker.state not in (S.DRAINING, S.DRAIN_TIMED_OUT, S.EXITED):
+    if worker.intent is Intent.RETURNING and worker.state not in (S.DRAINING, S.DRAIN_TIMED_OUT, S.EXITED):
         yield f"{who} is called back from no drain"
-    if worker.course is Course.LEAVING and traits.process is not HasProcess.ENDING:
+    if worker.intent is Intent.LEAVING and traits.process is not HasProcess.ENDING:
         yield f"{who} is waited for, though nothing of it is being ended"
     if fleet.leaving is None and (why := _forgotten(fleet, worker)):
         yield f"{who} is forgotten: {why}"
 
 
 def _forgotten(fleet: Fleet, worker: Worker) -> str | None:
-    """Whoever is on its way, or leaves by our order, has something that will move it on."""
-    clearing = worker.sweeping or worker.returning is not None
+    """Why nothing will move on a worker that is on its way, or leaves by our order; None if something will."""
+    clearing = worker.ended.sweeping or worker.ended.gpus_pending_release is not None
     looks = fleet.look_s is not None or fleet.looking
-    if worker.returning is not None and not looks:
+    if worker.ended.gpus_pending_release is not None and not looks:
         return "nobody looks whether its GPUs come back"
-    if worker.held_back and fleet.infra_ok:
+    if worker.ended.waiting_for_infra and fleet.infra_ok:
         return "it waits for etcd and NATS, which answer"
     if worker.state in (S.FALLING_ASLEEP, S.WAKING) and worker.due_s is None:
         return "no deadline for its order"
@@ -107,9 +107,11 @@ def _forgotten(fleet: Fleet, worker: Worker) -> str | None:
         return "no deadline for its start"
     if worker.flip is not None and not worker.flip.asking and worker.due_s is None:
         return "nobody asks how far its change of role is"
-    if worker.state is S.DRAINING and worker.runs and worker.asked_s is not None:
-        return None if worker.due_s is not None or worker.counting else "no deadline for its drain"
-    if TRAITS[worker.state].waits and not (clearing or worker.held_back or worker.due_s is not None or looks):
+    if worker.state is S.DRAINING and worker.runs and worker.leave.requested_at_s is not None:
+        return None if worker.due_s is not None or worker.leave.counting else "no deadline for its drain"
+    if TRAITS[worker.state].waits and not (
+        clearing or worker.ended.waiting_for_infra or worker.due_s is not None or looks
+    ):
         return "nothing starts it"
     if TRAITS[worker.state].process is HasProcess.ENDING and not (worker.runs or clearing):
         return "its process is gone and nothing follows"

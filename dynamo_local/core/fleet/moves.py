@@ -1,16 +1,18 @@
-"""What a decision about workers consists of: moves. `machine` turns each into transitions and instructions.
+"""Moves: what a command does to which worker. `commands.carry_out` turns each into transitions and effects.
 
-A move says nothing about *how*: by which sign a worker is asked to leave is `drains.how`, by its role.
+A move does not say *how*: the worker's role decides by which signal it is asked to leave (`draining.how`). `kind` is
+the move's name in a command's answer, where the list of moves is called `instructions`: both are public.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
 
-from dynamo_local.core.fleet import lifecycle as lc
-from dynamo_local.core.fleet.fleet import Course, Worker
+from dynamo_local.core.fleet.fleet import Intent, RestartPlan, Worker
+from dynamo_local.core.fleet.lifecycle import TransitionKind
 from dynamo_local.core.types import WorkerState as S
-from dynamo_local.errors import DynamoError
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,7 @@ class SpawnWorker:
     `waits`: the devices are still held by workers that leave; the entry stays pending until they are free.
     """
 
+    kind: ClassVar[str] = "spawn"
     name: str
     component: str
     n: int
@@ -32,6 +35,7 @@ class SpawnWorker:
 class Revive:
     """Start an entry without a process again, under its name: faulted, backing off, a template, drained to restart."""
 
+    kind: ClassVar[str] = "spawn"
     name: str
     component: str
     gpus: int
@@ -43,6 +47,7 @@ class Revive:
 class BeginDrain:
     """Ask it to leave; with `restart` it is started again when it is gone. Legal also for one that drains already."""
 
+    kind: ClassVar[str] = "drain"
     name: str
     reason: str = ""
     restart: bool = False
@@ -52,6 +57,7 @@ class BeginDrain:
 class CancelDrain:
     """Take the drain back: the same process registers again. It keeps its GPUs."""
 
+    kind: ClassVar[str] = "cancel_drain"
     name: str
     reason: str = ""
 
@@ -66,6 +72,7 @@ class TakeBack:
     Crashed, start timed out: it is not started again. Drained for a restart: the drain goes on, no restart.
     """
 
+    kind: ClassVar[str] = "take_back"
     name: str
     reason: str = ""
 
@@ -74,6 +81,7 @@ class TakeBack:
 class FlipWorker:
     """The same process takes over another component's role, under the name `to`; `n` is that name's suffix."""
 
+    kind: ClassVar[str] = "flip"
     name: str
     to: str
     component: str
@@ -85,6 +93,7 @@ class FlipWorker:
 class PutToSleep:
     """It finishes its streams and sleeps; one that waits to be woken, or is being woken, goes on sleeping."""
 
+    kind: ClassVar[str] = "sleep"
     name: str
     level: int = 1
     reason: str = ""
@@ -94,6 +103,7 @@ class PutToSleep:
 class CallOffFlipOf:
     """It stays in its role, if it is not too late."""
 
+    kind: ClassVar[str] = "cancel_flip"
     name: str
     reason: str = ""
 
@@ -103,6 +113,7 @@ class WakeUp:
     """It serves again, as soon as it has its GPUs (`waits`: their holders leave); one that is still to be put to sleep
     is not."""
 
+    kind: ClassVar[str] = "wake"
     name: str
     waits: bool = False
     reason: str = ""
@@ -112,46 +123,42 @@ Move = SpawnWorker | Revive | BeginDrain | CancelDrain | TakeBack | FlipWorker |
 
 
 @dataclass(frozen=True, slots=True)
-class ScalingDecision:
-    """All of the moves or, with `refused`, none. No move and no refusal: it is so already."""
+class Answer:
+    """The answer of `step` to a command: the moves that were made. Empty for any other event."""
 
-    stimulus_id: str
     moves: tuple[Move, ...] = ()
-    refused: DynamoError | None = None
-
-    def or_raise(self) -> tuple[Move, ...]:
-        """The moves; raises the refusal."""
-        if self.refused is not None:
-            raise self.refused
-        return self.moves
+    #: For `ScaleAll`: the moves that concern each component. A flip concerns two.
+    by_component: Mapping[str, tuple[Move, ...]] = field(default_factory=dict)
+    #: For `Restart`: whom it restarts, in order, and warnings.
+    plan: RestartPlan | None = None
 
 
-def intent(move: Move, state: S, stimulus_id: str) -> lc.Event | None:
-    """The event that commits the move, for a worker in `state`; None where the state does not change now.
+def transition_for(move: Move, state: S) -> TransitionKind | None:
+    """The transition that commits the move, for a worker in `state`; None if the state does not change now.
 
-    None for `SpawnWorker` (its entry is made pending), for `CancelDrain` (`DrainCancelled` is observed, when it has
-    registered again), for a drain under way, and for `TakeBack` of a worker whose process is still being ended
-    (commit `Course.LEAVING`, and `Removed` once the process is gone).
+    That is so for `SpawnWorker` (its entry is made pending), for a drain under way, and for `CancelDrain`
+    (`DrainCancelled` follows when the worker has registered again). A `TakeBack` of a worker whose process is still
+    being ended commits `Intent.LEAVING`; `Removed` follows once the process is gone.
     """
     match move:
         case Revive():
-            return lc.RestartRequested(stimulus_id=stimulus_id)
-        case BeginDrain(reason=reason) if state is not S.DRAINING:
-            return lc.DrainRequested(stimulus_id=stimulus_id, reason=reason)
-        case TakeBack(reason=reason) if state is S.STARTING:
-            return lc.DrainRequested(stimulus_id=stimulus_id, reason=reason)
+            return TransitionKind.RESTART_REQUESTED
+        case BeginDrain() if state is not S.DRAINING:
+            return TransitionKind.DRAIN_REQUESTED
+        case TakeBack() if state is S.STARTING:
+            return TransitionKind.DRAIN_REQUESTED
         case TakeBack() if state in (S.PENDING, S.BACKING_OFF, S.FAULTED):
-            return lc.Removed(stimulus_id=stimulus_id)
+            return TransitionKind.REMOVED
     return None
 
 
-def course_after(worker: Worker, move: Move) -> Course:
-    """The worker's `Course` to commit with the move's intent."""
+def intent_after(worker: Worker, move: Move) -> Intent:
+    """The worker's `Intent` to commit with the move's intent."""
     match move:
         case BeginDrain(restart=True):
-            return Course.RESTARTING
+            return Intent.RESTARTING
         case CancelDrain():
-            return Course.RETURNING
+            return Intent.RETURNING
         case TakeBack() if worker.state in (S.CRASHED, S.START_TIMED_OUT):
-            return Course.LEAVING
-    return Course.STEADY
+            return Intent.LEAVING
+    return Intent.STEADY

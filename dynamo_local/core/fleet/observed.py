@@ -1,4 +1,4 @@
-"""What is seen of workers from outside: their keys in etcd, their answers, and whether etcd and NATS answer at all."""
+"""Observations: workers' keys in etcd, their answers, and whether etcd and NATS answer at all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from dynamo_local.core.fleet import draining as leaving
 from dynamo_local.core.fleet import flipping, sleeping, starting
 from dynamo_local.core.fleet.backoff import NOTICED_LATE_S, forgive
-from dynamo_local.core.fleet.builder import STARTED_AGAIN, Draft
+from dynamo_local.core.fleet.builder import STARTED_AGAIN, StepBuilder
 from dynamo_local.core.fleet.events import (
     FlipAnswered,
     InfraSeen,
@@ -19,173 +19,179 @@ from dynamo_local.core.fleet.events import (
     RegistryListed,
     Stalled,
 )
-from dynamo_local.core.fleet.fleet import Course, Worker
-from dynamo_local.core.fleet.lifecycle import DrainCancelled, LeaseRevoked, Registered
+from dynamo_local.core.fleet.fleet import Intent, Worker
+from dynamo_local.core.fleet.lifecycle import TransitionKind as K
 from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.core.types import WorkerState as S
 
 STALE_S = 3.0
-"""A load older than three samples is none (planner-rules)."""
+"""A load older than three samples is none."""
 SILENCE_COUNTED_MAX_S = 3.0
 """Between two samples no more than this is held against who did not answer the second: if more time has passed, it was
 the arbiter that did not ask."""
 ABSENT_FOR_S = 10.0
-"""A key that is missing after etcd was away may be written again: its worker keeps its lease alive every few seconds,
-and writes all of its keys anew where etcd has lost them. After a lease's time to live nobody will."""
+"""A key that is missing after etcd was away may be written again: a worker renews its lease every few seconds, and
+writes all of its keys anew if etcd has lost them. After a lease's time to live no worker does."""
 
 
 # --- the registry ----------------------------------------------------------------------------------
 
 
-def key_put(draft: Draft, seen: KeyPut) -> None:
+def key_put(builder: StepBuilder, seen: KeyPut) -> None:
     """It has registered: it is ready, or has come back from a drain, or was asked to leave in that moment."""
-    turned = flipping.awaited(draft, seen.name, seen.pid)
+    turned = flipping.awaited(builder, seen.name, seen.pid)
     if turned is not None and not seen.failed:
-        flipping.become(draft, turned, seen.lease, seen.endpoints, seen.other_leases)
+        flipping.become(builder, turned, seen.lease, seen.endpoints, seen.other_leases)
         return
-    worker = draft.get(seen.name)
+    worker = builder.get(seen.name)
     if worker is None or worker.pid != seen.pid:
         return  # a key of a worker that is gone, or has another name now, until its lease is
     if seen.failed:
         # Its exit is a crash, its key's end no drain.
-        draft.change(seen.name, write=False, engine_failed=True, engine_said=seen.why)
+        builder.change(seen.name, engine_failed=True, engine_said=seen.why)
         return
     new = worker.lease != seen.lease
     keys: dict[str, Any] = {"lease": seen.lease, "endpoints": seen.endpoints, "other_leases": seen.other_leases}
-    draft.change(seen.name, **keys, absent_s=None)
-    if sleeping.heard(draft, draft.worker(seen.name), seen):
-        draft.change(seen.name, lease_gone=False)
+    builder.change(seen.name, **keys, absent_s=None)
+    if sleeping.heard(builder, builder.worker(seen.name), seen):
+        builder.change(seen.name, lease_gone=False)
         return
-    registered = Registered(stimulus_id=seen.stimulus_id, lease=seen.lease)
-    returned = new and worker.course is Course.RETURNING and worker.calls <= 1
-    if worker.state is S.DRAINING and (worker.asked_s is None or returned):
-        # Its lease had only expired (it was stopped, or etcd was away) and it has come back by itself; or it was
-        # called back, and this is seen before its answer, or instead of it. Where it was called back twice this may be
-        # of the first time, and the sign to leave that came between is still on its way to it.
-        back: dict[str, Any] = {"reason": None, "asked_s": None, "course": Course.STEADY, "told": False, "due_s": None}
-        cancelled = DrainCancelled(stimulus_id=seen.stimulus_id)
-        draft.apply(seen.name, cancelled, **back, lease_gone=False, lapsed=False)
+    registered = {"lease": seen.lease}
+    returned = new and worker.intent is Intent.RETURNING and worker.leave.calls <= 1
+    if worker.state is S.DRAINING and (worker.leave.requested_at_s is None or returned):
+        # Its lease had only expired (it was suspended, or etcd was away) and it has come back by itself. Or it was
+        # called back, and this is seen before its answer, or instead of that. If it was called back twice, this may be
+        # the first time, and the signal to leave that came between is still on its way.
+        builder.apply(seen.name, K.DRAIN_CANCELLED, **leaving.stays(worker))
     elif worker.state is S.DRAINING and new:
         # It was asked to leave and has registered again: it came back from a drain that was ordered once more.
-        draft.apply(seen.name, registered)
-        leaving.ask(draft, seen.name)
+        builder.apply(seen.name, K.REGISTERED, registered)
+        leaving.ask(builder, seen.name)
     elif worker.state is S.STARTING or (TRAITS[worker.state].registers and new):
-        draft.apply(seen.name, registered, **({"due_s": None} if worker.state is S.STARTING else {}))
+        builder.apply(seen.name, K.REGISTERED, registered, **({"due_s": None} if worker.state is S.STARTING else {}))
 
 
-def key_gone(draft: Draft, seen: KeyGone) -> None:
+def key_gone(builder: StepBuilder, seen: KeyGone) -> None:
     """Its key is gone while the process lives: nothing is routed to it any more."""
-    worker = draft.get(seen.name)
+    worker = builder.get(seen.name)
     if worker is not None and worker.runs and worker.lease == seen.lease:
-        unregistered(draft, worker, seen.lease, "its lease was revoked or has expired")
+        unregistered(builder, worker, seen.lease, "its lease was revoked or has expired")
 
 
-def key_looked_up(draft: Draft, seen: KeyLookedUp) -> None:
+def key_looked_up(builder: StepBuilder, seen: KeyLookedUp) -> None:
     """Its process had ended in order before anything was heard of its key: now it is known which came first."""
-    worker = draft.get(seen.name)
-    if worker is None or worker.pid != seen.pid or worker.exit is None:
+    worker = builder.get(seen.name)
+    if worker is None or worker.pid != seen.pid or worker.ended.exit is None:
         return
     if seen.removed and worker.lease == seen.lease:
-        unregistered(draft, worker, seen.lease, "its lease was revoked or has expired")
-    starting.exited(draft, draft.worker(seen.name), worker.exit)
+        unregistered(builder, worker, seen.lease, "its lease was revoked or has expired")
+    starting.exited(builder, builder.worker(seen.name), worker.ended.exit)
 
 
-def unregistered(draft: Draft, worker: Worker, lease: str, why: str) -> None:
+def unregistered(builder: StepBuilder, worker: Worker, lease: str, why: str) -> None:
     """Nothing of it is in the registry any more: it leaves, unless its engine has died, which its exit will tell."""
     gone: dict[str, Any] = {"lease": None, "endpoints": (), "absent_s": None}
-    if worker.engine_failed or not TRAITS[worker.state].registers:
-        draft.change(worker.name, **gone, lease_gone=worker.lease_gone or TRAITS[worker.state].standby)
+    if worker.health.engine_failed or not TRAITS[worker.state].registers:
+        builder.change(worker.name, **gone, lease_gone=worker.leave.lease_gone or TRAITS[worker.state].standby)
         return
-    event = LeaseRevoked(stimulus_id=f"etcd:{lease}", lease=lease)
+    revoked, cause = {"lease": lease}, f"etcd:{lease}"
     if worker.state is S.FLIPPING:  # it gives it back itself; what becomes of it, its answer or its new key will tell
-        draft.apply(worker.name, event, **gone)
+        builder.apply(worker.name, K.LEASE_REVOKED, revoked, by=cause, **gone)
         return
     ours = worker.state is S.DRAINING
-    guess: dict[str, Any] = {} if ours else {"due_s": None, "lapsed": _unheard(worker)}
-    if not ours and _comes_back(draft, worker):
-        guess["course"] = Course.RESTARTING
+    guess: dict[str, Any] = {} if ours else {"due_s": None, "silent_at_expiry": _unheard(worker)}
+    if not ours and _comes_back(builder, worker):
+        guess["intent"] = Intent.RESTARTING
         why += STARTED_AGAIN
-    draft.apply(worker.name, event, **gone, **guess, lease_gone=not ours, reason=worker.reason or why)
+    guess |= {"lease_gone": not ours, "reason": worker.reason or why}
+    builder.apply(worker.name, K.LEASE_REVOKED, revoked, by=cause, **gone, **guess)
 
 
-def _comes_back(draft: Draft, worker: Worker) -> bool:
+def _comes_back(builder: StepBuilder, worker: Worker) -> bool:
     """Whether one whose lease somebody else has revoked is started again once it has left."""
-    return draft.fleet.restart_revoked and worker.course is Course.STEADY and draft.fleet.leaving is None
+    return builder.fleet.restart_revoked and worker.intent is Intent.STEADY and builder.fleet.leaving is None
 
 
-def left_unseen(draft: Draft, worker: Worker) -> None:
+def left_unseen(builder: StepBuilder, worker: Worker) -> None:
     """It has written itself that it drains because its lease is gone; no arbiter has decided what follows that."""
-    if worker.lease_gone and worker.asked_s is None and worker.state is S.DRAINING and _comes_back(draft, worker):
+    if (
+        worker.leave.lease_gone
+        and worker.leave.requested_at_s is None
+        and worker.state is S.DRAINING
+        and _comes_back(builder, worker)
+    ):
         reason = (worker.reason or "its lease was revoked, or has expired, while nobody watched") + STARTED_AGAIN
-        draft.change(worker.name, course=Course.RESTARTING, reason=reason)
+        builder.change(worker.name, intent=Intent.RESTARTING, reason=reason)
 
 
-def registry_listed(draft: Draft, seen: RegistryListed) -> None:
+def registry_listed(builder: StepBuilder, seen: RegistryListed) -> None:
     """The whole registry, as it is after etcd could not be watched: a key that is not in it may have been removed."""
-    for worker in draft.workers():
+    for worker in builder.workers():
         if not worker.runs or worker.lease is None:
             continue
         there = (worker.name, worker.lease) in seen.keys
-        if there and worker.absent_s is not None:
-            draft.change(worker.name, write=False, absent_s=None)
-        elif not there and worker.absent_s is None:
-            draft.change(worker.name, write=False, absent_s=draft.now_s)
+        if there and worker.registration.absent_s is not None:
+            builder.change(worker.name, absent_s=None)
+        elif not there and worker.registration.absent_s is None:
+            builder.change(worker.name, absent_s=builder.now_s)
 
 
-def absent(draft: Draft, worker: Worker) -> None:
+def absent(builder: StepBuilder, worker: Worker) -> None:
     """Nobody has written its key again: its lease was revoked while etcd could not be watched."""
     unregistered(
-        draft, worker, worker.lease or "", "its lease was revoked, or expired, while etcd could not be watched"
+        builder, worker, worker.lease or "", "its lease was revoked, or expired, while etcd could not be watched"
     )
 
 
-def infra_seen(draft: Draft, seen: InfraSeen) -> None:
+def infra_seen(builder: StepBuilder, seen: InfraSeen) -> None:
     """etcd or NATS went away, or both are back."""
-    if seen.ok == draft.fleet.infra_ok:
+    if seen.ok == builder.fleet.infra_ok:
         return
-    draft.set(infra_ok=seen.ok)
+    builder.set(infra_ok=seen.ok)
     if seen.ok:
-        starting.infra_is_back(draft)
+        starting.infra_is_back(builder)
         return
-    since_s = draft.now_s - NOTICED_LATE_S
-    for worker in draft.workers():
+    since_s = builder.now_s - NOTICED_LATE_S
+    for worker in builder.workers():
         history = forgive(worker.history, since_s=since_s)
         if history == worker.history:
             continue
-        draft.change(worker.name, history=history)
+        builder.change(worker.name, history=history)
         if worker.state is S.BACKING_OFF and worker.due_s is not None:
-            draft.change(worker.name, write=False, due_s=None, held_back=True)
+            builder.change(worker.name, due_s=None, waiting_for_infra=True)
 
 
 # --- answers ---------------------------------------------------------------------------------------
 
 
-def loads_heard(draft: Draft, seen: LoadsHeard) -> None:
+def loads_heard(builder: StepBuilder, seen: LoadsHeard) -> None:
     """Loads of those who answered. One that stays silent while it could be asked is hung.
 
-    What counts is time in which it was asked: an arbiter that was stopped itself has asked nobody.
+    Only time in which it was asked counts: an arbiter that was suspended itself has asked nobody.
     """
-    now_s, before_s = draft.now_s, draft.fleet.sampled_s
+    now_s, before_s = builder.now_s, builder.fleet.sampled_s
     passed_s = 0.0 if before_s is None else min(now_s - before_s, SILENCE_COUNTED_MAX_S)
-    draft.set(sampled_s=now_s)
-    for worker in draft.workers():
+    builder.set(sampled_s=now_s)
+    for worker in builder.workers():
         load = _told(seen, worker)
         if load is not None:
-            if load != worker.load or worker.unheard_s or worker.heard_s is None:  # else there is nothing new
-                heard_s = now_s if worker.heard_s is None else worker.heard_s
-                draft.change(worker.name, write=False, load=load, heard_s=heard_s, unheard_s=0.0, silent_s=0.0)
+            if (
+                load != worker.load or worker.health.unheard_s or worker.health.heard_s is None
+            ):  # else there is nothing new
+                heard_s = now_s if worker.health.heard_s is None else worker.health.heard_s
+                builder.change(worker.name, load=load, heard_s=heard_s, unheard_s=0.0, silent_s=0.0)
             continue
         if not worker.runs:
             continue
-        counted = worker.heard_s is not None and not seen.blameless
-        silent_s = worker.silent_s + passed_s if counted else 0.0
-        draft.change(worker.name, write=False, unheard_s=worker.unheard_s + passed_s, silent_s=silent_s)
-        if _unheard(draft.worker(worker.name)):
-            draft.change(worker.name, write=False, load=Missing("no answer"))
-        if silent_s > draft.fleet.health_bound_s and draft.fleet.leaving is None:
+        counted = worker.health.heard_s is not None and not seen.blameless
+        silent_s = worker.health.silent_s + passed_s if counted else 0.0
+        builder.change(worker.name, unheard_s=worker.health.unheard_s + passed_s, silent_s=silent_s)
+        if _unheard(builder.worker(worker.name)):
+            builder.change(worker.name, load=Missing("no answer"))
+        if silent_s > builder.fleet.health_bound_s and builder.fleet.leaving is None:
             reason = f"is hung: it has answered nothing for {silent_s:.0f} s"
-            leaving.hung(draft, draft.worker(worker.name), reason)
+            leaving.hung(builder, builder.worker(worker.name), reason)
 
 
 def _told(seen: LoadsHeard, worker: Worker) -> Load | None:
@@ -196,30 +202,32 @@ def _told(seen: LoadsHeard, worker: Worker) -> Load | None:
 
 def _unheard(worker: Worker) -> bool:
     """For longer than a load is good for. A lease outlives a worker that is stopped by more than that."""
-    return worker.heard_s is None or worker.unheard_s > STALE_S
+    return worker.health.heard_s is None or worker.health.unheard_s > STALE_S
 
 
-def flip_answered(draft: Draft, seen: FlipAnswered) -> None:
+def flip_answered(builder: StepBuilder, seen: FlipAnswered) -> None:
     """It has changed its role, or has not. One that stays, and is not registered any more, leaves."""
-    flipping.answered(draft, seen)
-    worker = draft.get(seen.name)
+    flipping.answered(builder, seen)
+    worker = builder.get(seen.name)
     if worker is not None and worker.runs and worker.ready and worker.lease is None:
-        unregistered(draft, worker, "", "its lease was revoked or has expired")
+        unregistered(builder, worker, "", "its lease was revoked or has expired")
 
 
 # --- time ------------------------------------------------------------------------------------------
 
 
-def stalled(draft: Draft, seen: Stalled) -> None:
+def stalled(builder: StepBuilder, seen: Stalled) -> None:
     """Nothing could be seen for that long, so no deadline that waits for something to be seen may have run on."""
-    for worker in draft.workers():
+    for worker in builder.workers():
         if worker.due_s is not None and worker.state is not S.BACKING_OFF:
-            draft.change(worker.name, write=False, due_s=worker.due_s + seen.for_s)
-        if worker.asked_s is not None:
-            draft.change(worker.name, asked_s=worker.asked_s + seen.for_s)
-        if worker.absent_s is not None:
-            draft.change(worker.name, write=False, absent_s=worker.absent_s + seen.for_s)
-        if worker.returning is not None:
-            later = replace(worker.returning, since_s=worker.returning.since_s + seen.for_s)
-            draft.change(worker.name, write=False, returning=later)
-    draft.set(sampled_s=draft.now_s)
+            builder.change(worker.name, due_s=worker.due_s + seen.for_s)
+        if worker.leave.requested_at_s is not None:
+            builder.change(worker.name, requested_at_s=worker.leave.requested_at_s + seen.for_s)
+        if worker.registration.absent_s is not None:
+            builder.change(worker.name, absent_s=worker.registration.absent_s + seen.for_s)
+        if worker.ended.gpus_pending_release is not None:
+            later = replace(
+                worker.ended.gpus_pending_release, since_s=worker.ended.gpus_pending_release.since_s + seen.for_s
+            )
+            builder.change(worker.name, gpus_pending_release=later)
+    builder.set(sampled_s=builder.now_s)

@@ -4,18 +4,19 @@ A worker with a sibling that serves is drained and started again under its name:
 its own again. Always one after the other; `--rolling` only says so. As long as a sibling is on its way, the restart
 waits for it.
 
-The only worker of a component is replaced instead: its substitute is started first, under another name and on other
-devices, and when that is ready the old one leaves for good. Where no substitute can be (no GPU is free, or the
-component has one port) the restart is refused, unless forced: then nobody serves until the new process is ready.
+The only worker of a component is replaced instead. Its substitute is started first, under another name and on other
+devices. When that is ready, the old one leaves for good. If no substitute is possible (no GPU is free, or the component
+has one port), the restart is refused. Forced, the component has no ready worker until the new process is ready.
 
-Where the new process is faulted the sequence stops: the siblings go on serving with the old configuration.
+If the new process is faulted, the sequence stops: the siblings go on serving with the old configuration.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dynamo_local.core.fleet.fleet import Course, Fleet, RestartPlan, Worker
+from dynamo_local.core.fleet.events import Restart
+from dynamo_local.core.fleet.fleet import Fleet, Intent, RestartPlan, Worker
 from dynamo_local.core.fleet.moves import BeginDrain, Revive, SpawnWorker, TakeBack
 from dynamo_local.core.fleet.scaling import flip_under_way, one_more, taken
 from dynamo_local.core.fleet.states import TRAITS
@@ -47,13 +48,14 @@ class Stopped:
 Step = BeginDrain | Revive | SpawnWorker | TakeBack | Wait | Done | Stopped
 
 
-def plan_restart(view: Fleet, target: str, *, stimulus_id: str, force: bool = False) -> RestartPlan:
+def plan_restart(view: Fleet, command: Restart) -> RestartPlan:
     """A plan for the worker, or all workers of the component, of that name.
 
-    Of a component: what does not serve first (a fault is cleared, capacity comes before it goes), then by the highest
-    suffix; leaving workers and the template are left alone. Of a name: a template is brought back.
+    For a component, workers that are not ready come first (a fault is cleared, capacity comes before it goes), then the
+    highest suffix. Leaving workers and the template are left alone. A template that is named is brought back.
     Raises `UnknownWorker`, or `NotRestartable` for a worker that is leaving or a component without workers.
     """
+    target, force = command.name, command.force
     if any(template.component == target for template in view.templates):
         chosen = [w for w in view.of(target) if w.counts or w.stands_by or w.state is S.FAULTED]
         if not chosen:
@@ -83,10 +85,10 @@ def plan_restart(view: Fleet, target: str, *, stimulus_id: str, force: bool = Fa
         f"{w.name} is the only worker of {w.component}: until it is ready again, requests to it have nowhere to go"
         for w in (last if force else ())
     )
-    todo = tuple((w.name, w.starts) for w in chosen)
+    todo = tuple((w.name, w.start.starts) for w in chosen)
     bring_back = frozenset(w.name for w in chosen if w.state is S.EXITED and not w.counts)
     in_place = frozenset(w.name for w in chosen) if force else frozenset()
-    return RestartPlan(stimulus_id, todo, bring_back=bring_back, in_place=in_place, warnings=warnings)
+    return RestartPlan(command.stimulus_id, todo, bring_back=bring_back, in_place=in_place, warnings=warnings)
 
 
 def check_replaceable(view: Fleet, worker: Worker, what: str) -> None:
@@ -104,7 +106,7 @@ def check_replaceable(view: Fleet, worker: Worker, what: str) -> None:
 
 
 def next_step(view: Fleet, plan: RestartPlan) -> tuple[Step, RestartPlan]:
-    """What to do now, and the plan to ask with after the next change of the fleet.
+    """The step to take now, and the plan to ask with after the next change of the fleet.
 
     Commit the step, then ask with the returned plan. A drained worker is started again by `starting.after_process`, so
     that a restart comes back even if the sequence is lost; `Revive` here is for what has no process to drain.
@@ -126,10 +128,10 @@ def next_step(view: Fleet, plan: RestartPlan) -> tuple[Step, RestartPlan]:
         if substitute is not None:
             return _replaced(view, worker, view.workers[substitute], plan)
         begun_asleep = worker.stands_by and name in plan.begun  # nobody waits for one that is to sleep again
-        if begun_asleep or (worker.settled and worker.starts > starts):
+        if begun_asleep or (worker.settled and worker.start.starts > starts):
             plan = replace(plan, todo=plan.todo[1:], done=(*plan.done, name))
             continue
-        step = _new_process(worker) if worker.starts > starts else _old_process(view, worker, plan)
+        step = _new_process(worker) if worker.start.starts > starts else _old_process(view, worker, plan)
         if isinstance(step, SpawnWorker) or (isinstance(step, Revive) and step.name != name):
             return step, replace(plan, substitutes={**plan.substitutes, name: step.name})
         begun = plan.begun | {name} if isinstance(step, BeginDrain | Revive) else plan.begun
@@ -138,7 +140,7 @@ def next_step(view: Fleet, plan: RestartPlan) -> tuple[Step, RestartPlan]:
 
 
 def _swapped(view: Fleet, plan: RestartPlan) -> tuple[Step | None, RestartPlan]:
-    """What comes is ready first, then what is wanted no more leaves."""
+    """New workers become ready first, then those that are wanted no more leave."""
     for name in plan.awaited:
         worker = view.workers.get(name)
         if worker is not None and worker.state is S.FAULTED:
@@ -161,11 +163,11 @@ def _called_off(view: Fleet, worker: Worker, starts: int, plan: RestartPlan) -> 
         return lost or worker.name in plan.begun or not (worker.counts or worker.runs)
     if worker.state is S.FAULTED or (worker.state is S.EXITED and worker.name in plan.bring_back - plan.begun):
         return False
-    if worker.course is Course.RETURNING:
+    if worker.intent is Intent.RETURNING:
         return True
     if not (worker.counts or worker.stands_by):
         return True
-    return worker.settled and worker.starts == starts and worker.name in plan.begun
+    return worker.settled and worker.start.starts == starts and worker.name in plan.begun
 
 
 def _replaced(view: Fleet, worker: Worker, substitute: Worker, plan: RestartPlan) -> tuple[Step, RestartPlan]:

@@ -1,13 +1,12 @@
-"""`scale`, `drain` and `drain --cancel` as decisions: a view of the fleet in, instructions or a typed refusal out.
+"""`scale`, `drain` and `drain --cancel` as decisions: a view of the fleet in, effects or a typed refusal out.
 
 The rules, in prose:
 
 * A decision is whole: with any part refused nothing is instructed.
-* Capacity on its way counts (lesson 16), leaving and faulted workers do not; `=n` is the change from that count.
-* More: drains are taken back first, then workers on standby are woken (unless told not to). Of the drains, the one that
-  began last goes before the others (it has the most left to do, so it is
-  least likely to be gone already, and scale-downs are undone in reverse). Then the lowest names that have no process:
-  the bare one first, unused, template or faulted.
+* Capacity on its way counts; leaving and faulted workers do not; `=n` is the change from that count.
+* More: drains are taken back first. The drain that began last goes before the others: that worker has the most left to
+  do, so it is the least likely to be gone already. Next, workers on standby are woken (unless `wake` is off). Then the
+  lowest names without a process are started: the bare one first, unused, template or faulted.
 * While a component's workers are restarted, nobody but a person takes one of them away.
 * A faulted worker is started again by a person's `+1`. An automatic decision (`by_person=False`) is refused instead:
   a planner would restart a broken worker for ever.
@@ -21,21 +20,18 @@ The rules, in prose:
 
 from __future__ import annotations
 
-import enum
-import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
-from dynamo_local.core.fleet import sleep_decisions as standby
-from dynamo_local.core.fleet.fleet import Course, Fleet, Template, Worker
+from dynamo_local.core.fleet import sleeping
+from dynamo_local.core.fleet.events import Drain, Scale, VictimPolicy
+from dynamo_local.core.fleet.fleet import Fleet, Intent, Template, Worker
 from dynamo_local.core.fleet.moves import (
     BeginDrain,
     CancelDrain,
     Move,
     PutToSleep,
     Revive,
-    ScalingDecision,
     SpawnWorker,
     TakeBack,
 )
@@ -46,7 +42,6 @@ from dynamo_local.errors import (
     BadTarget,
     BeingRestarted,
     DrainNotCancellable,
-    DynamoError,
     FlipUnderWay,
     LastReadyWorker,
     NotEnoughGpus,
@@ -56,29 +51,7 @@ from dynamo_local.errors import (
 )
 
 # --- victims
-# Who goes when a scale-down names nobody. Values in, an order out; the same fleet always gives the same answer.
-
-
-class VictimPolicy(enum.StrEnum):
-    """How a ready worker is chosen."""
-
-    HIGHEST_SUFFIX = "highest-suffix"
-    """The predecessor's, and the default: the newest name goes first, the unsuffixed one last."""
-    LEAST_LOADED = "least-loaded"
-    """The soonest gone: fewest remaining tokens, then fewest requests (running and waiting)."""
-    COLDEST = "coldest"
-    """The least prefix cache lost, see `cache_at_stake`."""
-
-
-def parse_policy(text: str | None) -> VictimPolicy:
-    """The policy of that name, the default for None. Raises `BadTarget` that lists the policies."""
-    if text is None:
-        return VictimPolicy.HIGHEST_SUFFIX
-    try:
-        return VictimPolicy(text)
-    except ValueError:
-        known = ", ".join(VictimPolicy)
-        raise BadTarget(f"victim policy {text!r} is not known; there are: {known}") from None
+# The victims of a scale-down. Values in, an order out; the same fleet always gives the same answer.
 
 
 def victims(workers: Iterable[Worker], policy: VictimPolicy) -> tuple[Worker, ...]:
@@ -98,8 +71,8 @@ def cache_at_stake(load: Load) -> float:
     """Blocks of prefix cache that are of use: `gpu_prefix_cache_hit_rate × kv_total_blocks`.
 
     An estimate from what workers publish: the share of prompt tokens found in the cache, times its size.
-    Not `× kv_active_blocks`: those are the blocks that running requests hold, and an idle worker with a warm cache
-    has none (cached blocks that nobody uses count as free, in vLLM and in our engine).
+    `kv_active_blocks` would be wrong: those are the blocks that running requests hold. An idle worker with a warm cache
+    has none, because unused cached blocks count as free, in vLLM and in our engine.
     """
     return load.gpu_prefix_cache_hit_rate * load.kv_total_blocks
 
@@ -130,69 +103,24 @@ _COSTS: dict[VictimPolicy, Callable[[Load | Missing], Cost]] = {
     VictimPolicy.COLDEST: _cache_lost,
 }
 
-_TARGET = re.compile(r"([+\-=]?)([0-9]{1,4})")
 
+def decide(view: Fleet, command: Scale) -> tuple[Move, ...]:
+    """The moves that bring the component there.
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """`relative`: this many more (or, negative, fewer); else exactly this many."""
-
-    count: int
-    relative: bool
-
-    def __str__(self) -> str:
-        return f"{self.count:+d}" if self.relative else f"={self.count}"
-
-    def delta(self, capacity: int) -> int:
-        """How many to add to (or take from) so many workers."""
-        return self.count if self.relative else self.count - capacity
-
-
-def parse_target(text: str) -> Change:
-    """`+1`, `-1`, `=3` or `3`. Raises `BadTarget` for anything else, and for a change by 0."""
-    match = _TARGET.fullmatch(text.strip())
-    if match is None:
-        raise BadTarget(f"{text!r} is no number of workers; write +1 or -1 for a change, =3 or 3 for a number")
-    sign, count = match[1], int(match[2])
-    if sign in ("+", "-") and count == 0:
-        raise BadTarget(f"{text!r} changes nothing; write =0 for no worker at all")
-    if sign == "-":
-        return Change(-count, relative=True)
-    return Change(count, relative=sign == "+")
-
-
-def decide(
-    view: Fleet,
-    component: str,
-    change: Change,
-    *,
-    stimulus_id: str,
-    force: bool = False,
-    victim_policy: VictimPolicy = VictimPolicy.HIGHEST_SUFFIX,
-    by_person: bool = True,
-    wait_for_gpus: bool = False,
-    wake: bool = True,
-    sleep: bool = False,
-) -> ScalingDecision:
-    """What brings the component there. `refused` is one of `UnknownWorker` (no such component, or more of one that is
-    being removed), `BadTarget` (fewer than none), `LastReadyWorker`, `TooManyWorkers`, `NotEnoughGpus`,
-    `WorkerFaulted`.
+    Raises `UnknownWorker` (no such component, or more of one that is being removed), `BadTarget` (fewer than none),
+    `LastReadyWorker`, `TooManyWorkers`, `NotEnoughGpus`, `WorkerFaulted` or `BeingRestarted`.
     """
-
-    def make() -> tuple[Move, ...]:
-        template = view.template(component)
-        delta = change.delta(view.capacity(component))
-        if delta < 0:
-            if not by_person:
-                _check_not_restarted(view, component)
-            return _fewer(view, template, -delta, force, victim_policy, f"scale {change}", sleep=sleep)
-        if delta > 0:
-            if template.retired:
-                raise UnknownWorker(f"{component} is being removed by an apply, and gets no more workers")
-            return _more(view, template, delta, by_person, wait_for_gpus, f"scale {change}", wake=wake)
-        return ()
-
-    return _decision(stimulus_id, make)
+    template = view.template(command.component)
+    delta, reason = command.target.delta(view.capacity(command.component)), f"scale {command.target}"
+    if delta < 0:
+        if not command.by_person:
+            _check_not_restarted(view, command.component)
+        return _fewer(view, template, -delta, command, reason)
+    if delta > 0:
+        if template.retired:
+            raise UnknownWorker(f"{command.component} is being removed by an apply, and gets no more workers")
+        return _more(view, template, delta, command, reason)
+    return ()
 
 
 def _check_not_restarted(view: Fleet, component: str) -> None:
@@ -207,44 +135,38 @@ def _check_not_restarted(view: Fleet, component: str) -> None:
                 )
 
 
-def decide_drain(view: Fleet, name: str, *, stimulus_id: str, force: bool = False) -> ScalingDecision:
-    """`dynamo drain NAME`. Nothing for one that leaves already; one that does not serve (yet) is taken back.
+def decide_drain(view: Fleet, command: Drain) -> tuple[Move, ...]:
+    """None for a worker that leaves already. A worker that does not serve (yet) is taken back.
 
-    `refused` is `UnknownWorker` or `LastReadyWorker`.
+    Raises `UnknownWorker`, `LastReadyWorker` or `FlipUnderWay`.
     """
-
-    def make() -> tuple[Move, ...]:
-        worker = view.worker(name)
-        if worker.state is WorkerState.FAULTED:
-            return (TakeBack(worker.name, "drain of a faulted worker"),)
-        if worker.lapsed and worker.state is WorkerState.DRAINING:  # it may come back by itself; from now on it may not
-            return (BeginDrain(worker.name, "drain"),)
-        if not (worker.counts or worker.stands_by):
-            return ()
-        if worker.flip is not None:
-            raise flip_under_way(worker, f"`dynamo drain {worker.name}`")
-        check_not_last(view, [worker] if worker.counts else [], force, f"`dynamo drain {worker.name}`")
-        return (taken(worker, "drain"),)
-
-    return _decision(stimulus_id, make)
+    worker = view.worker(command.name)
+    if worker.state is WorkerState.FAULTED:
+        return (TakeBack(worker.name, "drain of a faulted worker"),)
+    if (
+        worker.leave.silent_at_expiry and worker.state is WorkerState.DRAINING
+    ):  # it might come back; from now on it may not
+        return (BeginDrain(worker.name, "drain"),)
+    if not (worker.counts or worker.stands_by):
+        return ()
+    if worker.flip is not None:
+        raise flip_under_way(worker, f"`dynamo drain {worker.name}`")
+    check_not_last(view, [worker] if worker.counts else [], command.force, f"`dynamo drain {worker.name}`")
+    return (taken(worker, "drain"),)
 
 
-def decide_cancel(view: Fleet, name: str, *, stimulus_id: str) -> ScalingDecision:
-    """`dynamo drain NAME --cancel`. Nothing for one that is ready or returning; a restart's drain is called off too.
+def decide_cancel(view: Fleet, command: Drain) -> tuple[Move, ...]:
+    """None for a worker that is ready or returning. The drain of a restart is called off, too.
 
-    `refused` is `UnknownWorker` or `DrainNotCancellable`, which says why.
+    Raises `UnknownWorker`, or `DrainNotCancellable` with the reason.
     """
-
-    def make() -> tuple[Move, ...]:
-        worker = view.worker(name)
-        if worker.ready or worker.course is Course.RETURNING:
-            return ()
-        restarts = worker.drains_from_service and worker.course is Course.RESTARTING
-        if not worker.cancellable and not restarts:
-            raise DrainNotCancellable(_why_not_cancellable(worker))
-        return (CancelDrain(worker.name, "drain --cancel"), *_waiting_in_vain(view, [worker]))
-
-    return _decision(stimulus_id, make)
+    worker = view.worker(command.name)
+    if worker.ready or worker.intent is Intent.RETURNING:
+        return ()
+    restarts = worker.drains_from_service and worker.intent is Intent.RESTARTING
+    if not worker.cancellable and not restarts:
+        raise DrainNotCancellable(_why_not_cancellable(worker))
+    return (CancelDrain(worker.name, "drain --cancel"), *_waiting_in_vain(view, [worker]))
 
 
 def flip_under_way(worker: Worker, what: str) -> FlipUnderWay:
@@ -266,33 +188,24 @@ def one_more(view: Fleet, component: str, reason: str) -> SpawnWorker | Revive:
     return _starts(view, template, 1, (), True, reason)[0]
 
 
-def _decision(stimulus_id: str, make: Callable[[], tuple[Move, ...]]) -> ScalingDecision:
-    try:
-        return ScalingDecision(stimulus_id, make())
-    except DynamoError as refusal:
-        return ScalingDecision(stimulus_id, refused=refusal)
-
-
 # --- more --------------------------------------------------------------------------------------
 
 
-def _more(
-    view: Fleet, template: Template, count: int, by_person: bool, wait_for_gpus: bool, reason: str, *, wake: bool
-) -> tuple[Move, ...]:
+def _more(view: Fleet, template: Template, count: int, command: Scale, reason: str) -> tuple[Move, ...]:
     component = template.component
     _check_limit(template, view.capacity(component) + count)
     drains = sorted((w for w in view.of(component) if w.cancellable), key=lambda w: (-w.since_s, w.n))[:count]
     back = tuple(CancelDrain(worker.name, f"{reason}: its drain is taken back") for worker in drains)
-    woken = standby.woken_first(view, component, count - len(back), reason) if wake else ()
+    woken = sleeping.woken_first(view, component, count - len(back), reason) if command.wake else ()
     missing = count - len(back) - len(woken)
     faulted = [worker for worker in view.of(component) if worker.state is WorkerState.FAULTED]
-    if missing and faulted and not by_person:
+    if missing and faulted and not command.by_person:
         worker = faulted[0]
         raise WorkerFaulted(
             f"{worker.name} is faulted ({worker.reason or 'no reason recorded'}): no more {component} is started "
             f"unasked; see its log, then `dynamo restart {worker.name}` or `dynamo drain {worker.name}`"
         )
-    starts = _starts(view, template, missing, drains, wait_for_gpus, reason)
+    starts = _starts(view, template, missing, drains, command.wait_for_gpus, reason)
     return (*back, *woken, *starts, *_waiting_in_vain(view, drains))
 
 
@@ -379,9 +292,7 @@ def _waiting_in_vain(view: Fleet, returning: Sequence[Worker]) -> tuple[Move, ..
 # --- fewer -------------------------------------------------------------------------------------
 
 
-def _fewer(
-    view: Fleet, template: Template, count: int, force: bool, policy: VictimPolicy, reason: str, *, sleep: bool
-) -> tuple[Move, ...]:
+def _fewer(view: Fleet, template: Template, count: int, command: Scale, reason: str) -> tuple[Move, ...]:
     component = template.component
     have = view.capacity(component)
     if count > have:
@@ -390,12 +301,12 @@ def _fewer(
         )
     turning = [worker for worker in view.on_their_way(component) if worker.flip is not None]
     first = arrivals([worker for worker in view.on_their_way(component) if worker.flip is None])[:count]
-    then = victims(view.ready(component), policy)[: count - len(first)]
+    then = victims(view.ready(component), command.victim_policy)[: count - len(first)]
     chosen = [*first, *then]
     if len(chosen) < count:
         raise flip_under_way(turning[0], f"`{reason}` of {component}")
-    check_not_last(view, chosen, force, f"`{reason}` of {component}")
-    kept = standby.kept_asleep(view, template, then, reason) if sleep else {}
+    check_not_last(view, chosen, command.force, f"`{reason}` of {component}")
+    kept = sleeping.kept_asleep(view, template, then, reason) if command.sleep else {}
     return tuple(kept.get(worker.name) or _spared(worker, reason) for worker in chosen)
 
 
@@ -406,7 +317,7 @@ def _spared(worker: Worker, reason: str) -> BeginDrain | TakeBack | PutToSleep:
 
 def taken(worker: Worker, reason: str) -> BeginDrain | TakeBack:
     """How this one goes. One that is called back from a drain may serve already: it is drained again."""
-    returns = worker.state is WorkerState.DRAINING and worker.course is Course.RETURNING
+    returns = worker.state is WorkerState.DRAINING and worker.intent is Intent.RETURNING
     if worker.ready or returns or TRAITS[worker.state].standby:
         return BeginDrain(worker.name, reason)
     return TakeBack(worker.name, f"{reason}: it was {worker.state}")

@@ -1,34 +1,36 @@
-"""Workers on standby: put to sleep, kept asleep, woken; each order is given until the worker says that it is done.
+"""Workers on standby: which may sleep or wake, and what follows until the worker says that it has done so.
 
-A worker says in its ready key which order it has carried out, and what it keeps while it sleeps. What it says about an
-earlier order is out of date. All else that may happen meanwhile (an exit, silence, a drain) is as for any worker.
+The rules, in prose:
+
+* Only workers whose component has `standby` in its configuration sleep. Their engines were made, and rehearsed, for it.
+* Unforced, the last ready worker of a component is not put to sleep.
+* A sleeper wakes on its own devices, because its process is pinned to them. If somebody holds one of these, the wake is
+  refused and names the holder. If all holders leave, the sleeper waits until they are gone.
+* A worker that is still to be put to sleep just stays awake.
+* The controller repeats an order until the worker says in its ready key that it has carried the order out. A key
+  about an earlier order is out of date.
+* An exit, silence or a drain meanwhile is handled as for any worker.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from dynamo_local.core.fleet import draining as leaving
-from dynamo_local.core.fleet import sleep_decisions as deciding_standby
-from dynamo_local.core.fleet.builder import STARTED_AGAIN, Draft
+from dynamo_local.core.fleet.builder import STARTED_AGAIN, StepBuilder
 from dynamo_local.core.fleet.effects import OrderSleep, OrderWake, Tell
-from dynamo_local.core.fleet.events import KeyPut, OrderAnswered
-from dynamo_local.core.fleet.fleet import Course, RestartPlan, Standby, StandbyFacts, Template, Worker
-from dynamo_local.core.fleet.lifecycle import (
-    DrainRequested,
-    HealthFailed,
-    LeaseRevoked,
-    Registered,
-    SleepCancelled,
-    SleepRequested,
-    Slept,
-    WakeRequested,
-    Woken,
-)
+from dynamo_local.core.fleet.events import KeyPut, OrderAnswered, Sleep, Wake
+from dynamo_local.core.fleet.fleet import Fleet, Intent, RestartPlan, Standby, StandbyFacts, Template, Worker
+from dynamo_local.core.fleet.lifecycle import TransitionKind as K
+from dynamo_local.core.fleet.moves import PutToSleep, WakeUp
 from dynamo_local.core.fleet.states import TRAITS
-from dynamo_local.core.gpus import Sleeper
+from dynamo_local.core.gpus import Sleeper, gib
 from dynamo_local.core.notes import Ailing
+from dynamo_local.core.types import Missing
 from dynamo_local.core.types import WorkerState as S
+from dynamo_local.errors import DynamoError, NotEnoughMemory, NotSleepable, NotWakeable
 
 ENGINE_S = 120.0
 """How long an engine may take to let go of its GPU, when its worker's streams have ended."""
@@ -38,261 +40,387 @@ KEEP = "standby"
 """The cause of what follows from `ServiceArgs.standby`."""
 
 
+# --- decisions ---------------------------------------------------------------------------------
+
+LEVELS = (1, 2)
+
+
+def decide_sleep(view: Fleet, command: Sleep) -> tuple[PutToSleep, ...]:
+    """None for a worker that sleeps, or will, at that level.
+
+    Raises `UnknownWorker`, `NotSleepable` or `NotEnoughMemory`. The caller checks whether it is the last that serves
+    (`scaling.check_not_last`).
+    """
+    return tuple(_to_sleep(view, view.worker(command.name), command.level))
+
+
+def _to_sleep(view: Fleet, worker: Worker, level: int) -> Iterator[PutToSleep]:
+    if level not in LEVELS:
+        raise NotSleepable(f"there is no sleep level {level}; 1 keeps the weights in main memory, 2 reads them again")
+    if worker.stands_by and not TRAITS[worker.state].standby:
+        return  # it sleeps as soon as it has started
+    if worker.stands_by:
+        if worker.standby.level != level:
+            raise NotSleepable(
+                f"{worker.name} is {worker.state} at level {worker.standby.level} already; `dynamo wake {worker.name}` "
+                "first"
+            )
+        return
+    if worker.state is not S.READY and not TRAITS[worker.state].standby:
+        raise NotSleepable(f"{worker.name} is {worker.state}: only a ready worker can be put to sleep")
+    if view.template_of(worker).standby is None:
+        raise NotSleepable(
+            f"{worker.name} cannot sleep: its engine was not started for it; set `ServiceArgs.standby` of "
+            f"{worker.component} (0 keeps none asleep) and apply that"
+        )
+    if worker.standby.cannot is not None:
+        raise NotSleepable(f"{worker.name} cannot sleep: {worker.standby.cannot}")
+    _check_host_memory(view, worker, level)
+    yield PutToSleep(worker.name, level, "sleep")
+
+
+def _check_host_memory(view: Fleet, worker: Worker, level: int) -> None:
+    needed, free = worker.standby.host_bytes, view.host_free_bytes
+    if level != 1 or isinstance(needed, Missing) or isinstance(free, Missing) or needed <= free:
+        return
+    raise NotEnoughMemory(
+        f"{worker.name} cannot sleep at level 1: that takes {gib(needed)} of main memory for its weights, {gib(free)} "
+        f"are free; `dynamo sleep {worker.name} --level 2` keeps none there, and reads the weights again when it wakes"
+    )
+
+
+def decide_wake(view: Fleet, command: Wake) -> tuple[WakeUp, ...]:
+    """None for a worker that serves or is being woken.
+
+    Raises `UnknownWorker`, or `NotWakeable` that names the holder of the worker's devices.
+    """
+    worker = view.worker(command.name)
+    if worker.ready or worker.state is S.WAKING or (TRAITS[worker.state].asleep and not worker.standby.wanted):
+        return ()
+    if not worker.stands_by:
+        raise NotWakeable(f"{worker.name} is {worker.state}, and not asleep: there is nothing to wake")
+    return (wake_of(view, worker, "wake"),)
+
+
+def wake_of(view: Fleet, worker: Worker, reason: str) -> WakeUp:
+    """The move that wakes this one. Raises `NotWakeable`."""
+    if not TRAITS[worker.state].asleep:
+        return WakeUp(worker.name, reason=reason)
+    why = view.gpus.why_not_woken(worker.name, view.template_of(worker).vram_share)
+    if why is None:
+        return WakeUp(worker.name, reason=reason)
+    if _holders_leave(view, worker):
+        return WakeUp(worker.name, waits=True, reason=reason)
+    raise NotWakeable(
+        f"{worker.name} cannot be woken on its GPUs, to which its process is pinned: {why}; free them, or start "
+        f"another worker elsewhere (`dynamo scale {worker.component} +1 --no-wake`)"
+    )
+
+
+def waits_in_vain(view: Fleet, worker: Worker) -> str | None:
+    """Why a sleeper that waits for its devices will not get them; None while it may."""
+    why = view.gpus.why_not_woken(worker.name, view.template_of(worker).vram_share)
+    return why if why is not None and not _holders_leave(view, worker) else None
+
+
+def _holders_leave(view: Fleet, worker: Worker) -> bool:
+    """Somebody of ours holds its devices, and all of those leave (or fall asleep)."""
+    uuids = view.gpus.sleepers[worker.name].uuids
+    holders = [view.workers[who] for uuid in uuids if (who := view.gpus.holder_of.get(uuid)) is not None]
+    return bool(holders) and not any(each.counts or each.stands_by for each in holders)
+
+
+def kept_asleep(view: Fleet, template: Template, going: Sequence[Worker], reason: str) -> dict[str, PutToSleep]:
+    """Ready workers that sleep instead of being given up, by name: as many as the component lacks on standby.
+
+    `_keep` would start others for that.
+    """
+    there = sum(worker.stands_by for worker in view.of(template.component))
+    moves: dict[str, PutToSleep] = {}
+    for worker in going:
+        if len(moves) + there >= (template.standby or 0):
+            break
+        try:
+            able = any(_to_sleep(view, worker, LEVELS[0]))
+        except DynamoError:
+            able = False
+        if able:
+            moves[worker.name] = PutToSleep(worker.name, LEVELS[0], reason)
+    return moves
+
+
+def woken_first(view: Fleet, component: str, count: int, reason: str) -> tuple[WakeUp, ...]:
+    """At most so many workers on standby that can serve soon: the ones nearest to it first."""
+    order = {S.FALLING_ASLEEP: 0, S.SLEEPING: 1, S.STARTING: 2}
+    there = [worker for worker in view.of(component) if worker.stands_by]
+    there.sort(key=lambda w: (order.get(w.state, 3), w.standby.level, w.n))
+    moves: list[WakeUp] = []
+    ledger, share = view.gpus, view.template(component).vram_share
+    for worker in there:
+        if len(moves) == count:
+            break
+        if TRAITS[worker.state].asleep:
+            if ledger.why_not_woken(worker.name, share) is not None:
+                continue
+            ledger = ledger.wake(worker.name, share)
+        moves.append(WakeUp(worker.name, reason=f"{reason}: it was {worker.state}"))
+    return tuple(moves)
+
+
 # --- orders --------------------------------------------------------------------------------------
 
 
-def put_to_sleep(draft: Draft, worker: Worker, level: int, reason: str) -> None:
+def put_to_sleep(builder: StepBuilder, worker: Worker, level: int, reason: str) -> None:
     """Order it to sleep; one that sleeps and waited to be woken just goes on."""
     standby = replace(worker.standby, wanted=True, drained=False)
     if TRAITS[worker.state].asleep:
-        draft.change(worker.name, standby=standby, reason=reason)
+        builder.change(worker.name, standby=standby, reason=reason)
         return
     level = worker.standby.level if worker.state is S.WAKING else level
     standby = replace(standby, order=standby.order + 1, level=level)
-    event = SleepRequested(stimulus_id=draft.stimulus_id, level=level, reason=reason)
-    cause, due_s = draft.stimulus_id, draft.now_s + draft.template(worker.name).drain_deadline_s + ENGINE_S
-    draft.apply(worker.name, event, standby=standby, reason=reason, cause=cause, due_s=due_s)
-    give(draft, worker.name)
+    details = {"level": level, "reason": reason}
+    cause, due_s = builder.stimulus_id, builder.now_s + builder.template(worker.name).drain_deadline_s + ENGINE_S
+    builder.apply(worker.name, K.SLEEP_REQUESTED, details, standby=standby, reason=reason, cause=cause, due_s=due_s)
+    give(builder, worker.name)
 
 
-def wake_up(draft: Draft, worker: Worker, reason: str) -> None:
+def wake_up(builder: StepBuilder, worker: Worker, reason: str) -> None:
     """Order it to wake, if it can have its devices; else it waits for them. One that does not sleep yet, will not."""
     standby = replace(worker.standby, wanted=False)
     if not TRAITS[worker.state].standby:
-        draft.change(worker.name, standby=standby, cause=draft.stimulus_id)
+        builder.change(worker.name, standby=standby, cause=builder.stimulus_id)
         return
     if not TRAITS[worker.state].asleep:
-        _order_to_wake(draft, worker, standby, reason)
+        _order_to_wake(builder, worker, standby, reason)
         return
-    share = draft.template(worker.name).vram_share
-    if draft.fleet.gpus.why_not_woken(worker.name, share) is not None:
-        draft.change(worker.name, standby=standby, reason=reason, cause=draft.stimulus_id)
-        draft.look_at_gpus(draft.now_s)
+    share = builder.template(worker.name).vram_share
+    if builder.fleet.gpus.why_not_woken(worker.name, share) is not None:
+        builder.change(worker.name, standby=standby, reason=reason, cause=builder.stimulus_id)
+        builder.look_at_gpus(builder.now_s)
         return
-    uuids = draft.fleet.gpus.sleepers[worker.name].uuids
-    draft.set(gpus=draft.fleet.gpus.wake(worker.name, share))
-    draft.change(worker.name, gpus=uuids)
-    _order_to_wake(draft, worker, standby, reason)
+    uuids = builder.fleet.gpus.sleepers[worker.name].uuids
+    builder.set(gpus=builder.fleet.gpus.wake(worker.name, share))
+    builder.change(worker.name, gpus=uuids)
+    _order_to_wake(builder, worker, standby, reason)
 
 
-def _order_to_wake(draft: Draft, worker: Worker, standby: Standby, reason: str) -> None:
-    event = WakeRequested(stimulus_id=draft.stimulus_id, reason=reason)
-    due_s = draft.now_s + draft.template(worker.name).start_deadline_s
+def _order_to_wake(builder: StepBuilder, worker: Worker, standby: Standby, reason: str) -> None:
+    due_s = builder.now_s + builder.template(worker.name).start_deadline_s
     standby = replace(standby, order=standby.order + 1)
-    draft.apply(worker.name, event, standby=standby, reason=reason, cause=draft.stimulus_id, due_s=due_s)
-    give(draft, worker.name)
+    what: dict[str, Any] = {"standby": standby, "reason": reason, "cause": builder.stimulus_id, "due_s": due_s}
+    builder.apply(worker.name, K.WAKE_REQUESTED, {"reason": reason}, **what)
+    give(builder, worker.name)
 
 
-def give(draft: Draft, name: str) -> None:
+def give(builder: StepBuilder, name: str) -> None:
     """Give the worker its last order (again): it takes the same one twice."""
-    worker = draft.worker(name)
+    worker = builder.worker(name)
     if worker.pid is None:
         return
-    draft.change(name, write=False, standby=replace(worker.standby, ask_s=draft.now_s + ASK_AGAIN_S))
+    builder.change(name, standby=replace(worker.standby, ask_s=builder.now_s + ASK_AGAIN_S))
     order = worker.standby.order
     if worker.state is S.WAKING:
-        draft.do(OrderWake(name, worker.pid, order))
+        builder.do(OrderWake(name, worker.pid, order))
     else:
-        draft.do(OrderSleep(name, worker.pid, order, worker.standby.level))
+        builder.do(OrderSleep(name, worker.pid, order, worker.standby.level))
 
 
-def answered(draft: Draft, seen: OrderAnswered) -> None:
+def answered(builder: StepBuilder, seen: OrderAnswered) -> None:
     """It has the order; or it will not carry it out; or nobody knows, and it is asked again (`ask_s`)."""
-    worker = draft.get(seen.name)
+    worker = builder.get(seen.name)
     if worker is None or worker.pid != seen.pid or worker.standby.order != seen.order or seen.error is not None:
         return
     if worker.state not in (S.FALLING_ASLEEP, S.WAKING):
         return
-    draft.change(seen.name, write=False, standby=replace(worker.standby, ask_s=None))
+    builder.change(seen.name, standby=replace(worker.standby, ask_s=None))
     if seen.refused is not None and worker.state is S.FALLING_ASLEEP:
-        _not_asleep(draft, worker, seen.refused)
+        _not_asleep(builder, worker, seen.refused)
 
 
 # --- what it says ----------------------------------------------------------------------------------
 
 
-def heard(draft: Draft, worker: Worker, seen: KeyPut) -> bool:
+def heard(builder: StepBuilder, worker: Worker, seen: KeyPut) -> bool:
     """It has put its key; whether that was about standby, so that nothing more follows from it."""
     facts = seen.standby
     if facts is None:
         return TRAITS[worker.state].standby
-    worker = _noted(draft, worker, facts)
+    worker = _noted(builder, worker, facts)
     state = worker.state
     if state is S.STARTING and facts.asleep:  # adopted: nobody saw that it was ready first
-        draft.apply(worker.name, Registered(stimulus_id=seen.stimulus_id, lease=seen.lease), due_s=None)
+        builder.apply(worker.name, K.REGISTERED, {"lease": seen.lease}, due_s=None)
         state = S.READY
     known = TRAITS[state].standby or (state is S.READY and facts.asleep)
     if not known or facts.order < worker.standby.order:
         return TRAITS[state].standby
     if facts.asleep and state in (S.READY, S.FALLING_ASLEEP):
-        _slept(draft, draft.worker(worker.name), facts, seen.stimulus_id)
+        _slept(builder, builder.worker(worker.name), facts, seen.stimulus_id)
     elif not facts.asleep and state is S.WAKING:
-        _woken(draft, worker, facts, seen.stimulus_id)
+        _woken(builder, worker, facts, seen.stimulus_id)
     elif not facts.asleep and state is S.FALLING_ASLEEP:
-        _not_asleep(draft, worker, facts.note or "it did not say why")
+        _not_asleep(builder, worker, facts.note or "it did not say why")
     return True
 
 
-def _noted(draft: Draft, worker: Worker, facts: StandbyFacts) -> Worker:
-    """What holds whatever its state is."""
+def _noted(builder: StepBuilder, worker: Worker, facts: StandbyFacts) -> Worker:
+    """Note the facts that hold in any state."""
     standby = replace(worker.standby, cannot=facts.cannot, host_bytes=facts.rehearsed_bytes)
     if standby != worker.standby:
-        draft.change(worker.name, write=False, standby=standby)
-    return draft.worker(worker.name)
+        builder.change(worker.name, standby=standby)
+    return builder.worker(worker.name)
 
 
-def _slept(draft: Draft, worker: Worker, facts: StandbyFacts, cause: str) -> None:
+def _slept(builder: StepBuilder, worker: Worker, facts: StandbyFacts, cause: str) -> None:
     sleeper = Sleeper(worker.gpus, facts.vram_bytes, facts.host_bytes, facts.pids)
-    draft.set(gpus=draft.fleet.gpus.fall_asleep(worker.name, sleeper))
+    builder.set(gpus=builder.fleet.gpus.fall_asleep(worker.name, sleeper))
     standby = replace(worker.standby, wanted=True, order=facts.order, level=facts.level, ask_s=None)
-    slept = Slept(stimulus_id=cause, level=facts.level)
-    draft.apply(worker.name, slept, gpus=(), due_s=None, standby=standby)
-    draft.look_at_gpus(draft.now_s)  # somebody may wait for its devices
+    builder.apply(worker.name, K.SLEPT, {"level": facts.level}, by=cause, gpus=(), due_s=None, standby=standby)
+    builder.look_at_gpus(builder.now_s)  # somebody may wait for its devices
     if facts.recycle is not None:
-        draft.do(Tell(f"{worker.name} is started again: {facts.recycle}"))
-        _recycle(draft, worker, facts.recycle)
+        builder.do(Tell(f"{worker.name} is started again: {facts.recycle}"))
+        _recycle(builder, worker, facts.recycle)
 
 
-def _woken(draft: Draft, worker: Worker, facts: StandbyFacts, cause: str) -> None:
+def _woken(builder: StepBuilder, worker: Worker, facts: StandbyFacts, cause: str) -> None:
     standby = replace(worker.standby, ask_s=None)
-    draft.apply(worker.name, Woken(stimulus_id=cause), due_s=None, reason=None, standby=standby)
+    builder.apply(worker.name, K.WOKEN, by=cause, due_s=None, reason=None, standby=standby)
     if facts.recycle is not None:
-        draft.do(Tell(f"{worker.name} is restarted: {facts.recycle}"))
-        _recycle(draft, worker, facts.recycle)
+        builder.do(Tell(f"{worker.name} is restarted: {facts.recycle}"))
+        _recycle(builder, worker, facts.recycle)
 
 
-def _recycle(draft: Draft, worker: Worker, why: str) -> None:
+def _recycle(builder: StepBuilder, worker: Worker, why: str) -> None:
     """A new process, without a moment in which nobody serves: as `dynamo restart` would do it."""
-    if any(name == worker.name for plan in draft.fleet.restarts for name, _ in plan.todo):
+    if any(name == worker.name for plan in builder.fleet.restarts for name, _ in plan.todo):
         return
-    draft.change(worker.name, reason=why)
-    plan = RestartPlan(f"recycle:{worker.name}", ((worker.name, worker.starts),))
-    draft.set(restarts=(*draft.fleet.restarts, plan))
+    builder.change(worker.name, reason=why)
+    plan = RestartPlan(f"recycle:{worker.name}", ((worker.name, worker.start.starts),))
+    builder.set(restarts=(*builder.fleet.restarts, plan))
 
 
-def _not_asleep(draft: Draft, worker: Worker, why: str) -> None:
+def _not_asleep(builder: StepBuilder, worker: Worker, why: str) -> None:
     """It serves as before; one that was started only to sleep leaves (`advance`)."""
     standby = replace(worker.standby, wanted=False, ask_s=None)
-    event = SleepCancelled(stimulus_id=draft.stimulus_id, reason=why)
-    draft.apply(worker.name, event, due_s=None, reason=f"it was not put to sleep: {why}", standby=standby)
-    draft.do(Tell(f"{worker.name} was not put to sleep: {why}", Ailing(worker.name)))
+    what: dict[str, Any] = {"due_s": None, "reason": f"it was not put to sleep: {why}", "standby": standby}
+    builder.apply(worker.name, K.SLEEP_CANCELLED, {"reason": why}, **what)
+    builder.do(Tell(f"{worker.name} was not put to sleep: {why}", Ailing(worker.name)))
 
 
 # --- deadlines, ends, successors --------------------------------------------------------------------
 
 
-def still_awake(draft: Draft, worker: Worker) -> None:
+def still_awake(builder: StepBuilder, worker: Worker) -> None:
     """Its streams have not ended, or its engine hangs: it is woken, which does no harm to the first."""
-    waited_s = draft.now_s - worker.since_s
+    waited_s = builder.now_s - worker.since_s
     why = f"it was not asleep {waited_s:.0f} s after it was asked to"
-    draft.do(Tell(f"{worker.name}: {why}; it serves again", Ailing(worker.name)))
-    wake_up(draft, worker, why)
+    builder.do(Tell(f"{worker.name}: {why}; it serves again", Ailing(worker.name)))
+    wake_up(builder, worker, why)
 
 
-def still_asleep(draft: Draft, worker: Worker) -> None:
+def still_asleep(builder: StepBuilder, worker: Worker) -> None:
     """It does not wake: it is ended, and started again."""
-    waited_s = draft.now_s - worker.since_s
+    waited_s = builder.now_s - worker.since_s
     reason = f"was not awake {waited_s:.0f} s after it was asked to wake"
-    draft.apply(worker.name, HealthFailed(stimulus_id="wake-deadline", reason=reason), reason=reason)
-    leaving.finish(draft, worker)
+    builder.apply(worker.name, K.HEALTH_FAILED, {"reason": reason}, by="wake-deadline", reason=reason)
+    leaving.finish(builder, worker)
 
 
-def ask_again(draft: Draft, worker: Worker) -> None:
+def ask_again(builder: StepBuilder, worker: Worker) -> None:
     """Nobody knows whether the order arrived."""
     if worker.state in (S.FALLING_ASLEEP, S.WAKING):
-        give(draft, worker.name)
+        give(builder, worker.name)
     else:
-        draft.change(worker.name, write=False, standby=replace(worker.standby, ask_s=None))
+        builder.change(worker.name, standby=replace(worker.standby, ask_s=None))
 
 
-def at_exit(draft: Draft, worker: Worker, code: int | None) -> Worker:
+def at_exit(builder: StepBuilder, worker: Worker, code: int | None) -> Worker:
     """One that ended in order after its lease had gone was told to leave by that, though nobody heard of it then."""
-    if TRAITS[worker.state].standby and worker.lease_gone and code == 0:
-        reason, course = "its lease was revoked or has expired", worker.course
-        if draft.fleet.restart_revoked and draft.fleet.leaving is None:
-            reason, course = reason + STARTED_AGAIN, Course.RESTARTING
-        draft.apply(worker.name, LeaseRevoked(stimulus_id=draft.stimulus_id), reason=reason, course=course)
-        return draft.worker(worker.name)
+    if TRAITS[worker.state].standby and worker.leave.lease_gone and code == 0:
+        reason, intent = "its lease was revoked or has expired", worker.intent
+        if builder.fleet.restart_revoked and builder.fleet.leaving is None:
+            reason, intent = reason + STARTED_AGAIN, Intent.RESTARTING
+        builder.apply(worker.name, K.LEASE_REVOKED, {"lease": ""}, reason=reason, intent=intent)
+        return builder.worker(worker.name)
     return worker
 
 
-def resume(draft: Draft, worker: Worker) -> None:
+def resume(builder: StepBuilder, worker: Worker) -> None:
     """A successor: the orders under way are given again, and have their whole time."""
-    template = draft.template(worker.name)
+    template = builder.template(worker.name)
     if worker.state is S.FALLING_ASLEEP:
-        draft.change(worker.name, write=False, due_s=draft.now_s + template.drain_deadline_s + ENGINE_S)
-        give(draft, worker.name)
+        builder.change(worker.name, due_s=builder.now_s + template.drain_deadline_s + ENGINE_S)
+        give(builder, worker.name)
     elif worker.state is S.WAKING:
-        draft.change(worker.name, write=False, due_s=draft.now_s + template.start_deadline_s)
-        give(draft, worker.name)
+        builder.change(worker.name, due_s=builder.now_s + template.start_deadline_s)
+        give(builder, worker.name)
 
 
 # --- what is kept ------------------------------------------------------------------------------------
 
 
-def advance(draft: Draft) -> None:
-    """Who is to sleep and can is put to sleep; who waits for its devices is woken; `standby` workers are kept."""
-    for worker in draft.workers():
-        if worker.state is S.READY and worker.standby.wanted and worker.course is Course.STEADY:
-            _first_sleep(draft, worker)
-        elif TRAITS[worker.state].asleep and not worker.standby.wanted and worker.course is Course.STEADY:
-            _try_to_wake(draft, worker)
-    for template in draft.fleet.templates:
+def advance(builder: StepBuilder) -> None:
+    """Put workers to sleep that are to and can, wake those that wait for their devices, keep `standby` workers."""
+    for worker in builder.workers():
+        if worker.state is S.READY and worker.standby.wanted and worker.intent is Intent.STEADY:
+            _first_sleep(builder, worker)
+        elif TRAITS[worker.state].asleep and not worker.standby.wanted and worker.intent is Intent.STEADY:
+            _try_to_wake(builder, worker)
+    for template in builder.fleet.templates:
         if template.standby and not template.retired:
-            _keep(draft, template)
+            _keep(builder, template)
 
 
-def _first_sleep(draft: Draft, worker: Worker) -> None:
+def _first_sleep(builder: StepBuilder, worker: Worker) -> None:
     """It has started to sleep, or has been started again while it slept. One that cannot leaves."""
-    cause, draft.stimulus_id = draft.stimulus_id, KEEP
+    cause, builder.stimulus_id = builder.stimulus_id, KEEP
     cannot = worker.standby.cannot
     if cannot is None:
-        put_to_sleep(draft, worker, worker.standby.level, "standby")
+        put_to_sleep(builder, worker, worker.standby.level, "standby")
     else:
-        draft.change(worker.name, standby=replace(worker.standby, wanted=False))
-        draft.set(no_standby={**draft.fleet.no_standby, worker.component: cannot})
+        builder.change(worker.name, standby=replace(worker.standby, wanted=False))
+        builder.set(no_standby={**builder.fleet.no_standby, worker.component: cannot})
         told = f"{worker.component}: no worker can be kept on standby: {cannot}"
-        draft.do(Tell(f"{told}; {worker.name} leaves"))
-        event = DrainRequested(stimulus_id=KEEP, reason=f"it cannot sleep: {cannot}")
-        draft.apply(worker.name, event, reason=event.reason)
-        leaving.ask(draft, worker.name)
-    draft.stimulus_id = cause
+        builder.do(Tell(f"{told}; {worker.name} leaves"))
+        why = f"it cannot sleep: {cannot}"
+        builder.apply(worker.name, K.DRAIN_REQUESTED, {"reason": why}, by=KEEP, reason=why)
+        leaving.ask(builder, worker.name)
+    builder.stimulus_id = cause
 
 
-def _try_to_wake(draft: Draft, worker: Worker) -> None:
-    in_vain = deciding_standby.waits_in_vain(draft.fleet, worker)
+def _try_to_wake(builder: StepBuilder, worker: Worker) -> None:
+    in_vain = waits_in_vain(builder.fleet, worker)
     if in_vain is not None:
-        draft.change(worker.name, standby=replace(worker.standby, wanted=True))
-        draft.do(Tell(f"{worker.name} is not woken: {in_vain}", Ailing(worker.name)))
-    elif draft.fleet.gpus.why_not_woken(worker.name, draft.template(worker.name).vram_share) is None:
-        cause, draft.stimulus_id = draft.stimulus_id, worker.cause or draft.stimulus_id
-        wake_up(draft, worker, worker.reason or "wake")
-        draft.stimulus_id = cause
+        builder.change(worker.name, standby=replace(worker.standby, wanted=True))
+        builder.do(Tell(f"{worker.name} is not woken: {in_vain}", Ailing(worker.name)))
+    elif builder.fleet.gpus.why_not_woken(worker.name, builder.template(worker.name).vram_share) is None:
+        cause, builder.stimulus_id = builder.stimulus_id, worker.cause or builder.stimulus_id
+        wake_up(builder, worker, worker.reason or "wake")
+        builder.stimulus_id = cause
 
 
-def _keep(draft: Draft, template: Template) -> None:
+def _keep(builder: StepBuilder, template: Template) -> None:
     """Start as many as are missing, on devices that nobody else is promised."""
-    component, fleet = template.component, draft.fleet
-    if component in fleet.no_standby or not any(worker.starts for worker in fleet.of(component)):
+    component, fleet = template.component, builder.fleet
+    if component in fleet.no_standby or not any(worker.start.starts for worker in fleet.of(component)):
         return
     there = [w for w in fleet.of(component) if w.stands_by or (w.standby.wanted and w.state is S.FAULTED)]
     reserved, every = fleet.reserved(), fleet.names_from_lowest(component)
     names = ((name, n) for name, n, entry in every if entry is None and name not in reserved)
     for _ in range((template.standby or 0) - len(there)):
-        fleet = draft.fleet
+        fleet = builder.fleet
         free = len(fleet.gpus.free_for(template.vram_share)) - sum(fleet.promised().values())
         if free < template.gpus_per_worker:
             return
         name, n = next(names)
-        draft.add(
+        builder.add(
             Worker(
                 name,
                 component,
                 template.role,
                 n,
-                since_s=draft.now_s,
+                since_s=builder.now_s,
                 cause=KEEP,
                 standby=Standby(wanted=True),
             )
         )
-        draft.look_at_gpus(draft.now_s)
+        builder.look_at_gpus(builder.now_s)

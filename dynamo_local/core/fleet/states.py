@@ -1,4 +1,4 @@
-"""What each state of a worker means, in one table. A new state is one more row.
+"""States of a worker, and what each means, in one table. A new state is one more row.
 
 Everything else that asks "does it serve?", "is there a process?", "how is it shown?" reads this table: the machine, the
 planner, `dynamo status`, `--wait`, the metrics, adoption.
@@ -68,8 +68,8 @@ class Traits:
 
 
 TRAITS: dict[S, Traits] = {
-    # `take_back`: what failed is the least likely to serve soon; then what has no process yet; then what has one; then
-    # what still finishes streams and is to be restarted or called back: its process is warm.
+    # `take_back`: a failed worker is the least likely to serve soon. Next comes one without a process, then one with
+    # one. Last comes one that still finishes streams and is to be restarted or called back: its process is warm.
     S.PENDING: Traits(HasProcess.NO, comes_up=True, waits=True, take_back=1, colour="yellow"),
     S.STARTING: Traits(HasProcess.YES, comes_up=True, registers=True, take_back=2, colour="yellow"),
     S.READY: Traits(HasProcess.YES, serves=True, registers=True, drain_outcome="taken_back", colour="green"),
@@ -80,7 +80,7 @@ TRAITS: dict[S, Traits] = {
     S.START_TIMED_OUT: Traits(HasProcess.ENDING, comes_up=True, killed=True, failed=True, take_back=0),
     S.BACKING_OFF: Traits(HasProcess.NO, comes_up=True, failed=True, waits=True, take_back=0, colour="yellow"),
     S.FAULTED: Traits(HasProcess.NO, failed=True),
-    # It serves on in the one role or the other, and counts for the component that it goes to: `Worker.headed`.
+    # It serves on in the one role or the other, and counts for `Worker.target_component`.
     S.FLIPPING: Traits(HasProcess.YES, comes_up=True, registers=True, colour="magenta"),
     S.FALLING_ASLEEP: Traits(HasProcess.YES, standby=True, take_back=4, colour="blue"),
     S.SLEEPING: Traits(HasProcess.YES, standby=True, asleep=True, take_back=2, colour="blue"),
@@ -102,11 +102,11 @@ def states_with(trait: str) -> frozenset[S]:
 
 
 # --- roles
-# What each role means for leaving and for planners, in one table. A new role is one more row.
+# Roles, and what each means for leaving and for planners, in one table. A new role is one more row.
 
 
 class LeaveBy(enum.StrEnum):
-    """The sign by which a worker is asked to leave. Either way it deregisters first, if it has not yet."""
+    """The signal by which a worker is asked to leave. Either way it deregisters first, if it has not yet."""
 
     SIGTERM = "sigterm"
     REVOKE_LEASE = "revoke_lease"

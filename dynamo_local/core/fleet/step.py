@@ -1,9 +1,11 @@
-"""The life of all workers, decided in one pure place: `step(fleet, stimulus, now_s) -> (fleet, instructions)`.
+"""The life of all workers, decided in one pure place: `step(fleet, event, now_s) -> (fleet, effects, answer)`.
 
-A stimulus (`stimuli`) is a command, an observation, or time. The rules of one worker's states are the table of
-`lifecycle`; what follows a transition is in `starting`, `leaving`, `observing` and `deciding`. An instruction
-(`instructions`) is an effect; what comes of it comes back as a stimulus. Nothing here waits, looks or remembers:
-the same fleet, stimulus and time always give the same answer.
+An event (`events`) is a command, an observation, or time. The table of `lifecycle` says which transitions are legal.
+Five more machines run beside it, as code: starts and ends of processes (`starting`), drains (`draining`), keys, answers
+and outages (`observed`), standby (`sleeping`), flips (`flipping`). `commands` decides and carries out commands.
+
+An effect (`effects`) is carried out by the controller, and its result comes back as an event. Nothing here waits, looks
+or remembers: the same fleet, event and time always give the same result.
 """
 
 from __future__ import annotations
@@ -16,34 +18,36 @@ from dynamo_local.core.fleet import commands as deciding
 from dynamo_local.core.fleet import draining as leaving
 from dynamo_local.core.fleet import events as st
 from dynamo_local.core.fleet import observed as observing
-from dynamo_local.core.fleet.builder import Draft
-from dynamo_local.core.fleet.effects import Instruction
-from dynamo_local.core.fleet.events import Stimulus
+from dynamo_local.core.fleet.builder import StepBuilder
+from dynamo_local.core.fleet.effects import Effect
+from dynamo_local.core.fleet.events import Event
 from dynamo_local.core.fleet.fleet import Fleet, Worker
+from dynamo_local.core.fleet.moves import Answer
 from dynamo_local.core.types import WorkerState as S
 
-Handler = Callable[[Draft, Any], None]
+Handler = Callable[[StepBuilder, Any], Answer | None]
+"""Only a command is answered."""
 
-HANDLERS: Mapping[type[Stimulus], Handler] = {
-    st.StartAll: lambda draft, order: starting.start_all(draft),
+NOTHING = Answer()
+
+HANDLERS: Mapping[type[Event], Handler] = {
+    st.StartAll: lambda builder, order: starting.start_all(builder),
     st.Scale: deciding.scale,
     st.ScaleAll: deciding.scale_all,
     st.Drain: deciding.drain,
-    st.CancelDrain: deciding.cancel_drain,
     st.Restart: deciding.restart,
     st.Sleep: deciding.sleep,
     st.Wake: deciding.wake,
     st.Apply: applying.apply,
     st.Flip: flipping.flip,
-    st.ScaleFlip: flipping.flip,
-    st.CancelFlip: flipping.flip,
+    st.ScaleFlip: flipping.scale_flip,
     st.Leave: leaving.leave,
     st.Resume: deciding.resume,
     st.SpawnBegun: starting.spawn_begun,
     st.ProcessMade: starting.process_made,
     st.ProcessRefused: starting.process_refused,
     st.ProcessGone: starting.process_gone,
-    st.Swept: lambda draft, seen: starting.swept(draft, seen.name),
+    st.Swept: lambda builder, seen: starting.swept(builder, seen.name),
     st.KeyPut: observing.key_put,
     st.KeyGone: observing.key_gone,
     st.KeyLookedUp: observing.key_looked_up,
@@ -57,11 +61,11 @@ HANDLERS: Mapping[type[Stimulus], Handler] = {
     st.FlipAnswered: observing.flip_answered,
     st.GpusSeen: starting.gpus_seen,
     st.GpuReserved: starting.gpu_reserved,
-    st.Tick: lambda draft, tick: _tick(draft),
+    st.Tick: lambda builder, tick: _tick(builder),
     st.Stalled: observing.stalled,
 }
 
-AT_DEADLINE: Mapping[S, Callable[[Draft, Worker], None]] = {
+AT_DEADLINE: Mapping[S, Callable[[StepBuilder, Worker], None]] = {
     S.STARTING: starting.start_deadline,
     S.DRAINING: leaving.drain_deadline,
     S.DRAIN_TIMED_OUT: leaving.still_there,
@@ -72,26 +76,29 @@ AT_DEADLINE: Mapping[S, Callable[[Draft, Worker], None]] = {
     S.FALLING_ASLEEP: sleeping.still_awake,
     S.WAKING: sleeping.still_asleep,
 }
-"""What the deadline of a state (`Worker.due_s`) is for."""
+"""The handler of each state's deadline (`Worker.due_s`)."""
 
 
-def step(fleet: Fleet, stimulus: Stimulus, now_s: float) -> tuple[Fleet, tuple[Instruction, ...]]:
-    """The fleet after the stimulus, and what is to be done. `now_s` is of the arbiter's monotonic clock.
+def step(fleet: Fleet, event: Event, now_s: float) -> tuple[Fleet, tuple[Effect, ...], Answer]:
+    """The fleet after the event, what is to be done, and the answer to a command.
+
+    `now_s` is of the arbiter's monotonic clock.
 
     A command that is refused raises its `DynamoError`; an event that is not possible raises `IllegalTransition`. Either
     way the fleet that was given is the fleet that is.
     """
-    draft = Draft(fleet, now_s, stimulus.stimulus_id)
-    HANDLERS[type(stimulus)](draft, stimulus)
-    if draft.fleet.leaving is not None:
-        leaving.go_on(draft)
+    builder = StepBuilder(fleet, now_s, event.stimulus_id)
+    answer = HANDLERS[type(event)](builder, event) or NOTHING
+    if builder.fleet.leaving is not None:
+        leaving.go_on(builder)
     else:
-        deciding.advance_restarts(draft)
-        sleeping.advance(draft)
-    if draft.fleet.look_s is not None and draft.fleet.look_s <= now_s:
-        starting.look(draft)
-    due_s = next_due_s(draft.fleet)
-    return draft.result(type(stimulus).__name__, due_s if due_s != next_due_s(fleet) else None)
+        deciding.advance_restarts(builder)
+        sleeping.advance(builder)
+    if builder.fleet.look_s is not None and builder.fleet.look_s <= now_s:
+        starting.look(builder)
+    due_s = next_due_s(builder.fleet)
+    fleet_after, effects = builder.result(event.kind, due_s if due_s != next_due_s(fleet) else None)
+    return fleet_after, effects, answer
 
 
 def next_due_s(fleet: Fleet) -> float | None:
@@ -100,8 +107,8 @@ def next_due_s(fleet: Fleet) -> float | None:
     for worker in fleet.workers.values():  # at every step, twice: one pass
         if worker.due_s is not None:
             times.append(worker.due_s)
-        if worker.absent_s is not None:
-            times.append(worker.absent_s + observing.ABSENT_FOR_S)
+        if worker.registration.absent_s is not None:
+            times.append(worker.registration.absent_s + observing.ABSENT_FOR_S)
         if worker.standby.ask_s is not None:
             times.append(worker.standby.ask_s)
     if fleet.look_s is not None and not fleet.looking:
@@ -109,12 +116,14 @@ def next_due_s(fleet: Fleet) -> float | None:
     return min(times, default=None)
 
 
-def _tick(draft: Draft) -> None:
-    now_s = draft.now_s
-    for worker in draft.workers():
+def _tick(builder: StepBuilder) -> None:
+    now_s = builder.now_s
+    for worker in builder.workers():
         if worker.due_s is not None and worker.due_s <= now_s:
-            AT_DEADLINE[worker.state](draft, worker)
-        elif worker.absent_s is not None and worker.absent_s + observing.ABSENT_FOR_S <= now_s:
-            observing.absent(draft, worker)
+            AT_DEADLINE[worker.state](builder, worker)
+        elif (
+            worker.registration.absent_s is not None and worker.registration.absent_s + observing.ABSENT_FOR_S <= now_s
+        ):
+            observing.absent(builder, worker)
         elif worker.standby.ask_s is not None and worker.standby.ask_s <= now_s:
-            sleeping.ask_again(draft, worker)
+            sleeping.ask_again(builder, worker)

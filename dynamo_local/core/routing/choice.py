@@ -1,6 +1,6 @@
 """Which worker gets the next request. Pure: candidates and loads in, an instance id out.
 
-A picker also remembers what this Processor has sent: a sample is up to a second old, and without that a burst of
+A picker also remembers what this Processor has sent: a sample is up to a second old. Without that memory a burst of
 requests would all go to the one that looked idle.
 """
 
@@ -32,7 +32,7 @@ load as `kv` sees it; in turn; by chance."""
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """What can be changed of a Router while it runs."""
+    """The settings of a Router that can change while it runs."""
 
     router: RouterPolicy = "least-loaded"
 
@@ -63,8 +63,8 @@ class Picker(Protocol):
         hits: Mapping[int, float] = NO_HITS,
         prompt_tokens: int = 0,
     ) -> int:
-        """One of `candidates` (never empty). `hits` is the share (0..1) of the prompt that a worker has cached; it has
-        `prompt_tokens` (0: nobody says)."""
+        """One of `candidates` (never empty). `hits` is the share (0..1) of the prompt that a worker has cached. The
+        prompt has `prompt_tokens` (0: unknown)."""
         ...
 
     def routed(self, instance_id: int, request_id: str, tokens: int, now_s: float, prompt_tokens: int = 0) -> None:
@@ -109,14 +109,15 @@ class Sent:
 
 
 class SentRequests:
-    """What was sent from here and has not ended, by worker; and what has ended within the last `ENDED_KEPT_S`."""
+    """The requests that were sent from here and have not ended, by worker, and those that ended within
+    `ENDED_KEPT_S`."""
 
     def __init__(self) -> None:
         self._sent: dict[int, dict[str, Sent]] = {}
         self._ended: dict[int, deque[tuple[float, float]]] = {}
         self._asked: dict[int, tuple[float, int]] = {}
-        """By worker the moment that was asked about last, and how many of those in flight then have ended. To go
-        through all that have ended, for each request, was a tenth of a Frontend's work at 500 requests per second."""
+        """For each worker: the moment that was last asked about, and how many of those in flight then have ended. Going
+        through all that have ended at each request was a tenth of a Frontend's work at 500 requests per second."""
 
     def routed(self, instance_id: int, request_id: str, tokens: int, now_s: float) -> None:
         self._sent.setdefault(instance_id, {})[request_id] = Sent(tokens, now_s)
@@ -166,13 +167,13 @@ class SentRequests:
 class LeastLoaded:
     """Fewest requests beyond a worker's slots, then fewest requests, then fewest tokens still to come, then in turn.
 
-    What was sent from here is counted exactly: a sample is late, and on a busy host so late that hundreds of requests
-    would go by it. A sample tells what others have sent: its requests less those from here at that time. Where the ends
-    of requests are not heard of (`hears_ends`), what was sent since is added to the sample instead, and what was sent
-    so shortly before that it may not have arrived.
+    Requests that were sent from here are counted exactly. A sample is late, and on a busy host so late that hundreds
+    of requests would go by it. A sample shows the requests of others: its number less those from here at that time.
+    Without news of ends (`hears_ends`), requests since the sample are added to it. So are those that were sent so
+    shortly before it that they may not have arrived.
 
-    A worker whose load is missing is not taken for idle: it counts as the busiest known one, or as what is in flight
-    from here, whichever is more; where no load is known, the requests in flight from here decide.
+    A worker whose load is missing is not taken for idle. It counts as the busiest known one, or as its requests in
+    flight from here, whichever is more. If no load is known, the requests in flight from here decide.
     """
 
     def __init__(self, *, hears_ends: bool = True) -> None:

@@ -1,7 +1,7 @@
 """Which decode worker gets a request, by what that costs: the gap between its tokens there, and its prefill.
 
-A worker's streams and KV come from its last load, and from what was sent to it since; what one more does to its gap
-between tokens is the profile's answer, corrected by the gaps that workers publish.
+A worker's streams and KV come from its last load, and from what was sent to it since. The profile says by how much
+one more stream lengthens its gap between tokens. The gaps that workers publish correct that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ANSWER_TOKENS = 256
 CONTEXTS = (1024.0, 8192.0)
 """Lengths of requests between which the plane is laid."""
 LOW_SHARE, HIGH_SHARE = 0.1, 0.8
-"""Of the KV cache."""
+"""The KV cache in tokens."""
 FULL_COST = 1.0
 """A worker that has no KV or no slot for it: the request misses its target there."""
 
@@ -127,8 +127,8 @@ class SloPicker:
             self._corrected_at_s.pop(instance_id, None)
 
     def cost(self, busy: Busy, prompt_tokens: int, prefill_s: float) -> float:
-        """Expected misses that a request of so many tokens brings to that worker, its own and those of the streams
-        there, and a little for the time that it takes there: `prefill_s`, and its tokens."""
+        """The expected misses that a request of this many tokens brings to that worker: its own and those of the
+        streams there. A little is added for the time that the request takes there: `prefill_s`, and its tokens."""
         requests, kv_tokens = busy.requests + 1, busy.kv_tokens + prompt_tokens
         itl_s = self._gap.itl_s(requests, kv_tokens) * self.correction.factor
         target_s = self._targets.itl_s
@@ -145,7 +145,7 @@ class SloPicker:
         return Busy(len(self._prompts.get(instance_id, ())), self._prompt_tokens.get(instance_id, 0))
 
     def _busy(self, instance_id: int, sample: Sample | None) -> Busy | None:
-        """What is known of a worker, or None where its load is missing."""
+        """The known state of a worker, or None if its load is missing."""
         if sample is None or isinstance(sample.load, Missing):
             return None
         load = sample.load

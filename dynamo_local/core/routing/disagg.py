@@ -47,8 +47,8 @@ class QueueView:
 class SampledDepth:
     """The prefill queue's depth as one decode worker knows it: the last sample, and what it enqueued since.
 
-    A burst that arrives within one sample would else find the queue empty as a whole. What others took out since is
-    not seen, which errs towards local prefill.
+    Without this, a burst within one sample would find the queue empty as a whole. The sample does not show what
+    others took out since, which errs towards local prefill.
     """
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ ASK_PREFILL: Mapping[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
-"""What tells a prefill engine that somebody else decodes: vLLM's NixlConnector wants all of it (vllm-facts)."""
+"""Tells a prefill engine that another engine decodes. vLLM's NixlConnector wants all of these members."""
 
 _ONE_TOKEN = ("max_completion_tokens", "min_tokens")
 """Where the client gives these, a prefill of one token must not contradict them."""

@@ -1,4 +1,4 @@
-"""What is to be kept, and what the estimates are made from."""
+"""The targets, and the sources of the estimates."""
 
 from __future__ import annotations
 
@@ -80,29 +80,29 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What decisions are made by: the engine's times, and the targets."""
+    """The basis of decisions: the engine's times, and the targets."""
 
     timing: Timing
     targets: Targets
 
 
 # --- learning
-# What is learned while requests are served: how long answers are, and by how much estimates err.
+# The figures that are learned while requests are served: the lengths of answers, and the errors of estimates.
 
 LENGTHS_KEPT = 512
 """Answers whose lengths are remembered."""
 PRIOR_LENGTHS = (8, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
-"""What is believed of answers before any has ended; each real one puts one of these out."""
+"""Assumed answers before any has ended. Each real one replaces one of these."""
 
 CORRECTION_MAX = 2.0
-"""An estimate is never stretched to more than this, or pressed below its inverse: what is further off is no error of
-the profile but something that it does not know."""
+"""An estimate is never stretched beyond this, or pressed below its inverse. An error that is larger shows something
+that the profile does not know."""
 CORRECTION_WEIGHT = 0.05
-"""Of one observation against all before it."""
+"""The weight of one observation against all before it."""
 
 
 RISK_BELIEF = 10.0
-"""What is believed of a risk counts as much as so many estimates."""
+"""An assumed risk counts as much as this many estimates."""
 RISK_KEEPS = 0.98
 """How much what was seen before counts when one more is seen: some fifty count."""
 
@@ -147,8 +147,8 @@ class AnswerLengths:
 
 
 class Correction:
-    """By what estimates are to be multiplied: the smoothed quotient of what was seen and what was estimated, within
-    `CORRECTION_MAX` and its inverse. 1.0 before the first observation."""
+    """The factor for estimates: the smoothed quotient of observed and estimated times, within `CORRECTION_MAX` and
+    its inverse. 1.0 before the first observation."""
 
     def __init__(self) -> None:
         self._log = 0.0
@@ -168,8 +168,8 @@ class Correction:
 
 
 class Risk:
-    """How probably what is estimated as some share of a bound turns out above it: at first what is believed, then what
-    was seen of estimates that came as near to theirs. It never falls as the share rises."""
+    """The probability that an estimate, as some share of a bound, turns out above it. At first it is assumed. Later
+    it comes from estimates that were as near to their bounds. It never falls as the share rises."""
 
     STEP = 0.1
     CENTRES = tuple(0.35 + 0.1 * number for number in range(10))
@@ -263,8 +263,8 @@ def misses_first_token(estimated_s: float, left_s: float | None, risk: Risk) -> 
 def likely_above(estimated_s: float, bound_s: float) -> float:
     """How probably (0..1) what is estimated so turns out above a bound (above 0), before anything was seen of it.
 
-    It rises slowly at first, and begins early: what waits in a queue is late more often than its mean says, because
-    others join it at the same moment, and seldom early.
+    It rises slowly at first, and begins early. A request that waits in a queue is late more often than its mean
+    says, because others join at the same moment. It is seldom early.
     """
     return _rising(estimated_s / bound_s, SURE_BELOW, SURE_ABOVE)
 
@@ -319,7 +319,7 @@ def harm(
 
 
 # --- tally
-# What became of decisions about prefills, in numbers that only grow: how many, why, and how well estimates held.
+# The results of decisions about prefills, in numbers that only grow: how many, why, and how well estimates held.
 
 
 class Why(enum.StrEnum):
@@ -330,7 +330,7 @@ class Why(enum.StrEnum):
     SOONER = "sooner"
     """Both ways cost as many; people wait less this way."""
     THRESHOLD = "threshold"
-    """By length and queue, as the seed did: the policy is threshold, or slo has no profile."""
+    """Decided by length and queue: the policy is threshold, or slo has no profile."""
     NO_PREFILL_WORKER = "no_prefill_worker"
     QUEUE_UNKNOWN = "queue_unknown"
     CANNOT_TRAVEL = "cannot_travel"
@@ -341,7 +341,7 @@ class Why(enum.StrEnum):
 
 @dataclass(slots=True)
 class FirstTokens:
-    """Of requests that went one way: how long until the first token was estimated, and how long it was (seconds)."""
+    """Requests that went one way: the estimated and the real time to the first token (seconds)."""
 
     count: int = 0
     estimated_s: float = 0.0
@@ -357,7 +357,7 @@ class FirstTokens:
         self.error_s += abs(seen_s - estimated_s)
 
     def numbers(self, way: str) -> Mapping[str, float]:
-        """By name, for `DispatchCounts.numbers`."""
+        """The counts by name, for `DispatchCounts.numbers`."""
         return {
             f"first_tokens.{way}": self.count,
             f"first_token_estimated_s.{way}": self.estimated_s,

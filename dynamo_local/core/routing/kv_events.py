@@ -1,5 +1,5 @@
-"""What a worker says about its KV cache. Blocks are named by `kv_hashes.block_hashes`: each hash stands for a block and
-all before it, so an event says everything about a block without those around it."""
+"""A worker's reports about its KV cache. `kv_hashes.block_hashes` names the blocks: each hash stands for a block and
+all before it. So an event is complete without the blocks around it."""
 
 from __future__ import annotations
 

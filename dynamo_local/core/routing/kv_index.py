@@ -1,10 +1,11 @@
 """Which workers hold which KV blocks, and how far each matches a prompt. Pure; time is an argument.
 
-A block's hash names the block and all before it (`kv_hashes`), so equal hashes mean equal prompts up to there. Blocks
-that follow each other and have the same holders are one *run*; holders are the bits of one whole number. A question
-goes from run to run, not from block to block: where its hash at a run's end is the run's last one, all between are
-equal, too; else the place where they part is searched by halves. An event that concerns a part of a run splits it.
-Any block may be missing (evicted within, or its event is late): what is behind it does not count until it is back.
+A block's hash names the block and all before it (`kv_hashes`), so equal hashes mean equal prompts up to there.
+Blocks that follow each other and have the same holders are one *run*. Holders are the bits of one whole number. A
+question goes from run to run, not from block to block. If its hash at a run's end is the run's last one, all blocks
+between are equal, too. If not, a search by halves finds where they part. An event that concerns a part of a run
+splits it. Any block may be missing (evicted within, or its event is late): the blocks behind it do not count until
+it is back.
 """
 
 from __future__ import annotations
@@ -279,16 +280,15 @@ def _pieces(blocks: Sequence[int], marked: set[int]) -> list[int]:
 #     2 × score × block_size / token_length − gpu_cache_usage_perc − num_requests_waiting / max over workers
 #
 # `score` counts blocks matched in a row from the start, so the first term is twice the prefix hit rate. The last term
-# is
-# 0 where nobody waits. The highest value wins; ties are left to chance, which the caller brings along.
+# is 0 where nobody waits. The highest value wins; ties are left to chance, which the caller brings along.
 
 PREFIX_WEIGHT = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTerms:
-    """How busy a worker is, with what was routed to it since its sample: `usage` is a share of its KV cache (above 1:
-    more than it has), `waiting` counts requests."""
+    """How busy a worker is, with the requests routed to it since its sample. `usage` is a share of its KV cache
+    (above 1: more than it has), `waiting` counts requests."""
 
     usage: float
     waiting: int
@@ -376,13 +376,10 @@ class KvCost:
 # --- tracker
 # From workers' numbered batches of events to an index that is right: gaps, repetitions, restarts. Pure.
 #
-# A worker's publisher numbers its batches 1, 2, …; its `epoch` is another one after each restart of it. A batch that
-# is
-# not the next one is kept, and somebody must ask the worker for what is missing (`needs_sync`, `position`). It
-# answers
-# with the batches since then, or, where it has them no more, with all blocks that it holds. What is known of a worker
-# stays in the index meanwhile: an old view routes better than none.
-
+# A worker's publisher numbers its batches 1, 2, …. Its `epoch` differs after each restart. A batch that is not the next
+# one is kept, and the worker must be asked for the missing ones (`needs_sync`, `position`). The worker answers with the
+# batches since then. If it has them no more, it answers with all blocks that it holds. The known blocks stay in the
+# index meanwhile: an old view routes better than none.
 MAX_BLOCKS = 2**20
 """More blocks than any worker has (16 million tokens and up). Past it what is said of the worker cannot be true, and
 all of it is forgotten: whoever publishes under its name must not fill a Router's memory."""
@@ -392,8 +389,8 @@ MAX_EARLY = 1024
 
 
 class EventBatch(NamedTuple):
-    """What one publisher said at once. Without events it only repeats the number of the last batch: a sign of life, by
-    which the loss of that one is seen."""
+    """One publisher's message. Without events it only repeats the number of the last batch. This sign of life shows
+    if that batch was lost."""
 
     epoch: str
     seq: int

@@ -1,8 +1,8 @@
-"""Prefill here, or in a prefill worker? By what each will cost, in requests that miss a target.
+"""Prefill here, or in a prefill worker? The expected number of requests that miss a target decides.
 
 Local: the prompt waits for those before it here, and every stream that runs here pauses while it is computed.
-Remote: it waits for its turn in the prefill queue, and nobody pauses. What costs fewer expected misses is done; where
-both cost the same, what makes people wait less.
+Remote: it waits for its turn in the prefill queue, and nobody pauses. The way with
+fewer expected misses is taken. If both cost the same, the way with the shorter wait is taken.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dynamo_local.core.routing.prompts import LATE_EVERY, Ask, Choice, Promise, 
 from dynamo_local.core.types import Missing
 
 WAIT_COST = 0.02
-"""What a second of somebody's waiting counts, in misses: it decides where no target is at risk."""
+"""The weight of one second of waiting, in misses. It decides if no target is at risk."""
 KEEP_WORK_WEIGHT = 0.05
 """How much one prompt counts in the mean work of all."""
 DEFAULT_PASS_TOKENS = 8192
@@ -57,7 +57,7 @@ def _believed(share: float) -> float:
 
 
 class DecodeSide:
-    """What one decode worker knows of its requests, and its decisions.
+    """One decode worker's record of its requests, and its decisions.
 
     It is told of each request's way: `began`, then `went_local` or `went_remote` (and `handed_over`), then `tokens`,
     and `ended` whatever came of it. Calls for requests that it does not know are no errors: they may have ended.
@@ -93,7 +93,7 @@ class DecodeSide:
         self._paused_until_s = -math.inf
         self._risks: dict[Way, Risk] = {"local": Risk(_believed), "remote": Risk(_believed)}
         self.first_tokens: dict[Way, FirstTokens] = {"local": FirstTokens(), "remote": FirstTokens()}
-        """What came of the estimates; of prompts that went where it was chosen."""
+        """The results of the estimates of prompts that went where it was chosen."""
 
     # --- what it is told -----------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class DecodeSide:
         self._away[request_id] = self._coming[request_id] = request
 
     def follow(self, request_id: str, ask: Ask, choice: Choice, now_s: float) -> None:
-        """What was chosen is done: `went_remote` or `went_local`, with the estimates behind it."""
+        """The choice is carried out: `went_remote` or `went_local`, with the estimates behind it."""
         if choice.remote:
             self.went_remote(request_id, choice.work_s, now_s, choice.estimated_s, choice.behind_s)
         else:
@@ -290,8 +290,8 @@ class DecodeSide:
         return at_stake * here, at_stake * misses_first_token(remote_s, left_s, self._risks["remote"])
 
     def _harmed(self, ask: Ask, now_s: float, here: Here, gap_s: float) -> float:
-        """How many others miss a target because this prompt is computed here (expected): of the streams that run, of
-        those that will when its turn comes, and of the KV that comes just then."""
+        """How many others miss a target because this prompt is computed here (expected). These are running streams,
+        streams that will run when its turn comes, and requests whose KV comes just then."""
         streams = harm(
             self._streams(),
             now_s,
@@ -363,7 +363,7 @@ class DecodeSide:
         return Here((before_s + own_s) * factor + decoding_s, before_s * factor, own_s * factor)
 
     def _before_s(self, now_s: float) -> float:
-        """What is left to compute of the prompts that are here (uncorrected)."""
+        """The uncorrected rest of the work on the prompts that are here."""
         works_s = [self._timing.prefill_s(each.prompt_tokens, each.cached_tokens) for each in self._prompts.values()]
         before_s = math.fsum(works_s)
         if works_s:  # the first of them has been computed for a while
@@ -389,7 +389,7 @@ class DecodeSide:
             own_s = math.fsum(each.away_work_s or 0.0 for each in self._away.values())
             each_s = (own_s + (outstanding - own) * mean_s) / outstanding
             computing = outstanding - queue.pending
-            # Of those that are late, one comes before this one at every so many turns.
+            # One late entry comes before this one at every so many turns.
             first = queue.pending - queue.late
             wait_s = (first + min(queue.late, first / (LATE_EVERY - 1))) * each_s / workers
             if computing >= workers:

@@ -1,4 +1,4 @@
-"""What is asked about one prompt, what was chosen, and what a decode worker keeps of a request on its way."""
+"""The question about one prompt, the choice, and a decode worker's record of a request on its way."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is done, and why: estimates in seconds from now to the first token, costs in expected misses.
+    """The choice, and its reason: estimates in seconds from now to the first token, costs in expected misses.
 
     `start_by_s` is when (same clock as `decide`'s) a prefill worker has to begin for the target to be kept; None: there
     is no target. `remote_s` and `local_s` are None where that way is closed. `estimated_s` is the uncorrected estimate
@@ -68,32 +68,30 @@ class Request:
     local_tokens: int | None = None
     """Uncached tokens of a prompt that is to be computed here."""
     away_work_s: float | None = None
-    """What its prefill elsewhere takes, while it is awaited."""
+    """The work of its prefill elsewhere, while it is awaited."""
     estimated_s: float | None = None
     asked_s: float = 0.0
     handed_s: float | None = None
     behind_s: float = 0.0
     """For how long its KV was expected to wait, once there, for the prompts that are computed here."""
     promised: Promise | None = None
-    """What was estimated when it went the way that was chosen."""
+    """The estimate when it went the way that was chosen."""
 
     @property
     def cached_tokens(self) -> int:
-        """Of a prompt that is to be computed here."""
+        """The tokens of a prompt that is to be computed here."""
         return self.prompt_tokens - (self.local_tokens or 0)
 
 
 # --- line
 # In which order prefills are pulled: what can keep its target before what cannot, which never starves.
 #
-# Entries that can keep it are pulled in the order in which they came: their targets are alike, so that is the order
-# of
+# Entries that can keep it are pulled in the order in which they came: their targets are alike, so that is the order of
 # their deadlines. One whose latest start has passed when its turn comes, while others wait, goes to a second line,
-# behind
-# all of the first. That line has every `LATE_EVERY`-th turn, and every turn that the first leaves.
+# behind all of the first. That line has every `LATE_EVERY`-th turn, and every turn that the first leaves.
 
 LATE_EVERY = 8
-"""Of so many turns in a row, one is for what is late."""
+"""One turn in this many in a row is for late entries."""
 
 E = TypeVar("E")
 

@@ -44,10 +44,10 @@ from dynamo_local.system.executors import ended
 HEARTBEAT_S = 1.0
 
 Passing = tuple[Requests, Requests]
-"""What is computed now, and what is queued."""
+"""The requests of the current pass, and the queued ones."""
 
 
-class ToldPasses:
+class EnginePasses:
     """`watch` is the scheduler's; `look` brings the scheduler to now, and says what it computes (None: it has none)."""
 
     def __init__(self, sink: PassSink, clock: Clock, look: Callable[[], Passing | None]) -> None:
@@ -89,7 +89,7 @@ class ToldPasses:
 # The simulated engine's sleep: it takes the time, and keeps the memory, that its options say.
 
 SIM_MEMORY_BYTES = 80 * 1024**3
-"""Of a simulated device (`system.gpus`), of which an awake engine takes `SIM_SHARE`."""
+"""Memory of a simulated device (`system.gpus`). An awake engine takes `SIM_SHARE` of it."""
 SIM_SHARE = 0.9
 
 
@@ -179,7 +179,7 @@ class SimEngine(EngineBase):
             changed=self._notify,
         )
         self._sleep = SimSleep(self.options, self._clock)
-        self._told = None if passes is None else ToldPasses(passes, self._clock, self._passing)
+        self._told = None if passes is None else EnginePasses(passes, self._clock, self._passing)
         self._beat: asyncio.Task[None] | None = None
         self._timer: asyncio.Task[None] | None = None
         self._timer_at_s: float | None = None
@@ -369,7 +369,7 @@ class SimEngine(EngineBase):
         return {"prefix_queries": self._queried, "prefix_hits": self._found}
 
     def _passing(self) -> Passing | None:
-        """What is computed now; None before the start, and after the end."""
+        """The current pass. None before the start and after the end."""
         self._pump()
         return None if self._scheduler is None else self._scheduler.passing()
 

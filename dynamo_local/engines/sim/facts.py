@@ -1,4 +1,4 @@
-"""An engine's configuration and load from its options and scheduler: the same in a process and in the twin. Pure."""
+"""An engine's configuration and load, from its options and scheduler. Used by processes and the simulator. Pure."""
 
 from __future__ import annotations
 

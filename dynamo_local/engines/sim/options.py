@@ -26,7 +26,7 @@ from dynamo_local.profile.reading import DEFAULT_PROFILE
 
 @dataclass(frozen=True, slots=True)
 class SimOptions:
-    """What a simulated engine is. Units are in the names; `None` means "from the profile" or "made on start".
+    """The options of a simulated engine. Names contain the units. None: from the profile, or made on start.
 
     Raises `ConfigError` naming the option where a value cannot be used.
     """
@@ -165,9 +165,8 @@ def _require(name: str, value: Any, holds: bool, rule: str) -> None:
         raise ConfigError(f"the sim engine's option {name!r} must be {rule}, not {value!r}")
 
 
-# --- faults
-# What may be wrong with a GPU, and make its passes longer than its profile says: for tests of who notices. Pure, but
-# for the one function that looks at which GPU this process has.
+# --- Injected faults: a GPU whose passes last longer than its profile says. Tests use them to see which part notices.
+# Pure, except the one function that looks up the GPU of this process.
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,10 +207,8 @@ def faults_here(options: SimOptions, began_s: float, environ: Mapping[str, str] 
     )
 
 
-# --- answers
-# What a request's sampling parameters make of the simulated output: another seed, a script to answer, logprobs.
-#
-# Numbers, like tokens, are functions of the prompt, the seed and the position: the same in every process.
+# --- Effects of sampling parameters on the simulated output: seed, script, logprobs. Numbers, like tokens, are
+# functions of the prompt, the seed and the position. So every process computes the same.
 
 
 def seeded(digest: bytes, sampling: SamplingParams) -> bytes:

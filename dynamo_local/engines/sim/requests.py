@@ -1,4 +1,4 @@
-"""What goes into the scheduler and what comes out of it: values only."""
+"""Inputs and outputs of the scheduler, as values."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class SchedulerConfig:
     faults: Faults | None = None
 
     def speed_at(self, at_s: float) -> float:
-        """What divides the time of a pass that begins at that moment."""
+        """Factor by which a pass that begins at that moment is faster."""
         return self.speed if self.faults is None else self.speed / self.faults.factor(at_s)
 
     def check(self, request: SimRequest) -> None:
@@ -110,12 +110,12 @@ class SchedulerConfig:
 class SimRequest:
     """A request as the scheduler sees it: sizes and content keys, no tokens.
 
-    `num_output_tokens` (1 or more) is how many it will generate, `max_output_tokens` how many it might have.
-    `block_keys` name the prompt's full blocks, each key standing for the block *and all before it*; fewer keys than
-    blocks mean that the rest is not reusable. `output_keys(n)` gives the keys of the full blocks that follow the
-    prompt's, once n tokens of prompt plus output are computed (None: no reuse); it needs all `block_keys`.
-    `hold_kv`: keep the blocks under a lease when it ends (a prefill for another engine).
-    `pull_kv`: its prompt's KV is to be pulled from another engine.
+    `num_output_tokens` (1 or more): tokens that it will generate. `max_output_tokens`: its limit.
+    `block_keys`: keys of the prompt's full blocks. A key names the block *and all before it*. With fewer keys than
+    blocks, the rest is not reusable. `output_keys(n)`: keys of the full blocks after the prompt's, once n tokens of
+    prompt and output are computed. None: no reuse. It needs all `block_keys`.
+    `hold_kv`: keep the blocks under a lease at the end, for another engine.
+    `pull_kv`: pull the prompt's KV from another engine.
     """
 
     request_id: str

@@ -95,7 +95,7 @@ class Queue:
             (self.waiting if seq in self.waiting else self.pulled).remove(seq)
 
     def seen(self) -> Requests:
-        """What is queued, as `ForwardPass.queued`."""
+        """The queued requests, in the form of `ForwardPass.queued`."""
         prefill, decode = self._prefill, self._decode
         return Requests(
             num_prefill_requests=prefill.count,
@@ -210,8 +210,7 @@ def quiet_passes(rows: Sequence[Seq], block_size: int, free_blocks: int) -> int:
     return low
 
 
-# --- watched
-# What a pass computes, and passes that have ended, in the terms of `core.passes`.
+# --- Passes in the terms of `core.passes`
 
 
 class PassDone(NamedTuple):
@@ -224,7 +223,7 @@ class PassDone(NamedTuple):
 
 
 def scheduled_of(rows: Sequence[Seq]) -> Requests:
-    """What the pass that is about to begin computes. A row with only its last token left is a decode row."""
+    """The content of the pass that begins next. A row with only its last token left is a decode row."""
     decodes = context = context_squares = 0
     prefills, computed, read = Tally(), 0, 0
     for seq in rows:
@@ -258,7 +257,7 @@ def passes_done(run: Pass, count: int, queued: Requests) -> Iterator[PassDone]:
 
 
 def one_later(scheduled: Requests, passes: int = 1) -> Requests:
-    """What a quiet run computes so many passes later."""
+    """The content of a quiet run's pass, that many passes later."""
     more = scheduled.num_decode_requests * passes
     return replace(scheduled, sum_decode_kv_tokens=scheduled.sum_decode_kv_tokens + more)
 
@@ -317,7 +316,7 @@ class SimScheduler:
         return len(self._queue)
 
     def passing(self) -> tuple[Requests, Requests]:
-        """What the current pass computes (nothing between passes), and what is queued."""
+        """The content of the current pass (empty between passes), and the queue."""
         current = self._pass
         return NONE if current is None else current.scheduled or scheduled_of(current.rows), self._queue.seen()
 
@@ -413,16 +412,16 @@ class SimScheduler:
         return self._cache.pool.clear()
 
     def advance(self, now_s: float) -> list[Event]:
-        """What happened up to and including `now_s`, in order, since the last call."""
+        """Events since the last call, up to and including `now_s`, in order."""
         self._roll(now_s)
         events, self._events = self._events, []
         return events
 
     def next_event_at(self, *, quiet: bool = False) -> float | None:
-        """When to call `advance` next; None if nothing will happen by itself.
+        """When to call `advance` next. None: nothing will happen without a new request.
 
-        That is the end of the current pass; with `quiet`, of the run of passes in which nobody joins or leaves
-        (looking ahead a bounded number of passes, so sometimes earlier).
+        The time is the end of the current pass. With `quiet`, it is the end of the passes in which no request joins or
+        leaves. The lookahead is bounded, so the time may be earlier.
         """
         if self._pass is None and self._start_at_s is not None:
             self._begin(self._start_at_s)

@@ -1,7 +1,7 @@
-"""The tokens the simulated engine "computes": a pure function of the prompt, the same in every process and run.
+"""The tokens that the simulated engine "computes": a pure function of the prompt, equal in every process and run.
 
-Token i of the output is drawn from blake2b(prompt digest, i // 16), so any token can be had without those before it,
-a wrong prompt gives other tokens at once, and a test can tell a right stream from a wrong one (`expected_output`).
+Token i of the output comes from blake2b(prompt digest, i // 16). So each token is computed without those before it. A
+wrong prompt gives other tokens, and a test recognises a wrong stream (`expected_output`).
 """
 
 from __future__ import annotations

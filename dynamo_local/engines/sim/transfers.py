@@ -20,13 +20,11 @@ from dynamo_local.engines.sim.tokens import TokenStream
 from dynamo_local.errors import DynamoError, KvTransferError, from_wire, to_wire
 from dynamo_local.ports import EngineRequest, FinishReason
 
-# --- transport
-# How KV gets from the engine that computed it to the engine that needs it: the side channel of a hand-off.
+# --- The side channel of a hand-off: KV moves from the engine that computed it to the engine that needs it.
 #
-# The puller names the engine, the hand-off and the prompt it expects behind it (a digest); the source checks all
-# three,
-# takes the time of the transfer, frees its blocks and says so. A source that dies is noticed at once (the connection
-# breaks), one that hangs by the puller's deadline. The bytes themselves are not sent: nothing would look at them.
+# The puller names the engine, the hand-off, and a digest of the expected prompt. The source checks all three, waits for
+# the time of a transfer, frees its blocks and confirms. If the source dies, the connection breaks at once. If it hangs,
+# the puller's deadline passes. No KV bytes are sent, because nothing would read them.
 
 _LOOPBACK = "127.0.0.1"
 _REQUEST_DEADLINE_S = 5.0
@@ -359,7 +357,6 @@ class KvTransfers:
         logger.warning("the KV of request %s was not pulled within its lease", request_id)
 
     def release(self, params: Mapping[str, Any]) -> None:
-        """See `ports.Engine.release_handoff`."""
         request_id, scheduler = str(params.get("remote_request_id")), self._scheduler()
         if scheduler is not None and self._held.pop(request_id, None) is not None:
             scheduler.release(request_id, self._clock.now_s())

@@ -30,15 +30,15 @@ _ONLY_WORKERS = {"kv_transfer_config": None, "kv_events_config": None, "speculat
 """Arguments that mean nothing to who computes nothing."""
 
 _SEVERAL_WORKERS = 2
-"""As many API processes vLLM is told to have. With one it keeps to itself what images it has sent, and sends only their
-names the next time; but the next request goes to another worker, which has never seen them."""
+"""Number of API processes given to vLLM. With one, vLLM caches sent images and later sends only their names. The next
+request may go to another worker, which does not have them."""
 
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size")
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What the API must know about the workers' engine: their arguments, context length, tasks and version."""
+    """Facts about the workers' engine for the API: arguments, context length, tasks, version."""
 
     words: Sequence[str]
     max_model_len: int

@@ -67,7 +67,7 @@ def _unknown(option: str, known: set[str], also_known: Sequence[str]) -> str:
 
 
 def explain(words: Sequence[str], also_known: Sequence[str]) -> str | None:
-    """What is wrong with them, None if nothing."""
+    """The error in the arguments. None: valid."""
     try:
         parse(words, also_known=also_known)
     except ConfigError as error:

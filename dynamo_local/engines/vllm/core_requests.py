@@ -61,7 +61,7 @@ def is_plain(output: EngineCoreOutput) -> bool:
 
 
 def sampling_of(request: EngineCoreRequest) -> EngineSampling:
-    """What the graph reads of the parameters: routers and planners count tokens, prefills ignore the rest."""
+    """The parameters that the graph reads. Routers and planners count tokens; prefills ignore the rest."""
     params = request.sampling_params
     return EngineSampling(max_tokens=1 if params is None or params.max_tokens is None else params.max_tokens)
 
@@ -175,7 +175,7 @@ class CoreRequests:
 
 
 def _made_ours(core: EngineCoreRequest, request_id: str, params: Mapping[str, Any]) -> None:
-    """What belongs to this worker and not to the Processor: names, clocks, and where the KV comes from."""
+    """Set the fields that this worker decides, not the Processor: names, clocks, the source of the KV."""
     core.request_id = core.external_req_id = request_id
     core.arrival_time = time.time()
     core.client_index = core.current_wave = 0
@@ -188,7 +188,7 @@ def _made_ours(core: EngineCoreRequest, request_id: str, params: Mapping[str, An
 
 
 def _as_prefilled(output: EngineCoreOutput, params: Mapping[str, Any]) -> EngineCoreOutput:
-    """What was cached for a client is what the prefill worker had cached, not all that came from it: as vLLM has it."""
+    """A client sees as cached only the tokens that the prefill worker had cached, as in vLLM."""
     cached = params.get("remote_prefill_cached_tokens", 0)
     if output.prefill_stats is None or not params.get("do_remote_prefill"):
         return output

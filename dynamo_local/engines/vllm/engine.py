@@ -25,12 +25,11 @@ from dynamo_local.engines.sleep import EngineMemory
 from dynamo_local.engines.vllm import engine_resources, plugin
 from dynamo_local.engines.vllm import sleep as sleeping
 from dynamo_local.engines.vllm.checks import is_installed
-from dynamo_local.engines.vllm.kv_events import KvEventBridge
+from dynamo_local.engines.vllm.kv_events import KvEventBridge, ZmqListener
 from dynamo_local.engines.vllm.options import KV_LEASE_S, VllmOptions
-from dynamo_local.engines.vllm.pass_watch import ENDPOINT, ToldPasses
+from dynamo_local.engines.vllm.pass_watch import ENDPOINT, EnginePasses
 from dynamo_local.engines.vllm.processes import CoreProcesses
 from dynamo_local.engines.vllm.stats import Statistics
-from dynamo_local.engines.vllm.zmq_listener import ZmqListener
 from dynamo_local.errors import ConfigError, EngineDead, EngineError, InvalidRequest, KvTransferError, how_to_install
 from dynamo_local.ports import (
     EngineInfo,
@@ -43,11 +42,10 @@ from dynamo_local.ports import (
 )
 from dynamo_local.system import start_stages
 
-# --- handoffs
-# KV that was computed for another engine and is still here, as far as this side can tell. Pure.
+# --- KV that was computed for another engine and is still here, as far as this side knows. Pure.
 #
-# vLLM keeps the blocks under a lease, which the engine that will pull them renews while the request waits there; it
-# tells nobody when they were pulled. We notice it by the cache: no request runs here and no block is in use.
+# vLLM keeps the blocks under a lease. The pulling engine renews the lease while its request waits. vLLM does not report
+# the end of a pull. This code infers the end from the cache: no request runs here, and no block is in use.
 
 REQUEST: Final = "remote_request_id"
 """Among the `kv_transfer_params`: vLLM's name of the request whose KV it is."""
@@ -96,7 +94,7 @@ log = logging.getLogger(__name__)
 
 _HERE = "dynamo_local.engines.vllm.watched_schedulers"
 
-_decoder = msgspec.msgpack.Decoder(ToldPasses)
+_decoder = msgspec.msgpack.Decoder(EnginePasses)
 
 
 def watch_passes(config: Any) -> bool:
@@ -169,7 +167,7 @@ class VllmEngine(EngineBase):
         self.options = options
         self._kv_events = kv_events
         self._bridge: KvEventBridge | None = None
-        self._words = options.words()
+        self._words = options.arguments()
         self._name = name or os.environ.get("DYN_WATCHER_NAME") or f"engine-{os.getpid()}"
         self._resources: engine_resources.EngineResources | None = None
         self._llm: Any = None

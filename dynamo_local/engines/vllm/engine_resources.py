@@ -1,4 +1,4 @@
-"""What each engine on a host must have for itself: ports, a folder for its sockets, a cache.
+"""Resources that each engine on a host needs for itself: ports, a folder for sockets, a cache.
 
 Each is leased for the life of the process (`host_leases`).
 """
@@ -98,7 +98,7 @@ def cache_root(environ: Mapping[str, str]) -> Path:
 
 
 def _cache_folder(name: str, environ: Mapping[str, str], leases: list[socket.socket]) -> Path:
-    """The worker's own, run after run: compiled graphs are found again. Of two of one name, the second has `NAME.1`."""
+    """The worker's own cache folder. Later runs find their compiled graphs. A second worker of a name has `NAME.1`."""
     root = cache_root(environ)
     n = 0
     while True:
@@ -113,11 +113,11 @@ def _cache_folder(name: str, environ: Mapping[str, str], leases: list[socket.soc
 
 
 def _share(root: Path, own: Path) -> None:
-    """What vLLM found out, or compiled, for other workers. To look at a model's class it imports itself once more, in a
-    process of its own, which was half of a start of a worker whose name was new; to compile takes a minute.
+    """Share vLLM's caches of other workers. Without them, vLLM imports itself again in another process to inspect the
+    model's class. That was half of the start of a worker with a new name. Compiling takes a minute.
 
-    Each file's name has a hash of what it was made of, and vLLM compares the sources again when it reads one; it writes
-    each under another name first. So a file is whole, and one that does not fit is made anew.
+    A file's name contains a hash of its sources, and vLLM compares the sources when it reads the file. vLLM writes each
+    file under another name first. So a file is complete, and one that does not fit is made again.
     """
     try:
         for pattern in SHARED:
@@ -141,14 +141,12 @@ def _socket_folder(environ: Mapping[str, str]) -> Path:
     return Path(tempfile.mkdtemp(prefix="dyn-vllm-"))
 
 
-# --- processors
-# vLLM's CPU build with NIXL, several engines on one host. What it does there fits one engine with cores to spare:
+# --- Processors. vLLM's CPU build with NIXL assumes one engine per host, with spare cores:
 #
-# * NIXL's progress thread looks for news without a pause: each engine, also an idle one, keeps a core busy. It polls
-#   descriptors that wake it, so a pause costs no time: with one of a millisecond it takes 1.5 % of a core.
-# * NixlConnector lets the thread that computes run on the last core of each NUMA node alone. Thus all engines of a
-# host
-#   share that one core, and their hand-offs took up to fifteen seconds on a busy machine of two.
+# * NIXL's progress thread polls without a pause, so even an idle engine keeps a core busy. The descriptors that it
+# polls   wake it, so a pause adds no latency. With a pause of 1 ms the thread takes 1.5 % of a core.
+# * NixlConnector pins the computing thread to the last core of each NUMA node. Then all engines of a host share one
+# core.   Hand-offs took up to 15 s on a busy machine with two cores.
 
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 

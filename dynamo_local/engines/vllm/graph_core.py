@@ -1,4 +1,7 @@
-"""What AsyncLLM takes for its EngineCore in a Processor: requests go to the graph's workers, outputs come from them."""
+"""The EngineCore client of AsyncLLM in a Processor.
+
+It sends requests to the graph's workers and returns their outputs.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,14 @@ from dynamo_local.ports import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class CoreCall:
-    """A request to a worker. `prefill_here` says why nobody else can prefill it, if so."""
+    """A request to a worker. `prefill_here` says why no prefill worker can compute the prompt, if so."""
 
     token_ids: Sequence[int]
     sampling: SamplingParams
     core: list[bytes]
     prefill_here: str | None
+    lora_id: int = 0
+    """The adapter's number in vLLM, by which its KV blocks are hashed; 0: the model itself."""
 
 
 Items = Sequence[Mapping[str, Any]]
@@ -73,6 +78,7 @@ class GraphCore:
             sampling_of(request),
             self._wire.encode(request),
             why_prefilled_here(request),
+            0 if request.lora_request is None else request.lora_request.lora_int_id,
         )
         name = request.request_id
         pump = self._pumps[name] = asyncio.create_task(self._pump(name, call), name=f"vLLM request {name}")

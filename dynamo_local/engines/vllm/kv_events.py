@@ -1,14 +1,15 @@
 """vLLM's KV events under our own hashes: which blocks the engine has cached, for the Router and for ourselves.
 
-vLLM names blocks by hashes of its own, whose kind is an option of its; its events carry the tokens, so each block
-is hashed again as everybody here does (`kv_hashes`). Events come over a ZeroMQ socket, numbered: after a gap nothing
-is known, and unknown blocks count as not cached.
+vLLM names blocks by its own hashes, whose kind is an option. Its events contain the tokens, so each block is hashed
+again with `kv_hashes`. Events come numbered over a ZeroMQ socket. After a gap the cache is unknown, and unknown blocks
+count as not cached.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,44 @@ import zmq
 import zmq.asyncio
 
 from dynamo_local.core.routing.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
-from dynamo_local.engines.vllm.zmq_listener import ZmqListener
 from dynamo_local.kv_hashes import block_hashes
 from dynamo_local.ports import KvEventPublisher
+
+
+class ZmqListener:
+    """Hands each message to `heard`, as its frames, until it is closed. `what` names the task. `heard` may not raise:
+    that would end the listening."""
+
+    def __init__(self, heard: Callable[[Sequence[bytes]], None], what: str) -> None:
+        self._heard = heard
+        self._what = what
+        self._context: zmq.asyncio.Context | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, kind: int, attach: Callable[[zmq.asyncio.Socket], object]) -> None:
+        """Listen on a socket of that kind; `attach` sets its options and binds or connects it. Call it before the
+        engine starts, so that nothing is missed. Raises `zmq.ZMQError`."""
+        self._context = zmq.asyncio.Context()
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        attach(socket)
+        self._task = asyncio.create_task(self._listen(socket), name=self._what)
+
+    async def _listen(self, socket: zmq.asyncio.Socket) -> None:
+        try:
+            while True:
+                self._heard(await socket.recv_multipart())
+        finally:
+            socket.close()
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+        if self._context is not None:
+            self._context.term()
+
 
 log = logging.getLogger(__name__)
 

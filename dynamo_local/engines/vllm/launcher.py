@@ -1,11 +1,12 @@
-"""EngineCore from a process that has vLLM's modules: forked off a spare, when it becomes a worker.
+"""Starts EngineCore by a fork of a prewarmed process, which has imported vLLM already.
 
-vLLM starts EngineCore by itself with `spawn`, which imports everything once more (seven seconds), or with `fork`, which
-a worker must not use: it has threads, an event loop and connections. So the fork comes first. `prepare` is called by a
-spare that is about to become a worker: it has one thread and touched no device. The child, the *launcher*, waits. When
-the worker has its configuration, the launcher calls vLLM's own `launch_core_engines` as `vllm serve` does where it has
-several API servers: one process launches the engine, and others are its clients (`client_addresses`). There vLLM's
-method is `fork`; where a device were initialised already, vLLM itself falls back to `spawn`.
+vLLM itself uses `spawn`, which imports everything again (7 s), or `fork`, which is unsafe in a worker with threads, an
+event loop and connections. So the fork comes first. A prewarmed process calls `prepare` just before it becomes a
+worker. It then has one thread and has touched no device. The child, the *launcher*, waits for the worker's
+configuration. Then
+the launcher calls vLLM's `launch_core_engines`, as `vllm serve` does with several API servers: one process launches the
+engine, and the others are its clients (`client_addresses`). vLLM's method is `fork` there. If a device is initialised
+already, vLLM falls back to `spawn`.
 
 EngineCore is the launcher's child, and the launcher ends with the worker.
 """
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 PARAMETERS = ("vllm_config", "executor_class", "log_stats", "addresses")
-"""Of `launch_core_engines`, as this module calls it."""
+"""Parameters of `launch_core_engines` that this module uses."""
 LAUNCHED_TIMEOUT_S = 30.0
 """To fork takes milliseconds, on a busy host a second."""
 _GRACE_S = 2.0
@@ -47,9 +48,9 @@ class CoreLauncher:
         self._connection = connection
 
     def launch(self, config: Any, executor_class: Any, folder: Path) -> dict[str, str]:
-        """Have EngineCore started; it comes up meanwhile. Returns what `AsyncLLM` takes as `client_addresses`.
+        """Request the start of EngineCore, which then starts in the background. Blocks.
 
-        Raises `RuntimeError` that says why it was not started. Blocks.
+        Returns the `client_addresses` for `AsyncLLM`. Raises `RuntimeError` with the reason of a refusal.
         """
         addresses = {"input_address": f"ipc://{folder / 'input'}", "output_address": f"ipc://{folder / 'output'}"}
         order = {"environ": dict(os.environ), "addresses": addresses, "config": pickle.dumps((config, executor_class))}

@@ -31,11 +31,10 @@ _NOT_HERE = {
 
 @dataclass(frozen=True, slots=True)
 class VllmOptions:
-    """One engine. `gpus` are those of one worker (0: vLLM's CPU build). `args` are vLLM's own, keys with underscores.
+    """One engine. `gpus`: number of GPUs of one worker (0: vLLM's CPU build). `args`: vLLM's own, with underscores.
 
-    `transfer` says which end of a KV hand-off this engine is. `kv_pull_timeout_s` bounds how long a request waits
-    for KV that it was promised; it must be below the lease under which the other side keeps it. `sleep_mode`:
-    it is started so that it can sleep, which its allocator must know.
+    `transfer`: this engine's end of a KV hand-off. `kv_pull_timeout_s`: how long a request waits for promised KV. It
+    must be shorter than the lease of the other side. `sleep_mode`: start with an allocator that supports sleep.
     """
 
     model: str
@@ -47,7 +46,7 @@ class VllmOptions:
     sleep_mode: bool = False
     args: Mapping[str, Any] = field(default_factory=dict)
 
-    def words(self) -> list[str]:
+    def arguments(self) -> list[str]:
         """vLLM's arguments, without the program. Raises `ConfigError` for what cannot work, even if vLLM takes it."""
         args = dict(self.args)
         for name, why in _NOT_HERE.items():

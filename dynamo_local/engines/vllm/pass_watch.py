@@ -26,14 +26,14 @@ UNSENT_PASSES = 1024
 ENDPOINT = "DYN_PASSES_ENDPOINT"
 """Where EngineCore sends to; set for it by the worker."""
 QUEUE_SHARE = 0.005
-"""Of the time, for looking at the queue."""
+"""Largest share of the time for reading the queue."""
 
 Numbers = tuple[int, int, float, int, int, int, float]
 """`core.passes.Requests`, in its order."""
 NOTHING: Numbers = (0, 0, 0.0, 0, 0, 0, 0.0)
 
 
-class ToldPass(msgspec.Struct, array_like=True):
+class EnginePass(msgspec.Struct, array_like=True):
     """One pass on its way to the worker; `wall_time_s` 0 is a heartbeat."""
 
     counter_id: int
@@ -43,17 +43,17 @@ class ToldPass(msgspec.Struct, array_like=True):
     queued: Numbers
 
 
-class ToldPasses(msgspec.Struct, array_like=True):
+class EnginePasses(msgspec.Struct, array_like=True):
     """A message."""
 
     dp_rank: int
-    passes: list[ToldPass]
+    passes: list[EnginePass]
 
 
 def scheduled_numbers(requests: dict[str, Any], tokens: dict[str, int]) -> Numbers:
-    """What a pass computes: `tokens` of each request, which the scheduler has counted as computed already.
+    """The content of a pass: `tokens` of each request, which the scheduler has counted as computed already.
 
-    One of which only the last token is left to compute is a decode, whatever came before.
+    A request with only its last token left is a decode, whatever came before.
     """
     decodes = context = context_squares = 0
     prefills = computed = read = lengths = length_squares = 0
@@ -83,7 +83,7 @@ def scheduled_numbers(requests: dict[str, Any], tokens: dict[str, int]) -> Numbe
 
 
 def queued_numbers(queues: Iterable[Iterable[Any]]) -> Numbers:
-    """What waits: prompts, and decodes that were preempted or wait for KV of another engine."""
+    """The waiting requests: prompts, and decodes that were preempted or wait for KV of another engine."""
     decodes = context = context_squares = 0
     prefills = lengths = length_squares = 0
     for queue in queues:
@@ -158,7 +158,7 @@ class PassWatch:
             passes.append(self._numbered(0.0, 0.0, self._under_way(), self._queued))
         if passes:
             self._told_s = now_s
-            self._send(msgspec.msgpack.encode(ToldPasses(self._dp_rank, passes)))
+            self._send(msgspec.msgpack.encode(EnginePasses(self._dp_rank, passes)))
 
     def _under_way(self) -> Numbers:
         try:
@@ -166,9 +166,9 @@ class PassWatch:
         except IndexError:
             return NOTHING
 
-    def _numbered(self, age_s: float, wall_time_s: float, scheduled: Numbers, queued: Numbers) -> ToldPass:
+    def _numbered(self, age_s: float, wall_time_s: float, scheduled: Numbers, queued: Numbers) -> EnginePass:
         self._counter += 1
-        return ToldPass(self._counter, age_s, wall_time_s, scheduled, queued)
+        return EnginePass(self._counter, age_s, wall_time_s, scheduled, queued)
 
     def _look_at_queue(self) -> None:
         began_s = self._now_s()

@@ -1,4 +1,4 @@
-"""What of vLLM a spare imports: the modules of the worker, of EngineCore and of the platform's own workers."""
+"""Modules of vLLM that a prewarmed process imports: those of the worker, of EngineCore and of the platform workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ USEFUL = (
     "vllm.v1.executor.uniproc_executor",
     "vllm.tokenizers.hf",
 )
-"""Of this version of vLLM; what another one has elsewhere is imported when it is needed."""
+"""Modules of this version of vLLM. Another version may have moved one; then it is imported later, when needed."""
 
 
 def preload() -> None:

@@ -15,7 +15,7 @@ from dynamo_local.errors import EngineError
 
 
 class CoreProcesses:
-    """Of one engine. Made in the worker's event loop, whose thread calls all but `launch` and `shutdown`."""
+    """The processes of one engine. The worker's loop thread calls all methods except `launch` and `shutdown`."""
 
     def __init__(self) -> None:
         self._launcher: launcher.CoreLauncher | None = None
@@ -24,8 +24,10 @@ class CoreProcesses:
         self._loop = asyncio.get_running_loop()
 
     async def build(self, build: Callable[[], Any]) -> Any:
-        """What `build` returns, which runs in a thread. Raises what it raises, and `EngineError` if EngineCore, that
-        `launch` started, ended first: `build` would wait for it for minutes."""
+        """Run `build` in a thread and return its result.
+
+        Raises `EngineError` if the EngineCore that `launch` started ends first: `build` would wait for minutes.
+        """
         building = asyncio.ensure_future(asyncio.to_thread(build))
         await asyncio.wait({building, self._failed}, return_when=asyncio.FIRST_COMPLETED)
         if not building.done():

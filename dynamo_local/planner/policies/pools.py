@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from dynamo_local.core.fleet import flip_decisions as flips
-from dynamo_local.core.fleet import sleep_decisions as standby
+from dynamo_local.core.fleet import flipping, sleeping
 from dynamo_local.core.fleet.fleet import Fleet, Worker
 from dynamo_local.core.fleet.states import TRAITS, HasProcess
 from dynamo_local.core.types import WAKES, Actuator
@@ -34,7 +33,7 @@ def pools_of(
 
 def _pool(fleet: Fleet, component: str, routed: Collection[str], actuators: frozenset[Actuator]) -> Pool:
     size = fleet.template(component).gpus_per_worker
-    workers = [worker for worker in fleet.workers.values() if worker.headed == component]
+    workers = [worker for worker in fleet.workers.values() if worker.target_component == component]
     ready = [worker for worker in workers if worker.ready]
     coming = [worker for worker in workers if worker.on_its_way]
     leaving = [w for w in workers if not (w.counts or w.stands_by) and TRAITS[w.state].process is not HasProcess.NO]
@@ -61,14 +60,14 @@ def _pool(fleet: Fleet, component: str, routed: Collection[str], actuators: froz
 
 def _flippable(fleet: Fleet, component: str) -> int:
     """One that serves stays."""
-    return min(len(flips.able_to_flip(fleet, component)), max(0, len(fleet.ready(component)) - 1))
+    return min(len(flipping.able_to_flip(fleet, component)), max(0, len(fleet.ready(component)) - 1))
 
 
 def _asleep(fleet: Fleet, component: str) -> int:
     """Those that a wake would bring. One that is only started to sleep would take the rest of its start."""
     if not any(worker.stands_by for worker in fleet.workers.values()):
         return 0
-    found = standby.woken_first(fleet, component, len(fleet.workers), "counted")
+    found = sleeping.woken_first(fleet, component, len(fleet.workers), "counted")
     return sum(TRAITS[fleet.workers[move.name].state].standby for move in found)
 
 

@@ -28,13 +28,10 @@ from dynamo_local.transport.requests.stream import InboundStream
 # --- lines
 # Requests that a worker has not taken yet: a line before each worker's endpoint, and one watch over each line.
 #
-# A worker takes requests in the order in which they were sent. As long as its line moves it is busy, and not gone:
-# what
-# came at once may take a starved host longer than a worker may be silent. (Seen: a thousand requests each gave their
-# worker up after five seconds, for another one whose line was as long, and each asked NATS four times a second
-# whether
-# its worker was still there. Nothing was answered for more than a minute.)
-
+# A worker takes requests in the order in which they were sent. As long as its line moves it is busy, and not gone. A
+# burst may take a starved host longer than a worker may be silent. (Seen: each of a thousand requests gave its worker
+# up after five seconds, for another one whose line was as long. Each asked NATS four times a second whether its worker
+# was still there. Nothing was answered for more than a minute.)
 PROBE_INTERVAL_S: Final = 0.25
 """How soon those who wait notice that their worker, or NATS, went away meanwhile."""
 
@@ -83,7 +80,7 @@ class Line:
 
     @property
     def now_s(self) -> float:
-        """Of the line's time."""
+        """The clock of the line's time."""
         return self._time_s + min(self._clock_s() - self._ticked_s, 2 * self._interval_s)
 
     def join(self, offer: Offer, connection: int) -> None:
@@ -260,9 +257,9 @@ class RequestSender:
     ) -> InboundStream:
         """Returns the connection on which the answer comes. `deadline_s` is absolute, of `clock.now_s()`.
 
-        Raises what the worker refused with, `WorkerLost`, `DeadlineExceeded` or `NatsUnavailable`. After any of these
-        the handler has not run and will not: it starts only when we have greeted its connection, or within the time for
-        which we wait where the worker has left one open.
+        Raises what the worker refused with, `WorkerLost`, `DeadlineExceeded` or `NatsUnavailable`. After any of
+        these the handler has not run and will not. It starts only when we have greeted its connection. On a
+        connection that the worker has left open, it starts only within the time for which we wait.
         """
         if (again := await self._asked_again(instance, request_id, payload, deadline_s)) is not None:
             return again

@@ -20,9 +20,9 @@ from dynamo_local.transport.requests.handlers import current_request
 from dynamo_local.transport.requests.stream import ResponseStream
 
 AVOID_S: Final = {GONE: 1.0, SILENT: 10.0}
-"""How long an instance that did not take a request is passed over while there are others. Its lease lives on for up to
-its TTL (10 s). Trying one without a listener again costs a quarter of a millisecond, a silent one the whole accept
-timeout; and after a restart of NATS an instance is without a listener for a moment only."""
+"""How long an instance that did not take a request is passed over while there are others. Its lease lives on for up
+to its TTL (10 s). Another try costs a quarter of a millisecond without a listener, and the whole accept timeout with
+a silent one. After a restart of NATS an instance is without a listener for a moment only."""
 
 LATE_NEWS_S: Final = 5.0
 """How long a request that every known instance has refused as leaving waits for others to appear. A component's last
@@ -35,8 +35,8 @@ def late_news_s(deadline_s: float | None, now_s: float) -> float:
 
 
 class View(Protocol):
-    """What is needed of `transport.discovery.InstanceView`. `stale`: etcd does not answer, so this may be out of
-    date."""
+    """The part of `transport.discovery.InstanceView` that is needed. `stale`: etcd does not answer, so this may be
+    out of date."""
 
     stale: bool
 
@@ -177,7 +177,7 @@ class NatsEndpointClient:
 
 
 # --- dependency
-# What a `depends(Other)` attribute is at run time: a client of that component, by method name.
+# A `depends(Other)` attribute at run time: a client of that component, by method name.
 
 DEFAULT_METHOD = "generate"
 

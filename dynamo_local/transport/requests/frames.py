@@ -15,9 +15,9 @@ After END_KEPT the caller may ask again, on the same connection and without NATS
     worker -> caller   TAKEN  "I take it"; or ERROR, a refusal
     worker -> caller   DATA, then END | ERROR | END_KEPT, as before
 
-A frame is a 9 byte prefix `>IBI` (body length in bytes, kind, number) and a body. The number of a DATA
-frame is how many items went before it, that of END how many there were in all: one lost or repeated frame
-cannot go unnoticed, whatever its size.
+A frame is a 9 byte prefix `>IBI` (body length in bytes, kind, number) and a body. A DATA frame's number is how many
+items went before it. END's number is how many there were in all. So one lost or repeated frame cannot go unnoticed,
+whatever its size.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Frame(NamedTuple):
 
 
 RequestId = Annotated[str, msgspec.Meta(max_length=512)]
-"""Of the client's `x-request-id` and a few digits: 137 at most. It stands in log lines."""
+"""The client's `x-request-id` and a few digits: 137 at most. It stands in log lines."""
 
 
 class RequestHeader(msgspec.Struct, array_like=True):
@@ -90,8 +90,8 @@ class RequestHeader(msgspec.Struct, array_like=True):
     keep: bool = False
     """Whether the caller can ask again on the unix socket's connection. Older callers cannot."""
     until_s: float | None = None
-    """Of an ASK: when its caller gives up waiting for TAKEN, by the clock that all processes of a host share
-    (`time.monotonic`). A worker that has hung for longer does not begin."""
+    """When the caller of an ASK gives up waiting for TAKEN, by the clock that all processes of a host share
+    (`time.monotonic`). If the caller has given up, a worker that resumes late drops the request."""
 
 
 WIRE_VERSION: Final = 1
@@ -140,7 +140,7 @@ def _decoded(decoder: msgspec.msgpack.Decoder[Any], data: bytes | memoryview) ->
 
 
 def invalid_payload(error: msgspec.ValidationError) -> errors.InvalidRequest:
-    """What msgspec says, with the parameter named that it is about."""
+    """msgspec's complaint, with the parameter named."""
     param = str(error).rpartition("$.")[2].rstrip("`").partition("[")[0]
     return errors.InvalidRequest(f"{param}: {error}" if param else str(error), param=param)
 

@@ -11,7 +11,7 @@ from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.transport.requests.stream import pump
 
 # --- context
-# What a handler may know about the request it serves.
+# A handler's view of the request that it serves.
 
 _CLOCK = AsyncioClock()
 

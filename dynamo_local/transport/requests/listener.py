@@ -27,7 +27,7 @@ IDLE_S: Final = 120.0
 connections as they were at once."""
 
 IDLE_MAX: Final = 256
-"""Of one worker's endpoint. More are closed as their answers end."""
+"""Kept connections of one worker's endpoint. More are closed as their answers end."""
 
 
 class _Idle(asyncio.Protocol):
@@ -47,7 +47,7 @@ class _Idle(asyncio.Protocol):
 
 
 class KeptConnections:
-    """By the subject of the endpoint at the other end; the one that was used last is taken first."""
+    """Connections by the subject of the endpoint at the other end. The one that was used last is taken first."""
 
     def __init__(self) -> None:
         self._idle: dict[str, list[_Idle]] = {}
@@ -62,7 +62,7 @@ class KeptConnections:
         return bool(self._idle.get(subject))
 
     def take(self, subject: str) -> asyncio.Transport | None:
-        """One on which that endpoint can be asked; it is the taker's from now on."""
+        """A connection on which that endpoint can be asked. It belongs to the caller from now on."""
         idle = self._idle.get(subject)
         while idle:
             transport = idle.pop().transport
@@ -119,7 +119,7 @@ NAMES: Final = "dynamo-responses-"
 """How the names of unix sockets begin. A worker connects to no others, whatever a message says."""
 
 _UCRED: Final = struct.Struct("3i")
-"""What the kernel tells of a peer (`SO_PEERCRED`, unix(7)): pid, uid, gid."""
+"""The kernel's facts of a peer (`SO_PEERCRED`, unix(7)): pid, uid, gid."""
 
 RECEIVE_BUFFER_BYTES: Final = 256 * 1024
 """Fixed, because the kernel would otherwise grow it to 6 MiB per slow reader."""

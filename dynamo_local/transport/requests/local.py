@@ -1,7 +1,7 @@
 """Calls between components of one process: the handler runs in its caller's task. No message, no connection, no bytes.
 
-What a caller sees is what it sees over NATS: items, the handler's errors under their types, deadlines, and a handler
-that ends when its stream is closed. Two things differ. Values are passed as they are, not copied (only the request is
+A caller sees the same as over NATS: items, the handler's errors under their types, deadlines, and a handler that
+ends when its stream is closed. Two things differ. Values are passed as they are, not copied (only the request is
 made into the model that the endpoint declares). And nothing is buffered: the handler goes on when its reader does.
 """
 
@@ -47,7 +47,7 @@ class LocalEndpoint:
         self._struct = model if isinstance(model, type) and issubclass(model, msgspec.Struct) else None
 
     def request(self, payload: Any) -> Any:
-        """What the handler gets. Raises `InvalidRequest` for a payload that is none."""
+        """The handler's argument. Raises `InvalidRequest` for a payload that is none."""
         if self._struct is None:
             return payload
         try:
@@ -125,13 +125,8 @@ class LocalStream:
             raise StopAsyncIteration
         return item
 
-    async def batches(self) -> AsyncIterator[list[Any]]:
-        """Each item by itself: what arrived together was put together where it came from."""
-        while not self._ended and (item := await self._step()) is not _END:
-            yield [item]
-
     async def pump(self, take: Take) -> None:
-        """Call `take` with the items as they arrive, until the end; see `pumping`."""
+        """Call `take` with the items as they arrive, until the end."""
         if self._ended:
             return
 
@@ -269,7 +264,7 @@ async def _one(value: Any) -> AsyncIterator[Any]:
 
 
 async def _nothing() -> AsyncIterator[Any]:
-    """What follows the one value of a unary handler."""
+    """Follows the one value of a unary handler."""
     return
     yield
 

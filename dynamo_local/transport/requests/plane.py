@@ -35,7 +35,7 @@ class RequestPlane:
         await self.sender.start()
 
     async def client(self, kv: KeyValueStore, namespace: str, component: str, endpoint: str) -> NatsEndpointClient:
-        """The client of that endpoint, made at the first call; it follows etcd from then on.
+        """The client of that endpoint, made at the first call. The client follows etcd from then on.
 
         Where etcd does not give the first list in time the client is empty until it does: calls raise `NoWorkers`.
         """

@@ -19,7 +19,7 @@ from dynamo_local.transport.requests.frames import (
 )
 
 Keep = Callable[[asyncio.Transport, bool], "KeptConnection | None"]
-"""Who takes a connection over when its answer has ended; None where it shall end, too."""
+"""Takes a connection over when its answer has ended. None: the connection ends, too."""
 
 FLUSH_BYTES: Final = 64 * 1024
 FLUSH_ITEMS: Final = 512
@@ -39,12 +39,11 @@ SEND_BUFFER_BYTES: Final = 128 * 1024
 class ResponseSender(asyncio.Protocol):
     """Writes items to a caller: many per frame under load, none unbounded.
 
-    Items that are put in one pass of the event loop share a frame. While the socket takes nothing they
-    wait here, up to `FLUSH_BYTES` or `FLUSH_ITEMS`; then `put` gives the handler something to await.
-    `go` is the payload that came with the caller's GO, None where the connection closed before. `lost` is
-    done, and `on_lost` was called, when the connection is gone for whatever reason. With `keep` it may be kept at the
-    end; `lost` is done then as soon as the whole answer is with the kernel: what was written to a unix socket is read
-    also when its writer is gone.
+    Items that are put in one pass of the event loop share a frame. While the socket takes nothing they wait here, up
+    to `FLUSH_BYTES` or `FLUSH_ITEMS`. Then `put` gives the handler something to await. `go` is the payload that came
+    with the caller's GO, None if the connection closed before. When the connection is gone, `lost` is done and
+    `on_lost` was called. With `keep` the connection may be kept at the end. `lost` is then done once the kernel has
+    the whole answer: bytes on a unix socket are read even if their writer is gone.
     """
 
     def __init__(self, token: bytes, on_lost: Callable[[], None]) -> None:
@@ -89,8 +88,8 @@ class ResponseSender(asyncio.Protocol):
         transport.write(frame(FrameKind.HELLO, 0, self._token))
 
     def resume(self, transport: asyncio.Transport) -> None:
-        """Answer on a connection that was kept. Whoever gets items knows by them that the request was taken; where
-        none come soon, TAKEN says it."""
+        """Answer on a kept connection. Items tell the caller that the request was taken. If none come soon, TAKEN
+        says it."""
         self._transport = transport
         transport.set_protocol(self)
         transport.set_write_buffer_limits(high=FLUSH_BYTES)
@@ -158,7 +157,7 @@ class ResponseSender(asyncio.Protocol):
             self._transport.write(self._unwritten())
 
     def _unwritten(self) -> bytes:
-        """What is to be written, and counts as such from now on."""
+        """The bytes to write. They count as written from now on."""
         if not self._pending:
             return b""
         items, self._pending, self._pending_bytes = self._pending, [], 0
@@ -271,7 +270,7 @@ class CallersConnections:
         return len(self._kept)
 
     def keep(self, transport: asyncio.Transport, writable: bool) -> KeptConnection | None:
-        """Who takes the connection of an answer over; None once this is closed. `writable`: it takes more."""
+        """Takes the connection of an answer over. None once this is closed. `writable`: it takes more."""
         if self._closed or transport.is_closing():
             return None
         kept = KeptConnection(transport, self, writable=writable)

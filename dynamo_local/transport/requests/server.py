@@ -83,7 +83,7 @@ class Exchange:
 
     @property
     def pending_bytes(self) -> int:
-        """What is buffered of its answer and not yet sent."""
+        """The buffered part of its answer that is not yet sent."""
         return 0 if self._sender is None else self._sender.pending_bytes
 
     def fail(self, error: errors.DynamoError) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import contextvars
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, Final, cast
 
 from dynamo_local import errors
@@ -19,15 +19,11 @@ from dynamo_local.transport.requests.frames import (
     frame,
 )
 
-# --- pumping
-# Handing a stream's items on without a task in between: whoever takes them is called as they arrive.
-#
-# An `async for` over a stream costs a task switch per frame, and another resumption in each generator on the way.
-# Where
-# tokens pass through five of those, that was half of their cost. `pump` calls one plain function instead.
-
 Take = Callable[[list[Any]], Awaitable[None] | None]
-"""Takes the items that arrived together. An awaitable comes back where nothing more may be given until it is done."""
+"""Takes the items that arrived together. A consumer that is full returns an awaitable. The producer waits for it."""
+
+MAX_WAITING: Final = 64
+"""Batches that wait for an `async for`; beyond it the producer waits."""
 
 
 class Enough(Exception):
@@ -37,21 +33,46 @@ class Enough(Exception):
 async def pump(stream: Any, take: Take) -> None:
     """Give `take` all items until the stream's end. Raises what the stream ended with, or what `take` raised.
 
-    A stream that has a `pump` of its own calls `take` wherever its items arrive; of any other the batches are read. The
-    caller closes the stream.
+    A stream with a `pump` of its own calls `take` in the callback in which items arrive. An `async for` costs a task
+    switch per frame and a resumption in each generator on the way; with five generators that was half of a token's
+    cost. Any other stream is iterated. The caller closes the stream.
     """
     own = getattr(stream, "pump", None)
     if own is not None:
         await own(take)
         return
-    batches = stream.batches()
+    async for item in stream:
+        if (room := take([item])) is not None:
+            await room
+
+
+async def batches_of(pumping: Callable[[Take], Coroutine[Any, Any, None]]) -> AsyncGenerator[list[Any], None]:
+    """`async for` over what is pumped. It costs a task per stream, so it stands at the edges only."""
+    waiting: deque[list[Any]] = deque()
+    changed, free = asyncio.Event(), asyncio.Event()
+
+    def take(batch: list[Any]) -> Awaitable[None] | None:
+        waiting.append(batch)
+        changed.set()
+        if len(waiting) < MAX_WAITING:
+            return None
+        free.clear()
+        return cast(Awaitable[None], free.wait())
+
+    task = asyncio.create_task(pumping(take))
+    task.add_done_callback(lambda _: changed.set())
     try:
-        async for batch in batches:
-            if (room := take(batch)) is not None:
-                await room
+        while waiting or not task.done():
+            if waiting:
+                free.set()
+                yield waiting.popleft()
+            else:
+                changed.clear()
+                await changed.wait()
+        task.result()
     finally:
-        if (aclose := getattr(batches, "aclose", None)) is not None:
-            await aclose()
+        task.cancel()
+        await asyncio.wait([task])
 
 
 READ_AHEAD_BYTES: Final = 128 * 1024
@@ -89,7 +110,7 @@ class InboundStream(asyncio.Protocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._who = "a worker"
         self.subject = ""
-        """Of the endpoint that answers."""
+        """The subject of the endpoint that answers."""
         self.refusal: errors.DynamoError | None = None
         """With what a worker that was asked again has refused."""
         self.taken: asyncio.Future[bool] | None = None
@@ -304,7 +325,7 @@ class InboundStream(asyncio.Protocol):
 
 
 class _Taker:
-    """Whoever takes a stream's items as they arrive. `done` at the end of the stream, or when `take` has raised."""
+    """The consumer of a stream's items as they arrive. `done` at the end of the stream, or when `take` has raised."""
 
     __slots__ = ("_context", "_inbound", "_room", "_take", "done")
 
@@ -377,16 +398,8 @@ class ResponseStream:
         self._at += 1
         return item
 
-    async def batches(self) -> AsyncIterator[list[Any]]:
-        """Items in groups, as many as have arrived when the reader comes for them; never an empty one."""
-        if rest := self._batch[self._at :]:
-            self._batch, self._at = [], 0
-            yield rest
-        while (batch := await self._inbound.next_batch()) is not None:
-            yield batch
-
     async def pump(self, take: Take) -> None:
-        """Call `take` with the items in groups, as they arrive, until the end; see `pumping`."""
+        """Call `take` with the items in groups, as they arrive, until the end."""
         if rest := self._batch[self._at :]:
             self._batch, self._at = [], 0
             if (room := take(rest)) is not None:

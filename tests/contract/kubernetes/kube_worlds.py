@@ -26,7 +26,7 @@ MANIFEST = Path(__file__).parents[3] / "examples/kubernetes/planner.yaml"
 
 
 def planner_rules() -> frozenset[Rule]:
-    """Of the Role in the planner's manifest, one by one."""
+    """Each right of the Role in the planner's manifest."""
     role = next(one for one in yaml.safe_load_all(MANIFEST.read_text()) if one["kind"] == "Role")
     return frozenset(
         (resource, verb) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]
@@ -41,11 +41,9 @@ class FakeWorld:
         self.admin: Transport = self.kube.client()
 
     async def somebody(self, rules: frozenset[Rule]) -> Transport:
-        """Who may do that, and nothing else."""
         return self.kube.client(rules)
 
     async def stranger(self) -> Transport:
-        """Whose token nobody knows."""
         return self.kube.client(known=False)
 
 
@@ -57,11 +55,9 @@ class RealWorld:
         self.admin: Transport = server.client()
 
     async def somebody(self, rules: frozenset[Rule]) -> Transport:
-        """A service account, its Role and its token."""
         return await self.server.account(rules)
 
     async def stranger(self) -> Transport:
-        """A token that nobody gave."""
         return self.server.client(token="none")
 
 
@@ -76,7 +72,6 @@ def real_kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealKube]:
 
 @pytest.fixture(scope="session")
 def old_kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealKube]:
-    """One whose CRDs have no v1beta1."""
     yield from _started(tmp_path_factory.mktemp("old"), with_v1alpha1_alone)
 
 
@@ -102,7 +97,6 @@ def stored_as_v1beta1(crd: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_v1alpha1_alone(crd: dict[str, Any]) -> dict[str, Any]:
-    """As operators before 1.2 install it."""
     crd["spec"]["versions"] = [one for one in crd["spec"]["versions"] if one["name"] == "v1alpha1"]
     for version in crd["spec"]["versions"]:
         version["storage"] = True
@@ -112,7 +106,6 @@ def with_v1alpha1_alone(crd: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(params=WHICH)
 async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
-    """Without a graph."""
     if request.param == "fake":
         yield FakeWorld()
         return

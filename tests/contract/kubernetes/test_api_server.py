@@ -1,4 +1,4 @@
-"""What the planner relies on, by the fake API server and by a real one."""
+"""The planner's assumptions about an API server, on the fake and on a real one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from dynamo_local.kubernetes.api import JSON_PATCH, MERGE_PATCH, Conflict, Forbidden, KubeApi, NotThere
-from dynamo_local.kubernetes.changes import PatchGraph, ScaleAdapter, change
 from dynamo_local.kubernetes.election import claimed, looked
-from dynamo_local.kubernetes.passes import registered
+from dynamo_local.kubernetes.graph import PatchGraph, ScaleAdapter, change
+from dynamo_local.kubernetes.observation import registered
 from tests.contract.kubernetes.kube_worlds import World
 from tests.fakes.kubernetes.graphs import DECODE, NAME, PREFILL, adapter, beta
 from tests.fakes.kubernetes.workers import BLOCK, KV_BLOCKS, NAMESPACE, worker_metadata
@@ -21,7 +21,6 @@ GPUS = {PREFILL: 1, DECODE: 1}
 
 
 async def deployed(world: World, graph: dict[str, Any] | None = None) -> KubeApi:
-    """The graph is there, and reported ready."""
     answer = await world.admin.request("POST", GRAPHS, graph or beta())
     assert answer.status == 201, answer.body
     await reported(world)
@@ -61,7 +60,6 @@ async def test_numbers_that_were_never_written_can_be_changed(world: World) -> N
 
 
 async def test_a_patch_made_from_another_document_changes_nothing(world: World) -> None:
-    """Also where only the status has changed since."""
     api = await deployed(world)
     late = await patch_of(api, {DECODE: 5})
     await world.admin.request("PATCH", f"{GRAPHS}/{NAME}/status", {"status": {"state": "pending"}}, content=MERGE_PATCH)

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.kubernetes.export import Wish
-from dynamo_local.kubernetes.manifests import as_v1alpha1
-from dynamo_local.kubernetes.model import document
+from dynamo_local.kubernetes.export import ExportRequest
+from dynamo_local.kubernetes.manifests import as_v1alpha1, document
 from tests.contract.kubernetes.kube_worlds import old_kube, real_kube
 from tests.drivers.kube_server import RealKube
 from tests.tools.clean_imports import clean_imports
@@ -46,7 +45,6 @@ def _clean_imports() -> Iterator[None]:
 
 
 async def applied(server: RealKube, manifest: dict[str, Any]) -> dict[str, Any]:
-    """What the server makes of it, without keeping it."""
     base = "/api" if manifest["apiVersion"] == "v1" else "/apis"
     where = f"{base}/{manifest['apiVersion']}/namespaces/default/{PLURALS[manifest['kind']]}?dryRun=All"
     answer = await server.client().request("POST", where, manifest)
@@ -65,7 +63,9 @@ def lost(sent: Any, kept: Any, where: str = "") -> list[str]:
 
 @pytest.mark.parametrize("wish", [WISH, PLANNED], ids=["alone", "planned"])
 @pytest.mark.parametrize("file", CARRIED)
-async def test_what_is_exported_is_taken_whole(file: str, wish: Wish, real_kube: RealKube, old_kube: RealKube) -> None:
+async def test_what_is_exported_is_taken_whole(
+    file: str, wish: ExportRequest, real_kube: RealKube, old_kube: RealKube
+) -> None:
     found = exported((EXAMPLES / file).read_text(), wish, target=CARRIED[file])
     for manifest in (document(found.graph), *found.beside):
         assert lost(manifest, await applied(real_kube, manifest)) == []
@@ -74,7 +74,7 @@ async def test_what_is_exported_is_taken_whole(file: str, wish: Wish, real_kube:
 
 
 async def test_a_field_that_dynamo_does_not_have_is_noticed(real_kube: RealKube) -> None:
-    """Else the test above would pass for anything: the server takes it, and drops it."""
+    """Without this, the test above would pass for anything: the server drops unknown fields."""
     broken = document(exported((EXAMPLES / "dynamo_1x/agg.yaml").read_text()).graph)
     broken["spec"]["components"][0]["podTemplates"] = {"a": 1}
     assert lost(broken, await applied(real_kube, broken)) == [".spec.components[0].podTemplates"]

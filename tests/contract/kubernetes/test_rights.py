@@ -8,16 +8,16 @@ from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.types import Role
 from dynamo_local.errors import DynamoError
 from dynamo_local.kubernetes.api import Forbidden, KubeApi, Transport
-from dynamo_local.kubernetes.changes import Expected
 from dynamo_local.kubernetes.connector import GraphUnfit, KubernetesConnector
 from dynamo_local.kubernetes.election import Election
+from dynamo_local.kubernetes.graph import Requirements
 from dynamo_local.planner.connectors import Committed
 from tests.contract.kubernetes.kube_worlds import World, planner_rules
 from tests.contract.kubernetes.test_api_server import ADAPTERS, deployed
 from tests.fakes.kubernetes.api_server import Rule
 from tests.fakes.kubernetes.graphs import DECODE, NAME, PREFILL, adapter, beta
 
-EXPECTED = Expected(max_gpus=8, floors={}, gpus={Role.PREFILL: None, Role.DECODE: None}, prefill=True)
+EXPECTED = Requirements(max_gpus=8, floors={}, gpus={Role.PREFILL: None, Role.DECODE: None}, prefill=True)
 
 
 async def life(client: Transport) -> None:

@@ -20,10 +20,7 @@ GOOD: dict[str, Any] = {
     "auth_token": "token-of-team-a",
 }
 TWO_TEAMS = {
-    "auth": {
-        "trusted_sources": ["static_secret"],
-        "static_secrets": {"env:A_TOKEN": "team-a", "env:B_TOKEN": "team-b"},
-    }
+    "auth": {"trusted_sources": ["static_secret"], "static_secrets": {"env:A_TOKEN": "team-a", "env:B_TOKEN": "team-b"}}
 }
 
 

@@ -35,7 +35,6 @@ class HandView:
         await self._changed.wait()
 
     def announce(self) -> None:
-        """Whoever waits for a change looks again."""
         self._changed.set()
 
     async def close(self) -> None:
@@ -103,11 +102,9 @@ async def request_bench(nats: RealNats, namespace: str, accept_timeout_s: float 
 
 
 async def count(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
-    """A handler: the numbers up to the payload."""
     for n in range(payload):
         yield n
 
 
 async def asked(bench: Bench, payload: Any = 2, **options: Any) -> list[Any]:
-    """The whole answer to one request."""
     return [item async for item in await bench.client.call(payload, **options)]

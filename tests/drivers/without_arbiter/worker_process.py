@@ -59,22 +59,18 @@ class WorkerUnderTest:
         self.process.send_signal(signum)
 
     async def exit_code(self, timeout_s: float = 60.0) -> int:
-        """Once it has ended."""
         try:
             return await asyncio.wait_for(self.process.wait(), timeout_s)
         except TimeoutError:
             raise AssertionError(f"{self.name} has not ended within {timeout_s:g} s\n{self.log}") from None
 
     async def call(self, op: str, timeout_s: float = 5.0, **args: Any) -> dict[str, Any]:
-        """Ask its control endpoint."""
         return await self.host.control.call(self.name, op, timeout_s, **args)
 
     async def status(self) -> dict[str, Any]:
         return await self.call("status")
 
     async def reaches(self, **wanted: Any) -> dict[str, Any]:
-        """Its status as soon as it has these values."""
-
         async def there() -> dict[str, Any] | None:
             try:
                 status = await self.status()
@@ -95,7 +91,6 @@ class WorkerUnderTest:
         return await self.host.until(there, what=f"{self.name} is registered")
 
     def entry(self) -> ComponentEntry:
-        """Its part of the statefile."""
         return self.host.store.read().components[self.name]
 
 
@@ -123,15 +118,8 @@ class WorkerHost:
         self.store.create(State(namespace=self.namespace, run_id="run"))
 
     async def spawn(
-        self,
-        component: str,
-        n: int = 0,
-        *,
-        target: str = COUNTING,
-        config: Mapping[str, Any] | None = None,
-        **env: str,
+        self, component: str, n: int = 0, *, target: str = COUNTING, config: Mapping[str, Any] | None = None, **env: str
     ) -> WorkerUnderTest:
-        """The process, not waited for."""
         name = watcher_name(self.namespace, component, n)
         with self.store.transaction() as state:
             state.components[name] = ComponentEntry(watcher_name=name, component=component, state=WorkerState.READY)
@@ -166,7 +154,6 @@ class WorkerHost:
         return worker
 
     async def start(self, component: str, n: int = 0, **options: Any) -> WorkerUnderTest:
-        """A ready worker."""
         worker = await self.spawn(component, n, **options)
         await worker.registered()
         await worker.reaches(state="ready")
@@ -196,7 +183,6 @@ class WorkerHost:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def counting(self, worker: WorkerUnderTest, to: int, interval_s: float = 0.01) -> asyncio.Task[list[int]]:
-        """A request that this worker has taken."""
         lease = (await worker.status())["lease"]
         client = await self.client("Counter", "count")
 
@@ -214,7 +200,7 @@ class WorkerHost:
         return task
 
     async def loads(self) -> dict[str, Load]:
-        """What the workers answer to the arbiter's probe, by watcher name."""
+        """The workers' answers to the arbiter's probe, by watcher name."""
         alive = sum(worker.process.returncode is None for worker in self.workers)
         return {name: report.load for name, report in (await self.sampler.sample(1.0, alive)).items()}
 

@@ -1,7 +1,7 @@
 """A worker as Dynamo's own are, which has measured itself: `benchmark_side.py MODEL_PATH NAME COMPONENT ROWS`.
 
-It serves `generate` and `get_perf_metrics` of `DYN_NAMESPACE.COMPONENT` by Dynamo's runtime. What it answers there is
-ROWS: `TOKENS:SECONDS` of one prompt each and `REQUESTS:KV:SECONDS` of a decode, by commas; empty: that it has none.
+It serves `generate` and `get_perf_metrics` of `DYN_NAMESPACE.COMPONENT` by Dynamo's runtime. There it answers ROWS, by
+commas: `TOKENS:SECONDS` of one prompt each and `REQUESTS:KV:SECONDS` of a decode; if empty, that it has none.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 
 def answer(rows: str) -> dict[str, Any]:
-    """In the form of Dynamo's vLLM worker."""
     if not rows:
         return {"status": "error", "message": "no benchmark data"}
     results = []
@@ -31,7 +30,6 @@ def answer(rows: str) -> dict[str, Any]:
 
 
 async def main() -> None:
-    """Serves until it is ended."""
     from dynamo.llm import ModelInput, ModelType, WorkerType, register_model
     from dynamo.runtime import DistributedRuntime
 

@@ -33,24 +33,19 @@ def source(served: Served) -> Any:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("rows", "told"),
-    [
-        (",".join(PREFILLS + DECODES), "worker"),
-        ("''", "none yet (its get_perf_metrics says: no benchmark data)"),
-    ],
+    [(",".join(PREFILLS + DECODES), "worker"), ("''", "none yet (its get_perf_metrics says: no benchmark data)")],
     ids=["measured", "not measured"],
 )
 async def test_a_worker_that_measured_itself_is_asked_over_dynamos_request_plane(rows: str, told: str) -> None:
     command = f"--Mocker.command=python {SIDE} {{model}} tiny backend {rows}"
-    with graph("agg", *PLANNED, command) as served:
-        served.start()
+    with graph("agg", *PLANNED, command).started() as served:
         await listed(served)
         await auntil(lambda: source(served) == told, WAIT_S, what=lambda: source(served))
 
 
 @pytest.mark.full
 async def test_mockers_measure_nothing_and_that_is_said() -> None:
-    with graph("agg", *PLANNED) as served:
-        served.start()
+    with graph("agg", *PLANNED).started() as served:
         await listed(served)
         told = "none yet (it has no endpoint get_perf_metrics)"
         await auntil(lambda: source(served) == told, WAIT_S, what=lambda: source(served))

@@ -1,4 +1,4 @@
-"""`Effects` without a world: what was given is kept, and goes on when a test says so, or is answered at once."""
+"""`EffectRunner` without a world: what was given is kept, and goes on when a test says so, or is answered at once."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from dynamo_local.arbiter.controller import Shell
+from dynamo_local.arbiter.controller import FleetController
 from dynamo_local.arbiter.effects import Act, Done
 from dynamo_local.clock import NowClock
-from dynamo_local.core.fleet.effects import Commit, Instruction, Spawn, Sweep, Transition, words
-from dynamo_local.core.fleet.events import ProcessMade, Stimulus, Swept
+from dynamo_local.core.fleet.effects import Commit, Effect, Spawn, Sweep, Transition, describe
+from dynamo_local.core.fleet.events import Event, ProcessMade, Swept
 from dynamo_local.core.fleet.fleet import Fleet, Worker
 from dynamo_local.core.notes import About
 from dynamo_local.core.types import WorkerState
 from dynamo_local.system.gpu_locks import GpuLocked
 from tests.fakes.arbiter.hand_clock import HandClock
 
-Answer = Callable[[Act], Stimulus | None]
+Answer = Callable[[Act], Event | None]
 
 
 @dataclass(eq=False)
@@ -29,7 +29,7 @@ class Begun:
     done: Done
     effects: FakeEffects
 
-    def finish(self, seen: Stimulus | None = None) -> None:
+    def finish(self, seen: Event | None = None) -> None:
         """It has ended."""
         self.effects.begun.remove(self)
         self.done(seen)
@@ -41,12 +41,12 @@ class Write:
 
     commit: Commit
     fleet: Fleet
-    instructions: Sequence[Instruction]
+    effects: Sequence[Effect]
     then: Callable[[], None]
 
 
 class FakeEffects:
-    """See `arbiter.effects.Effects`. `journal` says in order what was asked for, in words; `asked` are the acts.
+    """See `arbiter.effects.EffectRunner`. `journal` says in order what was asked for, in words; `asked` are the acts.
 
     `elsewhere` are devices that another namespace has locked, `locked` those that we have; `refuse_locks` are raised by
     the next locks, one each. With `quick` commits are written at once. With `answers` acts end at once: it says by
@@ -70,10 +70,10 @@ class FakeEffects:
         self.reports: list[tuple[str, str, WorkerState]] = []
         self._pids = count(7000)
 
-    # --- Effects -------------------------------------------------------------------------------
+    # --- EffectRunner -------------------------------------------------------------------------------
 
     def lock(self, name: str, uuids: Sequence[str]) -> tuple[str, ...]:
-        """See `Effects`."""
+        """See `EffectRunner`."""
         if self.refuse_locks:
             raise self.refuse_locks.pop(0)
         wanted = tuple(uuid for uuid in uuids if uuid not in self.locked)
@@ -86,21 +86,19 @@ class FakeEffects:
         return wanted
 
     def unlock(self, uuids: Sequence[str]) -> None:
-        """See `Effects`."""
+        """See `EffectRunner`."""
         self.locked.difference_update(uuids)
 
-    def commit(
-        self, commit: Commit, fleet: Fleet, instructions: Sequence[Instruction], then: Callable[[], None]
-    ) -> None:
-        """See `Effects`."""
+    def commit(self, commit: Commit, fleet: Fleet, effects: Sequence[Effect], then: Callable[[], None]) -> None:
+        """See `EffectRunner`."""
         self.journal.append(f"commit {', '.join(commit.names)}")
-        self.writes.append(Write(commit, fleet, instructions, then))
+        self.writes.append(Write(commit, fleet, effects, then))
         if self.quick:
             self.write()
 
     def begin(self, act: Act, worker: Worker | None, done: Done) -> None:
-        """See `Effects`."""
-        self.journal.append(f"{words(act)} {getattr(act, 'name', '')}".strip())
+        """See `EffectRunner`."""
+        self.journal.append(f"{describe(act)} {getattr(act, 'name', '')}".strip())
         self.asked.append(act)
         begun = Begun(act, worker, done, self)
         self.begun.append(begun)
@@ -109,18 +107,18 @@ class FakeEffects:
             begun.finish(answer(act))
 
     def wake_at(self, at_s: float) -> None:
-        """See `Effects`."""
+        """See `EffectRunner`."""
         self.wakes.append(at_s)
 
     def tell(self, text: str, about: About = None) -> None:
-        """See `Effects`."""
+        """See `EffectRunner`."""
         self.told.append(text)
 
     def report(self, worker: Worker, reason: str) -> None:
-        """See `Effects`."""
+        """See `EffectRunner`."""
         self.reports.append((worker.name, reason, worker.state))
 
-    def _made(self, act: Act) -> Stimulus:
+    def _made(self, act: Act) -> Event:
         assert isinstance(act, Spawn)
         pid = next(self._pids)
         return ProcessMade(stimulus_id=act.stimulus_id, name=act.name, pid=pid, start_time=float(pid), started_at=1.8e9)
@@ -150,18 +148,18 @@ class FakeEffects:
         return found
 
 
-def _swept(act: Act) -> Stimulus:
+def _swept(act: Act) -> Event:
     assert isinstance(act, Sweep)
     return Swept(stimulus_id=f"sweep:{act.name}", name=act.name)
 
 
-def _nothing(_: Act) -> Stimulus | None:
+def _nothing(_: Act) -> Event | None:
     return None
 
 
-def shell_of(fleet: Fleet, effects: FakeEffects | None = None, clock: NowClock | None = None) -> Shell:
-    """A shell on that fleet, which is validated at every step; time stands still unless there is a clock.
+def shell_of(fleet: Fleet, effects: FakeEffects | None = None, clock: NowClock | None = None) -> FleetController:
+    """A controller on that fleet, which is validated at every step; time stands still unless there is a clock.
 
     Without `effects` everything is written at once, and all acts end at once.
     """
-    return Shell(fleet, effects or FakeEffects(quick=True, answers={}), clock or HandClock(), validates=True)
+    return FleetController(fleet, effects or FakeEffects(quick=True, answers={}), clock or HandClock(), validates=True)

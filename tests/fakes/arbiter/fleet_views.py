@@ -6,7 +6,16 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from dynamo_local.core.fleet.fleet import Course, Fleet, FlipTarget, GpuReturn, Process, Standby, Template, Worker
+from dynamo_local.core.fleet.fleet import (
+    Fleet,
+    FlipTarget,
+    GpusPendingRelease,
+    Intent,
+    Process,
+    Standby,
+    Template,
+    Worker,
+)
 from dynamo_local.core.fleet.states import TRAITS, HasProcess
 from dynamo_local.core.gpus import GpuLedger, Sleeper
 from dynamo_local.core.types import Load, Missing, Role, WorkerState, lease_hex, watcher_name
@@ -51,11 +60,11 @@ def lease_of(n: int, template: Template = DECODE) -> str:
 
 
 def worker(n: int, state: str, template: Template = DECODE, **more: Any) -> Worker:
-    """One entry. `state` is `ready`, or `draining/restarting`: state and course. Its GPUs are `on_ledger`'s to give.
+    """One entry. `state` is `ready`, or `draining/restarting`: state and intent. Its GPUs are `on_ledger`'s to give.
 
     It is as the machine would have left it: one that drains was asked to, one that crashed is being cleared away.
     """
-    kind, _, course = state.partition("/")
+    kind, _, intent = state.partition("/")
     parsed = WorkerState(kind)
     traits = TRAITS[parsed]
     fields: dict[str, Any] = {"starts": 0 if parsed is WorkerState.PENDING else 1}
@@ -71,17 +80,17 @@ def worker(n: int, state: str, template: Template = DECODE, **more: Any) -> Work
         other = DECODE if template.role is Role.PREFILL else PREFILL
         fields["flip"] = FlipTarget(name(50 + n, other.component), other.component, 50 + n, asking=True)
     if parsed is WorkerState.DRAINING:
-        fields |= {"asked_s": 0.0, "told": True}
+        fields |= {"requested_at_s": 0.0, "signalled": True}
     if parsed in DUE:
         fields["due_s"] = NOT_DUE_S
-    if traits.process is HasProcess.ENDING or (parsed is WorkerState.EXITED and (n or course)):
+    if traits.process is HasProcess.ENDING or (parsed is WorkerState.EXITED and (n or intent)):
         fields["sweeping"] = True
     if parsed is WorkerState.EXITED and more.get("gpus"):
-        fields |= {"sweeping": False, "returning": GpuReturn(0.0)}
+        fields |= {"sweeping": False, "gpus_pending_release": GpusPendingRelease(0.0)}
     entry = Worker(
-        name(n, template.component), template.component, template.role, n, parsed, course=Course(course or "steady")
+        name(n, template.component), template.component, template.role, n, parsed, intent=Intent(intent or "steady")
     )
-    return replace(entry, **{**fields, **more})
+    return entry.changed(**{**fields, **more})
 
 
 def fleet(*workers: str | Worker | None, gpus: int = 8, templates: tuple[Template, ...] = TEMPLATES) -> Fleet:
@@ -106,13 +115,13 @@ def on_ledger(workers: list[Worker], gpus: int, templates: tuple[Template, ...] 
             sleeper = Sleeper(ledger.held_uuids.get(each.name, ()), RESIDUE_BYTES, RESIDUE_BYTES)
             ledger = ledger.fall_asleep(each.name, sleeper)
             entries[each.name] = replace(each, gpus=())
-    waits = any(each.state is WorkerState.PENDING or each.returning is not None for each in workers)
+    waits = any(each.state is WorkerState.PENDING or each.ended.gpus_pending_release is not None for each in workers)
     return Fleet("dynamo", templates, entries, ledger, look_s=NOT_DUE_S if waits else None)
 
 
 def put(view: Fleet, name: str, **changes: Any) -> Fleet:
     """The fleet with that worker changed."""
-    return view.with_workers({**view.workers, name: replace(view.workers[name], **changes)})
+    return view.with_workers({**view.workers, name: view.workers[name].changed(**changes)})
 
 
 def load(tokens: int = 0, *, active: int = 0, hits: float = 0.0, itl_ms: float | None = 10.0, waiting: int = 0) -> Load:

@@ -1,4 +1,4 @@
-"""The machine with somebody to turn it: one stimulus at a time, every fleet validated, every instruction kept.
+"""The machine with somebody to turn it: one event at a time, every fleet validated, every instruction kept.
 
 `Life` is one fleet and its time. Nothing happens in it by itself: a test says what is seen of the world, and reads what
 the machine wants done.
@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from dynamo_local.core.fleet import effects as ins
 from dynamo_local.core.fleet import events as st
-from dynamo_local.core.fleet.effects import Instruction
-from dynamo_local.core.fleet.events import Stimulus
+from dynamo_local.core.fleet.effects import Effect
+from dynamo_local.core.fleet.events import Event
 from dynamo_local.core.fleet.fleet import Fleet, Worker
 from dynamo_local.core.fleet.invariants import validate
 from dynamo_local.core.fleet.step import next_due_s, step
@@ -24,32 +24,32 @@ I = TypeVar("I")  # noqa: E741
 CAUSE = "test"
 
 
-def story(instructions: tuple[Instruction, ...]) -> list[str]:
+def story(effects: tuple[Effect, ...]) -> list[str]:
     """What is done to the world, in words, each with its worker: `revoke 3e8 VllmWorker_1`. Without commits."""
     found = []
-    for each in instructions:
+    for each in effects:
         if isinstance(each, ins.Commit | ins.WaitUntil | ins.Lock | ins.Unlock):
             continue
         who = getattr(each, "name", "").removeprefix("dynamo_")
-        found.append(f"{ins.words(each)} {who}".strip())
+        found.append(f"{ins.describe(each)} {who}".strip())
     return found
 
 
 class Life:
-    """A fleet, turned by hand. `last` are the instructions of the last step, `told` all that a person was told."""
+    """A fleet, turned by hand. `last` are the effects of the last step, `told` all that a person was told."""
 
     def __init__(self, fleet: Fleet, now_s: float = 100.0) -> None:
         validate(fleet)
         self.fleet = fleet
         self.now_s = now_s
-        self.last: tuple[Instruction, ...] = ()
+        self.last: tuple[Effect, ...] = ()
         self.told: list[str] = []
 
     # --- turning it ----------------------------------------------------------------------------
 
-    def feed(self, stimulus: Stimulus) -> list[str]:
+    def feed(self, event: Event) -> list[str]:
         """One step. Returns `story` of what follows."""
-        self.fleet, self.last = step(self.fleet, stimulus, self.now_s)
+        self.fleet, self.last, self.answer = step(self.fleet, event, self.now_s)
         validate(self.fleet)
         self.told += [each.text for each in self.last if isinstance(each, ins.Tell)]
         return story(self.last)
@@ -168,7 +168,7 @@ class Life:
         found = self.fleet.workers.get(name(n))
         if found is None:
             return "gone"
-        return str(found.state) if found.course == "steady" else f"{found.state}/{found.course}"
+        return str(found.state) if found.intent == "steady" else f"{found.state}/{found.intent}"
 
     def states(self) -> list[str]:
         """Of all."""
@@ -183,9 +183,9 @@ class Life:
         return self.fleet.gpus.devices[index]
 
     def did(self, kind: type[I]) -> list[I]:
-        """The last step's instructions of that kind."""
+        """The last step's effects of that kind."""
         return [each for each in self.last if isinstance(each, kind)]
 
     def events(self) -> list[str]:
         """Names of the transitions that the last step commits."""
-        return [type(each.event).__name__ for commit in self.did(ins.Commit) for each in commit.transitions]
+        return [str(each.kind) for commit in self.did(ins.Commit) for each in commit.transitions]

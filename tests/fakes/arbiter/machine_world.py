@@ -1,4 +1,4 @@
-"""A small world under the arbiter's shell: processes, keys, memory, locks; all that happens is told to happen.
+"""A small world under the arbiter's controller: processes, keys, memory, locks; all that happens is told to happen.
 
 It sees to what must never be: two processes on one device, a process on memory that was not returned, two of one name.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from dynamo_local.arbiter.controller import Shell
+from dynamo_local.arbiter.controller import FleetController
 from dynamo_local.core.fleet import effects as ins
 from dynamo_local.core.fleet import events as st
 from dynamo_local.core.fleet.fleet import Fleet
@@ -43,25 +43,25 @@ class Proc:
 
 
 class MachineWorld:
-    """The shell of `fleet`, and what it acts upon. `etcd_ok` and `nats_ok` say whether they answer."""
+    """The controller of `fleet`, and what it acts upon. `etcd_ok` and `nats_ok` say whether they answer."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.clock = HandClock()
         self.effects = FakeEffects()
-        self.shell = Shell(fleet, self.effects, self.clock, validates=True)
+        self.controller = FleetController(fleet, self.effects, self.clock, validates=True)
         self.procs: dict[int, Proc] = {}
         self.registry: dict[str, str] = {}
         self.memory: set[str] = set()
         self.lost: set[str] = set()
         self.unswept: set[str] = set()
         self.etcd_ok = self.nats_ok = True
-        self.exits: deque[st.Stimulus] = deque()
-        self.news: deque[st.Stimulus] = deque()
+        self.exits: deque[st.Event] = deque()
+        self.news: deque[st.Event] = deque()
         self._numbers = count(1)
 
     @property
     def fleet(self) -> Fleet:
-        return self.shell.fleet
+        return self.controller.fleet
 
     # --- what can be seen ------------------------------------------------------------------------
 
@@ -120,8 +120,8 @@ class MachineWorld:
                 if pid in self.procs:
                     self.procs[pid].stays = True
                 begun.finish()
-            case ins.Sweep(name=name, born=born):
-                born = born or name
+            case ins.Sweep(name=name, spawned_as=spawned_as):
+                born = spawned_as or name
                 spared = [proc for proc in self.procs.values() if proc.born == born and proc.name != name]
                 assert not spared, f"the sweep of {born} ends a live one"
                 self.unswept.discard(born)
@@ -132,12 +132,12 @@ class MachineWorld:
             case _:
                 begun.finish()
 
-    def _refused(self, act: ins.Spawn) -> st.Stimulus:
+    def _refused(self, act: ins.Spawn) -> st.Event:
         return st.ProcessRefused(stimulus_id=act.stimulus_id, name=act.name, why="no memory")
 
-    def _spawned(self, act: ins.Spawn) -> st.Stimulus:
+    def _spawned(self, act: ins.Spawn) -> st.Event:
         worker = self.fleet.workers[act.name]
-        assert worker.starts == 1 or not act.first
+        assert worker.start.starts == 1 or not act.first
         pid = next(self._numbers)
         for other in self.procs.values():
             assert act.name not in (other.name, other.born), f"{act.name} has a second process, or one that was made so"
@@ -148,7 +148,7 @@ class MachineWorld:
         self.procs[pid] = Proc(pid, act.name, worker.gpus, born=act.name)
         return st.ProcessMade(stimulus_id=act.stimulus_id, name=act.name, pid=pid, start_time=1.0, started_at=1.0)
 
-    def _called_back(self, act: ins.CallBack, well: bool) -> st.Stimulus:
+    def _called_back(self, act: ins.CallBack, well: bool) -> st.Event:
         proc, error = self.procs.get(act.pid), None
         if proc is None or proc.hung or not well or not self.nats_ok or not self.etcd_ok:
             error = "no answer"
@@ -158,7 +158,7 @@ class MachineWorld:
             self.register(proc)
         return st.CalledBack(stimulus_id="control", name=act.name, pid=act.pid, error=error, asked_by=act.asked_by)
 
-    def _flipped(self, act: ins.FlipRole, well: bool) -> st.Stimulus:
+    def _flipped(self, act: ins.FlipRole, well: bool) -> st.Event:
         """Its new key may be seen before its answer, after it, or instead of it."""
         proc = self.procs.get(act.pid)
         reached = proc is not None and not proc.hung and self.nats_ok
@@ -176,7 +176,7 @@ class MachineWorld:
         return self._answer(act, lease=proc.lease, error=None if well else "no answer", unknown=not well)
 
     @staticmethod
-    def _answer(act: ins.FlipRole, **more: Any) -> st.Stimulus:
+    def _answer(act: ins.FlipRole, **more: Any) -> st.Event:
         return st.FlipAnswered(stimulus_id="control", name=act.name, pid=act.pid, to=act.to, **more)
 
     # --- what happens ------------------------------------------------------------------------------
@@ -232,9 +232,9 @@ class MachineWorld:
         self._see_infra()
         for proc in list(self.procs.values()):
             if proc.lease is not None:
-                self.shell.feed(self._key(proc))
+                self.controller.feed(self._key(proc))
         keys = frozenset((name, lease) for lease, name in self.registry.items())
-        self.shell.feed(st.RegistryListed(stimulus_id="registry", keys=keys))
+        self.controller.feed(st.RegistryListed(stimulus_id="registry", keys=keys))
 
     def nats(self, ok: bool) -> None:
         """It goes, or returns."""
@@ -242,24 +242,24 @@ class MachineWorld:
         self._see_infra()
 
     def _see_infra(self) -> None:
-        self.shell.feed(st.InfraSeen(stimulus_id="links", ok=self.etcd_ok and self.nats_ok))
+        self.controller.feed(st.InfraSeen(stimulus_id="links", ok=self.etcd_ok and self.nats_ok))
 
     def sample(self) -> None:
         """Whoever can answers."""
         answers = [proc for proc in self.procs.values() if not proc.hung] if self.nats_ok else []
         loads = {proc.name: load(active=1) for proc in answers}
         blameless = not (self.nats_ok and self.etcd_ok)
-        self.shell.feed(st.LoadsHeard(stimulus_id="sample", loads=loads, blameless=blameless))
+        self.controller.feed(st.LoadsHeard(stimulus_id="sample", loads=loads, blameless=blameless))
 
     def pass_s(self, seconds: float) -> None:
         """Time passes; an arbiter that was asked to be woken is."""
         self.clock.at_s += seconds
-        self.shell.tick()
+        self.controller.tick()
 
     def hear(self) -> None:
         """Everything that is on its way arrives."""
         while self.exits or self.news:
-            self.shell.feed((self.exits or self.news).popleft())
+            self.controller.feed((self.exits or self.news).popleft())
 
     # --- calm --------------------------------------------------------------------------------------
 

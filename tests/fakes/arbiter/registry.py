@@ -12,7 +12,7 @@ from dynamo_local.arbiter.controller import Waiting
 from dynamo_local.arbiter.links import Links
 from dynamo_local.arbiter.registrations import Registrations
 from dynamo_local.core.fleet.fleet import Worker
-from dynamo_local.core.fleet.lifecycle import Event
+from dynamo_local.core.fleet.lifecycle import TransitionKind
 from tests.fakes.arbiter.effects import FakeEffects, shell_of
 from tests.fakes.arbiter.fleet_views import fleet, name, pid_of
 from tests.fakes.arbiter.hand_clock import HandClock
@@ -27,20 +27,20 @@ class Registry:
     def __init__(self) -> None:
         self.etcd = FakeEtcd()
         self.effects = FakeEffects(quick=True, answers={})
-        self.shell = shell_of(fleet("starting"), self.effects)
+        self.controller = shell_of(fleet("starting"), self.effects)
         links = Links("dynamo", "01J")
         links.attach(self.etcd, SimpleNamespace(is_connected=True))
-        self.registrations = Registrations("dynamo", self.shell.feed, links)
-        self._waiting = Waiting(self.shell, HandClock().now_s)
+        self.registrations = Registrations("dynamo", self.controller.feed, links)
+        self._waiting = Waiting(self.controller, HandClock().now_s)
 
     @property
     def worker(self) -> Worker:
-        return self.shell.fleet.workers[name()]
+        return self.controller.fleet.workers[name()]
 
     @property
-    def events(self) -> list[type[Event]]:
+    def events(self) -> list[TransitionKind]:
         """What was applied to it, by kind."""
-        return [type(transition.event) for transition in self.effects.transitions]
+        return [transition.kind for transition in self.effects.transitions]
 
     async def put(self, *, pid: int | None = None, **facts: Any) -> None:
         """The worker's ready key, as its process (or another of that `pid`) writes it."""

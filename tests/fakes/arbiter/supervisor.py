@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
+from dynamo_local.core.fleet.events import Command, Drain, Restart, Scale
+
 
 def status_row(name: str, state: str = "ready", **more: Any) -> dict[str, Any]:
     """One worker of `dynamo_status`, complete."""
@@ -35,6 +37,7 @@ class FakeSupervisor:
     def __init__(self, workers: Iterable[str] = ()) -> None:
         self.rows = {name: status_row(name) for name in workers}
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.commands: list[Any] = []
         self.error: BaseException | None = None
         self.hold: asyncio.Event | None = None
         self.result: dict[str, Any] | None = None
@@ -56,29 +59,25 @@ class FakeSupervisor:
         return 4711
 
     async def down(self, why: str) -> None:
-        await self._called("down", why)
+        self.calls.append(("down", (why,), {}))
+        await self._waited()
 
-    async def scale(self, component: str, target: str, **options: Any) -> dict[str, Any]:
-        await self._called("scale", component, target, **options)
-        instructions = [{"kind": "spawn", "watcher_name": f"dynamo_{component}_1"}]
-        return {"component": component, "instructions": instructions, "ready": 1, "target": 2}
-
-    async def drain(self, name: str, **options: Any) -> dict[str, Any]:
-        await self._called("drain", name, **options)
-        if name in self.rows:
-            self.rows[name]["state"] = "draining"
-        return {"watcher_name": name, "state": "draining"}
-
-    async def restart(self, name: str, **options: Any) -> dict[str, Any]:
-        await self._called("restart", name, **options)
-        return {"workers": [name]}
-
-    async def apply(self, deployment: Any, **options: Any) -> dict[str, Any]:
-        await self._called("apply", deployment, **options)
+    async def run(self, command: Command) -> dict[str, Any]:
+        self.commands.append(command)
+        await self._waited()
+        match command:
+            case Scale(component=component):
+                moves = [{"kind": "spawn", "watcher_name": f"dynamo_{component}_1"}]
+                return {"component": component, "instructions": moves, "ready": 1, "target": 2}
+            case Drain(name=name):
+                if name in self.rows:
+                    self.rows[name]["state"] = "draining"
+                return {"watcher_name": name, "state": "draining"}
+            case Restart(name=name):
+                return {"workers": [name]}
         return {"changes": []}
 
-    async def _called(self, method: str, *words: Any, **options: Any) -> None:
-        self.calls.append((method, words, options))
+    async def _waited(self) -> None:
         if self.error is not None:
             raise self.error
         if self.hold is not None:

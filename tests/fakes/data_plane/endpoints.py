@@ -26,6 +26,7 @@ from dynamo_local.ports import ResponseStream
 from dynamo_local.transport.requests.client import LATE_NEWS_S
 from dynamo_local.transport.requests.frames import decode_value, encode_value
 from dynamo_local.transport.requests.handlers import Handler, RequestContext, drive
+from dynamo_local.transport.requests.stream import Take
 
 QUEUE_ITEMS = 64
 
@@ -102,6 +103,11 @@ class FakeResponseStream:
     async def batches(self) -> AsyncIterator[list[Any]]:
         while (batch := await self._next_batch()) is not None:
             yield batch
+
+    async def pump(self, take: Take) -> None:
+        async for batch in self.batches():
+            if (room := take(batch)) is not None:
+                await room
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         while (batch := await self._next_batch()) is not None:

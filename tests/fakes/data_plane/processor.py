@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Seque
 from typing import Any
 
 from dynamo_local.core.types import Instance
+from dynamo_local.transport.requests.stream import Take
 
 Step = list[dict[str, Any]] | BaseException | asyncio.Event
 """A batch of items to yield, an error to raise, or an event to wait for."""
@@ -63,6 +64,11 @@ class FakeStream:
             else:
                 yield step
         self.ended = True
+
+    async def pump(self, take: Take) -> None:
+        async for batch in self.batches():
+            if (room := take(batch)) is not None:
+                await room
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         async for batch in self.batches():

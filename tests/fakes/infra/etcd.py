@@ -53,8 +53,6 @@ class FakeEtcd:
         self._leases: dict[int, _Lease] = {}
         self._revision = 1
 
-    # --- faults ----------------------------------------------------------------------------------
-
     @property
     def available(self) -> bool:
         return self._available
@@ -69,7 +67,6 @@ class FakeEtcd:
             self._break_watches()
 
     def fail_next(self, count: int) -> None:
-        """The next `count` calls raise `EtcdUnavailable`."""
         self._failures = count
 
     def restart(self, *, lose_data: bool = False) -> None:
@@ -82,20 +79,16 @@ class FakeEtcd:
         self.available = True
 
     def advance(self, seconds: float) -> None:
-        """Let time pass for leases."""
         self._ahead_s += seconds
         self._expire()
 
     def lease_ids(self) -> tuple[int, ...]:
-        """Leases that live."""
         self._expire()
         return tuple(self._leases)
 
     def _break_watches(self) -> None:
         for watcher in self._watchers:
             watcher.queue.put_nowait(_Lost())
-
-    # --- KeyValueStore ---------------------------------------------------------------------------
 
     async def get(self, key: str) -> KeyValue | None:
         await self._enter("get")
@@ -169,8 +162,6 @@ class FakeEtcd:
         self._back.set()
         self._break_watches()
 
-    # --- inside ----------------------------------------------------------------------------------
-
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time() + self._ahead_s
 
@@ -206,7 +197,6 @@ class FakeEtcd:
         return [kv for key, kv in sorted(self._keys.items()) if key.startswith(prefix)]
 
     def end_lease_now(self, lease_id: int) -> None:
-        """A revoke by somebody else, as `put_now`."""
         self._end_lease(lease_id)
 
     def put_now(self, key: str, value: bytes, lease_id: int = 0) -> int:

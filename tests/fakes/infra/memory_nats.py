@@ -29,11 +29,9 @@ class MemoryNats:
     inboxes: itertools.count[int] = field(default_factory=itertools.count)
 
     def client(self) -> MemoryNatsClient:
-        """One more connection."""
         return MemoryNatsClient(self)
 
     def deliver(self, subject: str, data: bytes, reply: str, headers: dict[str, str] | None) -> int:
-        """Send to all who listen; how many did."""
         listening = [each for each in self.subscriptions if each.subject == subject]
         message = SimpleNamespace(subject=subject, data=data, reply=reply, headers=headers)
         for each in listening:
@@ -50,7 +48,6 @@ class MemorySubscription:
     client: MemoryNatsClient
 
     async def unsubscribe(self) -> None:
-        """As nats-py's."""
         if self in self.client.server.subscriptions:
             self.client.server.subscriptions.remove(self)
 
@@ -67,15 +64,12 @@ class MemoryNatsClient:
 
     @property
     def is_connected(self) -> bool:
-        """The server is there."""
         return self.server.up and not self.is_closed
 
     def new_inbox(self) -> str:
-        """A subject that nobody else has."""
         return f"_INBOX.{next(self.server.inboxes)}"
 
     async def subscribe(self, subject: str, queue: str = "", cb: Callback | None = None) -> MemorySubscription:
-        """Listen. Interest survives reconnects, as nats-py's does."""
         assert cb is not None
         if self.is_closed:
             raise ConnectionClosedError
@@ -113,18 +107,15 @@ class MemoryNatsClient:
             await subscription.unsubscribe()
 
     async def flush(self, timeout: float = 10) -> None:
-        """Everything is there at once."""
         self._check()
 
     def close_now(self) -> None:
-        """The process is gone."""
         self.is_closed = True
         self.server.subscriptions = [each for each in self.server.subscriptions if each.client is not self]
         for task in self._receiving:
             task.cancel()
 
     def receive(self, subscription: MemorySubscription, message: Any) -> None:
-        """A message is on its way here."""
         task = asyncio.ensure_future(self._receive(subscription, message))
         self._receiving.add(task)
         task.add_done_callback(self._receiving.discard)

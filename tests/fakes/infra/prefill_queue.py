@@ -41,7 +41,7 @@ class Entry:
 
 @dataclass
 class FakeQueueServer:
-    """What the clients of one namespace share. With `available = False` every call raises `NatsUnavailable`."""
+    """State that the clients of one namespace share. With `available = False` every call raises `NatsUnavailable`."""
 
     entries: dict[tuple[str, str], Entry] = field(default_factory=dict)
     seen: set[tuple[str, str]] = field(default_factory=set)
@@ -54,7 +54,6 @@ class FakeQueueServer:
             raise NatsUnavailable("the fake queue is switched off")
 
     def notify(self) -> None:
-        """Wake everybody who waits in `pull`."""
         self.changed.set()
         self.changed = asyncio.Event()
 
@@ -116,12 +115,7 @@ class FakePrefillQueue:
         """Nothing to give back."""
 
     async def enqueue(
-        self,
-        request_id: str,
-        payload: Mapping[str, Any],
-        *,
-        deadline_s: float,
-        start_within_s: float | None = None,
+        self, request_id: str, payload: Mapping[str, Any], *, deadline_s: float, start_within_s: float | None = None
     ) -> None:
         data = encode_entry(payload, MAX_PAYLOAD_BYTES)
         self.server.check()
@@ -199,10 +193,7 @@ class FakePrefillQueue:
         return FakePulledTask(self, entry, task)
 
     async def _wait(self, changed: asyncio.Event, until_s: float) -> None:
-        waiters = {
-            asyncio.ensure_future(changed.wait()),
-            asyncio.ensure_future(self.clock.sleep_until(until_s)),
-        }
+        waiters = {asyncio.ensure_future(changed.wait()), asyncio.ensure_future(self.clock.sleep_until(until_s))}
         try:
             await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -1,7 +1,7 @@
 """A Kubernetes API server of a few lines: what the planner asks for, answered as a real one answers.
 
-`tests/contract/kubernetes` holds both to the same answers. Objects are versioned; a patch that tests what is not so is
-422, a stale version 409; status and spec are written apart; what a role does not allow is 403.
+`tests/contract/kubernetes` holds both to the same answers. Objects are versioned. A patch whose test fails is a 422, a
+stale version a 409, a missing right a 403. Status and spec are written apart.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PATH = re.compile(
 GRAPHS, ADAPTERS = "dynamographdeployments", "dynamographdeploymentscalingadapters"
 METADATA = "dynamoworkermetadatas"
 REJECTED = "the server rejected our request due to an error in our request"
-"""What a server says of a JSON patch that does not fit."""
+"""A server's words for a JSON patch that does not fit."""
 TYPES = {"frontend", "worker", "prefill", "decode", "planner", "epp"}
 VERBS = {"GET": "get", "POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
 GROUPS = {"nvidia.com": ("v1beta1", "v1alpha1"), "coordination.k8s.io": ("v1",)}
@@ -47,7 +47,6 @@ class Kube:
     """Writes arrive, and nobody hears of it."""
 
     def served(self, plural: str) -> tuple[str, ...]:
-        """In which versions of Dynamo's API its objects are."""
         return ("v1alpha1",) if plural == METADATA else self.versions
 
     def client(self, allowed: frozenset[Rule] | None = None, *, known: bool = True) -> FakeTransport:
@@ -65,7 +64,6 @@ class FakeTransport:
         self._known = known
 
     async def request(self, method: str, path: str, body: Any = None, *, content: str = JSON) -> Answer:
-        """Within no time."""
         await asyncio.sleep(0)
         kube = self._kube
         if kube.before is not None:

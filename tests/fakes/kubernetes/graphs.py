@@ -10,14 +10,12 @@ PREFILL, DECODE = "VllmPrefillWorker", "VllmDecodeWorker"
 
 
 def main(mode: str | None = None, *, gpus: int | None = 1, model: str = MODEL) -> dict[str, Any]:
-    """A worker's container."""
     args = ["-m", "dynamo.vllm", "--model", model, *(() if mode is None else ("--disaggregation-mode", mode))]
     limits = {} if gpus is None else {"resources": {"limits": {"nvidia.com/gpu": str(gpus)}}}
     return {"name": "main", "image": "vllm-runtime:1", "command": ["python3"], "args": args, **limits}
 
 
 def component(name: str, kind: str, replicas: int | None = 1, **more: Any) -> dict[str, Any]:
-    """One of `spec.components`; `main` is its container."""
     mode = kind if kind in ("prefill", "decode") else None
     container = more.pop("main", {"name": "main", "image": "x"} if kind == "frontend" else main(mode))
     told = {} if replicas is None else {"replicas": replicas}
@@ -25,7 +23,6 @@ def component(name: str, kind: str, replicas: int | None = 1, **more: Any) -> di
 
 
 def beta(prefill: int | None = 1, decode: int | None = 1, *, adapters: bool = False, **more: Any) -> dict[str, Any]:
-    """A disaggregated graph, v1beta1."""
     adapter = {"scalingAdapter": {}} if adapters else {}
     return _object(
         "v1beta1",
@@ -41,8 +38,6 @@ def beta(prefill: int | None = 1, decode: int | None = 1, *, adapters: bool = Fa
 
 
 def alpha(prefill: int = 1, decode: int = 1) -> dict[str, Any]:
-    """The same, v1alpha1."""
-
     def service(mode: str, replicas: int) -> dict[str, Any]:
         container = {key: value for key, value in main(mode, gpus=None).items() if key != "name"}
         return {

@@ -15,7 +15,7 @@ from typing import Any
 
 from dynamo_local.clock import Clock
 from dynamo_local.kubernetes.api import JSON_PATCH, MERGE_PATCH, ApiAway, Transport
-from dynamo_local.kubernetes.model import ADAPTER_PLURAL, GRAPH_PLURAL, adapter_name
+from dynamo_local.kubernetes.manifests import ADAPTER_PLURAL, GRAPH_PLURAL, adapter_name
 
 EVERY_S = 0.2
 PENDS = float("inf")
@@ -63,12 +63,10 @@ class Operator:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Reconcile once, and go on."""
         await self.reconcile()
         self._task = asyncio.ensure_future(self._run())
 
     async def close(self) -> None:
-        """End."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -10,14 +10,14 @@ from typing import Any
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.types import Role
 from dynamo_local.kubernetes.api import KubeApi
-from dynamo_local.kubernetes.changes import Expected
 from dynamo_local.kubernetes.connector import KubernetesConnector
+from dynamo_local.kubernetes.graph import Requirements
 from tests.fakes.arbiter.told import Told
 from tests.fakes.kubernetes.api_server import Kube
 from tests.fakes.kubernetes.graphs import NAME, adapter, beta
 from tests.fakes.kubernetes.operator import Operator
 
-EXPECTED = Expected(max_gpus=8, floors={Role.PREFILL: 1, Role.DECODE: 1}, prefill=True)
+EXPECTED = Requirements(max_gpus=8, floors={Role.PREFILL: 1, Role.DECODE: 1}, prefill=True)
 
 
 @dataclass(slots=True)
@@ -32,24 +32,20 @@ class Planned:
 
     @property
     def graph(self) -> dict[str, Any]:
-        """As it is stored."""
         return self.kube.objects["default", "dynamographdeployments", NAME]
 
     def asked(self) -> dict[str, int]:
-        """Replicas by component, as the graph asks for them."""
         spec = self.graph["spec"]
         found = {one["name"]: one for one in spec["components"]} if "components" in spec else spec["services"]
         return {name: one.get("replicas", 1) for name, one in found.items() if name != "Frontend"}
 
     async def until(self, done: Callable[[], bool], within_s: float = 60.0) -> None:
-        """Wait, in virtual time."""
         end_s = self.clock.now_s() + within_s
         while not done():
             assert self.clock.now_s() < end_s, f"not within {within_s:g} s"
             await self.clock.sleep_until(self.clock.now_s() + 0.1)
 
     async def settled(self) -> None:
-        """The graph is ready, and the connector knows."""
         await self.until(self._reconciled)
         await self.connector.look()
 
@@ -58,7 +54,6 @@ class Planned:
         return status["state"] == "successful" and status["observedGeneration"] == generation
 
     def person(self, name: str, replicas: int) -> None:
-        """Somebody sets a number in the graph."""
         spec = self.graph["spec"]
         found = {one["name"]: one for one in spec["components"]} if "components" in spec else spec["services"]
         found[name]["replicas"] = replicas
@@ -68,7 +63,7 @@ class Planned:
 
 @asynccontextmanager
 async def planned(
-    graph: dict[str, Any] | None = None, expected: Expected = EXPECTED, *, ready: bool = True, **operator: Any
+    graph: dict[str, Any] | None = None, expected: Requirements = EXPECTED, *, ready: bool = True, **operator: Any
 ) -> AsyncIterator[Planned]:
     """Deployed, reconciled and, with `ready`, ready; adapters are made for components that ask for one."""
     graph = beta() if graph is None else graph

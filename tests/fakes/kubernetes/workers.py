@@ -9,7 +9,7 @@ from dynamo_local.transport import passes as event_plane
 from dynamo_local.transport.fpm import encode_pass
 
 NAMESPACE = "default-serving"
-"""Of the graph `serving` in the namespace `default`, within Dynamo."""
+"""The namespace within Dynamo of the graph `serving` in the namespace `default`."""
 KV_BLOCKS, BLOCK = 1000, 16
 
 
@@ -63,19 +63,17 @@ def channel(
 
 
 def sealed(told: ForwardPass, number: int) -> bytes:
-    """A pass in the envelope of Dynamo's event plane."""
     return event_plane.seal(encode_pass(told), publisher_id=7, sequence=number, wall_s=0.0)
 
 
 def framed(message: bytes) -> list[bytes]:
-    """An envelope as it is sent over ZeroMQ."""
     return [event_plane.TOPIC.encode(), bytes(8), bytes(8), b"\x01" + len(message).to_bytes(4, "big") + message]
 
 
 def told_pass(
     worker: str, at_s: float, *, number: int = 1, kv: int = 0, running: int = 0, waits: int = 0
 ) -> ForwardPass:
-    """Of a decode engine with so much KV, or of a prefill engine with so many requests that wait."""
+    """A pass of a decode engine with so much KV, or of a prefill engine with so many waiting requests."""
     return ForwardPass(
         EngineId(worker),
         number,

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dynamo_local.arbiter.planner_plugins import PlannerPlugins
-from dynamo_local.arbiter.planning import Planning
+from dynamo_local.arbiter.planning import ArbiterPlanner, PlannerPlugins
 from dynamo_local.arbiter.sampler import LoadsSample
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.config.planner import PlannerConfig
+from dynamo_local.core.fleet.events import Command, Scale, ScaleAll
 from dynamo_local.core.types import GraphSpec, Load, Missing, Resources, Role, ServiceSpec
 from dynamo_local.planner.records.decision_log import decision_log_path, read
 from dynamo_local.ports import QueueDepth
@@ -42,7 +42,7 @@ class Arbiter:
     def __init__(self, folder: Path) -> None:
         self.file = KeptFleet()
         self.statefile = self.file.statefile
-        self.shell = shell_of(on_ledger([*fleet("ready").workers.values(), worker(0, "ready", PREFILL)], 8))
+        self.controller = shell_of(on_ledger([*fleet("ready").workers.values(), worker(0, "ready", PREFILL)], 8))
         self.folder = folder
         self.kv = 0.7
         self.scaled: list[tuple[str, str | int]] = []
@@ -53,13 +53,13 @@ class Arbiter:
         self.on_manual: list[Callable[[str], None]] = []
         self.planning = self.made(PlannerConfig())
 
-    def made(self, options: PlannerConfig, plugins: PlannerPlugins | None = None) -> Planning:
+    def made(self, options: PlannerConfig, plugins: PlannerPlugins | None = None, **more: Any) -> ArbiterPlanner:
         """The planner of an arbiter on this statefile."""
-        return Planning(
+        return ArbiterPlanner(
             GRAPH,
             options,
-            orders=self,  # type: ignore[arg-type]
-            shell=self.shell,
+            commands=self,  # type: ignore[arg-type]
+            controller=self.controller,
             statefile=self.statefile,
             sampling=self,  # type: ignore[arg-type]
             links=self.links,  # type: ignore[arg-type]
@@ -68,6 +68,7 @@ class Arbiter:
             background=self.background,
             tell=self.told,
             plugins=plugins,
+            **more,
         )
 
     def background(self, work: Coroutine[Any, Any, Any]) -> None:
@@ -75,13 +76,13 @@ class Arbiter:
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def scale(self, component: str, target: str, **_: Any) -> dict[str, Any]:
-        self.scaled.append((component, target))
-        return {"instructions": [{"watcher_name": name(1, component)}]}
-
-    async def scale_all(self, targets: Mapping[str, int], **_: Any) -> dict[str, Any]:
-        self.scaled.extend(targets.items())
-        return {component: {"instructions": [{"watcher_name": name(1, component)}]} for component in targets}
+    async def run(self, command: Command) -> dict[str, Any]:
+        if isinstance(command, ScaleAll):
+            self.scaled.extend(command.targets.items())
+            return {each: {"instructions": [{"watcher_name": name(1, each)}]} for each in command.targets}
+        assert isinstance(command, Scale)
+        self.scaled.append((command.component, str(command.target)))
+        return {"instructions": [{"watcher_name": name(1, command.component)}]}
 
     async def loads(self) -> LoadsSample:
         return LoadsSample({name(): (Load(gpu_cache_usage_perc=self.kv), AsyncioClock().now_s())})

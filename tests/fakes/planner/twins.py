@@ -11,7 +11,7 @@ from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.forecasting.answers import InlineForecaster
 from dynamo_local.profile.interpolation import FixedModel
-from dynamo_local.simulator.options import FleetShape, TwinOptions
+from dynamo_local.simulator.options import FleetShape, SimulationOptions
 from dynamo_local.simulator.simulation import Run, Simulation
 from dynamo_local.simulator.trace import TraceRequest
 
@@ -24,13 +24,13 @@ def requests(*rows: tuple[float, int, int]) -> list[TraceRequest]:
     return [TraceRequest(*row) for row in rows]
 
 
-def options(prefill: int, decode: int, **more: Any) -> TwinOptions:
+def options(prefill: int, decode: int, **more: Any) -> SimulationOptions:
     """A fleet; a hand-over takes no time unless said otherwise."""
     sim = {"kv_transfer_latency_s": 0.0, "kv_transfer_bytes_per_s": 1e30, **more.pop("sim", {})}
-    return TwinOptions(shape=FleetShape(prefill, decode), sim=SimOptions(**sim), **more)
+    return SimulationOptions(shape=FleetShape(prefill, decode), sim=SimOptions(**sim), **more)
 
 
-def run(twin: TwinOptions, trace: Sequence[TraceRequest], planner: PlannerConfig | None = None) -> Run:
+def run(twin: SimulationOptions, trace: Sequence[TraceRequest], planner: PlannerConfig | None = None) -> Run:
     """One run on `PERF`."""
     return Simulation(twin, trace, planner=driven(planner), perf=PERF).run()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import time
@@ -11,11 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from openai import InternalServerError
 
 from dynamo_local.system.processes import is_alive
 from tests.drivers.guests import NOISY_ENV, READY_TIMEOUT_S, Guest, guest
 from tests.drivers.planned import DECODE, capacity, committed, decided, open_loop, steady
+from tests.drivers.scaled import load, settled, streaming
 from tests.drivers.served import EXAMPLE, Served, auntil, expected, stream_chat, until
 from tests.drivers.stock_circusd import StockCircusd
 
@@ -40,33 +41,17 @@ async def test_the_graph_runs_as_watchers_of_their_circusd(under: Guest) -> None
         assert await stream_chat(client, "Who runs you?", 24) == expected("Who runs you?", 24)
 
 
-@pytest.mark.full
-def test_workers_hold_their_gpus_locks_and_their_logs(under: Guest) -> None:
-    """As under our own arbiter: a GPU is reserved as long as the worker lives, and no pipe is circusd's."""
-    pid = under.served.pids()["VllmWorker"]
-    files = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
-    assert sum(path.endswith(".lock") and "/gpus/" in path for path in files) == 1
-    log = str(under.served.paths.log_file("dynamo_VllmWorker"))
-    assert [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in (1, 2)] == [log, log]
-    options = under.circusd.ask("options", name="dynamo_VllmWorker")["options"]
-    assert "DYN_" not in json.dumps(options)
-
-
 async def test_scale_up_and_down(under: Guest) -> None:
-    """`dynamo scale` and its waiting work unchanged; siblings live on (lesson 2)."""
     before = under.served.pids()
-    up = await asyncio.to_thread(under.served.cli, "scale", "VllmWorker", "+1", "--wait")
-    assert up.returncode == 0, up.stdout + up.stderr
+    await asyncio.to_thread(under.served.ok, "scale", "VllmWorker", "+1", "--wait")
     assert under.watchers()["dynamo_VllmWorker_1"] == "active"
-    down = await asyncio.to_thread(under.served.cli, "scale", "VllmWorker", "-1", "--wait")
-    assert down.returncode == 0, down.stdout + down.stderr
+    await asyncio.to_thread(under.served.ok, "scale", "VllmWorker", "-1", "--wait")
     await auntil(lambda: "dynamo_VllmWorker_1" not in under.watchers(), 5.0, what=under.watchers)
     assert under.served.pids() == before
 
 
 @pytest.mark.full
 async def test_the_planner_scales_their_watchers() -> None:
-    """A `Planner` section works there too: workers come with the load, go with it, and no request is lost."""
     sections = {
         "VllmWorker": {"max-local-prefill-length": 1000, "sim": {"speed": 0.1, "num-gpu-blocks": 30}},
         "Planner": {
@@ -77,12 +62,12 @@ async def test_the_planner_scales_their_watchers() -> None:
             "decode-kv-scale-down-threshold": 0.2,
         },
     }
-    load = steady(rate=2, seconds=12, prompt_words=8, tokens=100)
+    requests = steady(rate=2, seconds=12, prompt_words=8, tokens=100)
     with guest(sections) as under:
         served = under.ready().served
-        answers = await open_loop(served, load)
+        answers = await open_loop(served, requests)
         assert answers.wrong == []
-        assert answers.right == len(load)
+        assert answers.right == len(requests)
         await auntil(lambda: capacity(served)[DECODE] == 1 and len(served.pids()) == 3, 60.0, what=served.states)
         steps = [step for _, component, step in committed(decided(served)) if component == DECODE]
         assert sum(steps) == 0
@@ -93,7 +78,6 @@ async def test_the_planner_scales_their_watchers() -> None:
 @pytest.mark.timing
 @pytest.mark.full
 async def test_a_crashed_worker_is_replaced(under: Guest) -> None:
-    """By the supervisor, after its back-off; circusd's `respawn` is off. The cause is told."""
     pid = under.served.pids()["VllmWorker"]
     os.kill(pid, signal.SIGKILL)
     killed_s = time.monotonic()
@@ -105,32 +89,19 @@ async def test_a_crashed_worker_is_replaced(under: Guest) -> None:
 
 
 @pytest.mark.full
-def test_ctl_says_where_circus_commands_are_answered(under: Guest) -> None:
-    """Our endpoint answers ours; the watchers are their circusd's."""
+def test_our_commands_say_whose_the_watchers_are(under: Guest) -> None:
     done = under.served.cli("ctl", "list")
     assert f"circusctl --endpoint {under.circusd.endpoint} list" in done.stdout + done.stderr
     done = under.served.cli("ctl", "dynamo_status")
     assert "dynamo_VllmWorker: ready" in done.stdout
-
-
-@pytest.mark.full
-def test_serve_beside_it_is_refused(under: Guest) -> None:
     done = under.served.cli(*under.served.serve_words())
     assert done.returncode == 4
     assert "the circusd plugin plugin:dynamo" in done.stderr
 
 
 async def test_circusctl_stop_of_a_worker_is_a_drain(under: Guest) -> None:
-    """circusd signals nothing that hurts; the plugin hears of it, and the stream is finished."""
-    up = await asyncio.to_thread(under.served.cli, "scale", "VllmWorker", "2", "--wait")
-    assert up.returncode == 0, up.stderr
-    async with under.served.client() as client:
-        started = [asyncio.Event() for _ in range(4)]
-        streams = [
-            asyncio.ensure_future(stream_chat(client, f"Story {n}", 400, ignore_eos=True, started=started[n]))
-            for n in range(4)
-        ]
-        await asyncio.gather(*(event.wait() for event in started))
+    await asyncio.to_thread(under.served.ok, "scale", "VllmWorker", "2", "--wait")
+    async with streaming(under.served, *(f"Story {n}" for n in range(4)), tokens=400) as streams:
         await asyncio.to_thread(under.circusd.ask, "stop", name="dynamo_VllmWorker_1")
         await auntil(lambda: under.served.states().get("VllmWorker_1") == "draining", 2.0, what=under.served.states)
         for n, stream in enumerate(streams):
@@ -141,7 +112,7 @@ async def test_circusctl_stop_of_a_worker_is_a_drain(under: Guest) -> None:
 
 @pytest.mark.full
 async def test_circusctl_reload_of_a_worker_drains_it_and_starts_it_again(under: Guest) -> None:
-    """Lesson 20: circus starts the second copy first; it has no ticket, and ends."""
+    """circus starts the second copy first. It has no ticket, and ends."""
     pid = under.served.pids()["PrefillWorker"]
     await asyncio.to_thread(under.circusd.ask, "reload", name="dynamo_PrefillWorker")
     await auntil(
@@ -151,15 +122,6 @@ async def test_circusctl_reload_of_a_worker_drains_it_and_starts_it_again(under:
     )
     await auntil(lambda: under.served.states()["PrefillWorker"] == "ready", 20.0, what=under.served.states)
     assert under.circusd.pids("dynamo_PrefillWorker") == [under.served.pids()["PrefillWorker"]]
-
-
-@pytest.mark.full
-async def test_a_killed_etcd_is_started_again(under: Guest) -> None:
-    """The embedded servers are watchers, too, which circusd does not restart: the plugin does."""
-    pid = under.circusd.pids("dynamo_etcd")[0]
-    os.kill(pid, signal.SIGKILL)
-    await auntil(lambda: under.circusd.pids("dynamo_etcd") not in ([], [pid]), 5.0, what=under.logs)
-    await auntil(lambda: set(under.served.states().values()) == {"ready"}, 15.0, what=under.served.states)
 
 
 @pytest.mark.full
@@ -180,9 +142,8 @@ async def test_circusctl_stop_of_a_server_is_a_restart_of_it(under: Guest) -> No
 
 @pytest.mark.full
 async def test_circusctl_signal_term_is_a_drain(under: Guest) -> None:
-    """circus sends that one itself, without an event: the worker knows what it means."""
-    up = await asyncio.to_thread(under.served.cli, "scale", "VllmWorker", "2", "--wait")
-    assert up.returncode == 0, up.stderr
+    """circus sends this signal itself, without an event."""
+    await asyncio.to_thread(under.served.ok, "scale", "VllmWorker", "2", "--wait")
     pid = under.served.pids()["VllmWorker_1"]
     await asyncio.to_thread(under.circusd.ask, "signal", name="dynamo_VllmWorker_1", signum="TERM")
     await auntil(lambda: not is_alive(pid), 10.0, what=under.logs)
@@ -205,7 +166,6 @@ def test_reloadconfig_drains_the_graph_and_a_restart_of_the_plugin_brings_it_bac
 
 @pytest.mark.full
 def test_down_leaves_their_watchers_and_stays_down() -> None:
-    """And `circusctl start plugin:dynamo` brings it up again."""
     with guest() as under:
         other = under.ready().circusd.pids("other")
         under.served.down()
@@ -224,58 +184,33 @@ def test_down_leaves_their_watchers_and_stays_down() -> None:
 
 @pytest.mark.full
 async def test_quit_finishes_what_streams() -> None:
-    """circusd would SIGTERM all at once, and the plugin with them; the plugin ends the workers in order."""
     with guest() as under:
         under.ready()
-        async with under.served.client() as client:
-            started = asyncio.Event()
-            stream = asyncio.ensure_future(stream_chat(client, "To the end", 300, ignore_eos=True, started=started))
-            await started.wait()
+        async with streaming(under.served, "To the end", tokens=300) as (stream,):
             await asyncio.to_thread(under.circusd.quit)
             assert await stream == expected("To the end", 300, ignore_eos=True)
 
 
 @pytest.mark.full
 async def test_a_killed_plugin_comes_back_and_takes_the_graph_back() -> None:
-    """circusd starts it again; it adopts the running workers, and no stream is cut."""
     with guest() as under:
         pids = under.ready().served.pids()
         plugin = under.plugin_pid()
-        async with under.served.client() as client:
-            started = asyncio.Event()
-            stream = asyncio.ensure_future(stream_chat(client, "Go on", 600, ignore_eos=True, started=started))
-            await started.wait()
+        async with streaming(under.served, "Go on", tokens=600) as (stream,):
             os.kill(plugin, signal.SIGKILL)
             await auntil(lambda: under.circusd.pids("plugin:dynamo") not in ([], [plugin]), 10.0, what=under.logs)
             await auntil(under.is_ready, READY_TIMEOUT_S, what=under.logs)
             assert under.served.pids() == pids
             assert await stream == expected("Go on", 600, ignore_eos=True)
         assert set(under.watchers().values()) == {"active"}
-        up = await asyncio.to_thread(under.served.cli, "scale", "VllmWorker", "+1", "--wait")
-        assert up.returncode == 0, up.stderr
-        down = await asyncio.to_thread(under.served.cli, "drain", "dynamo_VllmWorker", "--wait")
-        assert down.returncode == 0, down.stderr
+        await asyncio.to_thread(under.served.ok, "scale", "VllmWorker", "+1", "--wait")
+        await asyncio.to_thread(under.served.ok, "drain", "dynamo_VllmWorker", "--wait")
         await auntil(lambda: not is_alive(pids["VllmWorker"]), 10.0, what=under.logs)
         under.served.down()
 
 
 @pytest.mark.full
-async def test_a_killed_plugin_and_dead_workers_start_anew() -> None:
-    with guest() as under:
-        pids = under.ready().served.pids()
-        plugin = under.plugin_pid()
-        os.kill(plugin, signal.SIGKILL)
-        for pid in pids.values():
-            os.kill(pid, signal.SIGKILL)
-        await auntil(lambda: under.circusd.pids("plugin:dynamo") not in ([], [plugin]), 10.0, what=under.logs)
-        await auntil(under.is_ready, READY_TIMEOUT_S, what=under.logs)
-        assert set(under.watchers().values()) == {"active"}
-        assert not set(pids.values()) & set(under.served.pids().values())
-
-
-@pytest.mark.full
 async def test_a_reload_of_circusd_brings_the_graph_down_and_up_again() -> None:
-    """Lesson 20: SIGHUP starts a second plugin before it ends the first; it waits for the namespace."""
     with guest() as under:
         pids = under.ready().served.pids()
         plugin = under.plugin_pid()
@@ -290,14 +225,10 @@ async def test_a_reload_of_circusd_brings_the_graph_down_and_up_again() -> None:
 
 @pytest.mark.full
 async def test_a_killed_circusd_takes_the_graph_with_it_in_order() -> None:
-    """Lesson 3: nothing of ours outlives it; the plugin hears of its death, and lets streams finish first."""
     with guest() as under:
         pids = under.ready().served.pids()
         other = under.circusd.pids("other")
-        async with under.served.client() as client:
-            started = asyncio.Event()
-            stream = asyncio.ensure_future(stream_chat(client, "Still", 300, ignore_eos=True, started=started))
-            await started.wait()
+        async with streaming(under.served, "Still", tokens=300) as (stream,):
             under.circusd.kill()
             assert await stream == expected("Still", 300, ignore_eos=True)
         await auntil(lambda: not any(is_alive(pid) for pid in pids.values()), 20.0, what=under.logs)
@@ -308,7 +239,6 @@ async def test_a_killed_circusd_takes_the_graph_with_it_in_order() -> None:
 
 @pytest.mark.full
 def test_a_deployment_that_cannot_run_is_said_once() -> None:
-    """circusd would start a failing plugin every second, for ever."""
     with guest(graph="graphs.disagg:Nobody") as under:
         until(lambda: under.circusd.statuses()["plugin:dynamo"] == "stopped", 15.0, what=under.logs)
         log = (under.served.paths.logs.parent / "circusd_plugin.log").read_text()
@@ -336,3 +266,33 @@ def test_the_shipped_circus_ini_runs() -> None:
             circusd.quit()
         for socket in Path(served.env["XDG_RUNTIME_DIR"]).glob("circus*.sock"):
             socket.unlink()  # circus leaves them
+
+
+@pytest.mark.full
+@pytest.mark.timeout(240)
+async def test_the_edited_file_is_applied_and_outlives_the_plugin() -> None:
+    with guest() as under:
+        served, before = under.ready().served, under.served.pids()
+        file = served.folder / "disagg.yaml"
+        content = yaml.safe_load(file.read_text())
+        content["VllmWorker"].setdefault("sim", {})["speed"] = 3.0
+        file.write_text(yaml.safe_dump(content))
+        async with load(served, streams=4) as streams:
+            await asyncio.to_thread(served.ok, "apply", "-f", str(file), timeout_s=90.0)
+            await streams.more(8)
+        streams.check()
+        after = served.pids()
+        assert after.keys() == {"Frontend", "PrefillWorker", "VllmWorker_1"}
+        assert after.items() - before.items() == {("VllmWorker_1", after["VllmWorker_1"])}
+        other = served.folder / "other.yaml"
+        other.write_text(file.read_text())
+        for words in ((str(other),), (str(file), "--VllmWorker.sim.speed=1")):
+            refused = await asyncio.to_thread(served.cli, "apply", "-f", *words)
+            assert refused.returncode == 2
+            assert f"circusd starts this graph from {file}" in refused.stderr
+        plugin = under.plugin_pid()
+        os.kill(plugin, signal.SIGKILL)
+        came_back = lambda: under.is_ready() and under.plugin_pid() != plugin  # noqa: E731
+        await auntil(came_back, READY_TIMEOUT_S, what=under.logs)
+        await settled(served)
+        assert served.pids() == after

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import cast
 
 import pytest
 
-from dynamo_local.arbiter.servers import find_server
 from dynamo_local.core.types import Instance
 from dynamo_local.errors import EtcdUnavailable, NoWorkers
 from dynamo_local.transport.discovery import InstanceView, instance_to_value, key_of, make_instance
@@ -24,11 +22,10 @@ pytestmark = pytest.mark.infra
 
 DEADLINE_S = 5.0
 SEEN_S = 0.05
-"""Issue 2, item 7: a new worker is used, a deregistered one avoided, within 50 ms."""
+"""From the write in etcd until other processes use a new worker, or avoid one that deregistered."""
 
 
 async def put(store: EtcdStore, namespace: str, endpoint: str = "generate") -> Instance:
-    """Register a worker under a lease of its own."""
     lease_id = await store.grant(60)
     instance = make_instance(namespace, "VllmWorker", endpoint, lease_id)
     await store.put(key_of(instance), instance_to_value(instance), lease_id)
@@ -36,20 +33,18 @@ async def put(store: EtcdStore, namespace: str, endpoint: str = "generate") -> I
 
 
 async def until_it_is(view: InstanceView, *expected: Instance, deadline_s: float = DEADLINE_S) -> None:
-    """Wait for exactly these instances."""
     async with asyncio.timeout(deadline_s):
         while view.instances() != expected:
             await view.changed()
 
 
 def client_of(view: InstanceView) -> NatsEndpointClient:
-    """Whoever waits for workers waits through one; it sends nothing here."""
+    """A client that only waits for workers."""
     return NatsEndpointClient(cast(RequestSender, None), view, view.component, view.endpoint)
 
 
 @pytest.fixture
 async def store(etcd_server: RealEtcd) -> AsyncIterator[EtcdStore]:
-    """A connection to the shared etcd."""
     found = await EtcdStore.connect(etcd_server.endpoint)
     yield found
     await found.close()
@@ -64,6 +59,20 @@ async def view(etcd_server: RealEtcd, namespace: str) -> AsyncIterator[InstanceV
     yield found
     await found.close()
     await store.close()
+
+
+@pytest.fixture
+async def own(own_etcd: RealEtcd) -> AsyncIterator[tuple[EtcdStore, InstanceView]]:
+    """A store, and a view through it, on an etcd that may be killed."""
+    store = await EtcdStore.connect(own_etcd.endpoint, timeout_s=1.0)
+    view = InstanceView(store, "dynamo", "VllmWorker", "generate")
+    await view.start(DEADLINE_S)
+    yield store, view
+    await view.close()
+    await store.close()
+
+
+Own = tuple[EtcdStore, InstanceView]
 
 
 @pytest.mark.alone
@@ -96,46 +105,11 @@ async def test_a_view_lists_who_was_there_before_it(store: EtcdStore, namespace:
 
 
 async def test_waiting_for_an_instance(view: InstanceView, store: EtcdStore, namespace: str) -> None:
-    """lesson 12 and 23: it returns with the first one, and past its deadline it names what is missing."""
     with pytest.raises(NoWorkers, match=r"no VllmWorker serves 'generate' \(waited 0.05 s\)"):
         await client_of(view).wait_for_instances(0.05)
     waiting = asyncio.create_task(client_of(view).wait_for_instances(DEADLINE_S))
     instance = await put(store, namespace)
     assert await waiting == (instance,)
-
-
-async def test_etcdctl_reads_the_registry(store: EtcdStore, etcd_server: RealEtcd, namespace: str) -> None:
-    lease_id = await store.grant(60)
-    for endpoint in ("generate", "chat/completions"):
-        instance = make_instance(namespace, "Processor", endpoint, lease_id)
-        await store.put(key_of(instance), instance_to_value(instance), lease_id)
-    etcdctl = find_server("etcd").path.with_name("etcdctl")
-    process = await asyncio.create_subprocess_exec(
-        etcdctl,
-        f"--endpoints={etcd_server.endpoint}",
-        "get",
-        "--prefix",
-        namespace,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    output, _ = await asyncio.wait_for(process.communicate(), DEADLINE_S)
-    lines = output.decode().splitlines()
-    assert lines[0::2] == [
-        f"{namespace}/components/Processor/chat/completions:{lease_id:x}",
-        f"{namespace}/components/Processor/generate:{lease_id:x}",
-    ]
-    value = json.loads(lines[1])
-    subject = value["transport"].pop("nats_tcp")
-    assert value == {
-        "component": "Processor",
-        "endpoint": "chat/completions",
-        "namespace": namespace,
-        "lease_id": lease_id,
-        "transport": {},
-    }
-    service, _, rest = subject.partition(".")
-    assert rest == f"chat/completions-{lease_id:x}"
-    assert service.startswith(f"{namespace}_processor_")
 
 
 async def test_a_broken_value_is_logged_once_and_skipped(
@@ -150,11 +124,8 @@ async def test_a_broken_value_is_logged_once_and_skipped(
     assert [record.message.count(key) for record in caplog.records] == [1]
 
 
-async def test_the_last_known_view_stays_while_etcd_is_away(own_etcd: RealEtcd) -> None:
-    """Killed: stale, not empty. Back with its data: the same, and changes are seen again."""
-    store = await EtcdStore.connect(own_etcd.endpoint)
-    view = InstanceView(store, "dynamo", "VllmWorker", "generate")
-    await view.start(DEADLINE_S)
+async def test_the_last_known_view_stays_while_etcd_is_away(own: Own, own_etcd: RealEtcd) -> None:
+    store, view = own
     instance = await put(store, "dynamo")
     await until_it_is(view, instance)
     await own_etcd.kill()
@@ -167,30 +138,20 @@ async def test_the_last_known_view_stays_while_etcd_is_away(own_etcd: RealEtcd) 
     assert view.instances() == (instance,)
     second = await put(store, "dynamo")
     await until_it_is(view, *sorted((instance, second), key=lambda one: one.lease_id))
-    await view.close()
-    await store.close()
 
 
-async def test_a_view_heals_after_etcd_lost_its_data(own_etcd: RealEtcd) -> None:
-    """The old instances go, new ones are seen."""
-    store = await EtcdStore.connect(own_etcd.endpoint)
-    view = InstanceView(store, "dynamo", "VllmWorker", "generate")
-    await view.start(DEADLINE_S)
+async def test_a_view_heals_after_etcd_lost_its_data(own: Own, own_etcd: RealEtcd) -> None:
+    store, view = own
     await until_it_is(view, await put(store, "dynamo"))
     await own_etcd.restart(lose_data=True)
     await until_it_is(view)
     await until_current(view)
     instance = await put(store, "dynamo")
     await until_it_is(view, instance)
-    await view.close()
-    await store.close()
 
 
-async def test_an_etcd_that_lost_its_data_is_given_time_to_be_filled_again(own_etcd: RealEtcd) -> None:
-    """Workers need a moment to notice and register under new leases: until then the last known are better than none."""
-    store = await EtcdStore.connect(own_etcd.endpoint)
-    view = InstanceView(store, "dynamo", "VllmWorker", "generate")
-    await view.start(DEADLINE_S)
+async def test_an_etcd_that_lost_its_data_is_given_time_to_be_filled_again(own: Own, own_etcd: RealEtcd) -> None:
+    store, view = own
     await until_it_is(view, await put(store, "dynamo"))
     seen: list[int] = []
 
@@ -206,12 +167,9 @@ async def test_an_etcd_that_lost_its_data_is_given_time_to_be_filled_again(own_e
     await until_it_is(view, again)
     noting.cancel()
     assert 0 not in seen
-    await view.close()
-    await store.close()
 
 
 async def test_a_view_may_start_before_etcd(tmp_path: Path) -> None:
-    """All processes are spawned at once: it is empty and stale, says why, and fills when etcd is there."""
     server = RealEtcd(tmp_path)
     store = EtcdStore(server.endpoint)
     view = InstanceView(store, "dynamo", "VllmWorker", "generate")
@@ -231,7 +189,6 @@ async def test_a_view_may_start_before_etcd(tmp_path: Path) -> None:
 
 
 async def until_it_answers(store: EtcdStore) -> None:
-    """Wait until calls work."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             try:
@@ -243,17 +200,14 @@ async def until_it_answers(store: EtcdStore) -> None:
 
 
 async def until_current(view: InstanceView) -> None:
-    """Wait until the view is not stale."""
     async with asyncio.timeout(DEADLINE_S):
         while view.stale:
             await view.changed()
 
 
-async def test_a_watch_whose_etcd_falls_silent_is_found_out(own_etcd: RealEtcd) -> None:
-    """SIGSTOP: no connection breaks, so the heartbeat must; afterwards changes are seen again."""
-    store = await EtcdStore.connect(own_etcd.endpoint, timeout_s=1.0)
-    view = InstanceView(store, "dynamo", "VllmWorker", "generate")
-    await view.start(DEADLINE_S)
+async def test_a_watch_whose_etcd_falls_silent_is_found_out(own: Own, own_etcd: RealEtcd) -> None:
+    """SIGSTOP breaks no connection, so only the heartbeat can notice it."""
+    store, view = own
     own_etcd.pause()
     async with asyncio.timeout(DEADLINE_S):
         while not view.stale:
@@ -262,8 +216,6 @@ async def test_a_watch_whose_etcd_falls_silent_is_found_out(own_etcd: RealEtcd) 
     await until_current(view)
     instance = await put(store, "dynamo")
     await until_it_is(view, instance)
-    await view.close()
-    await store.close()
 
 
 async def test_a_quiet_watch_stays_alive(view: InstanceView, store: EtcdStore, namespace: str) -> None:
@@ -290,7 +242,6 @@ async def test_another_endpoint_takes_over(tmp_path: Path, etcd_server: RealEtcd
 
 @pytest.mark.timing
 async def test_a_silent_etcd_fails_calls_at_their_deadline(own_etcd: RealEtcd) -> None:
-    """lesson 12: a stopped server holds no call longer than `timeout_s`."""
     store = await EtcdStore.connect(own_etcd.endpoint, timeout_s=0.3)
     own_etcd.pause()
     loop = asyncio.get_running_loop()
@@ -305,7 +256,7 @@ async def test_a_silent_etcd_fails_calls_at_their_deadline(own_etcd: RealEtcd) -
 
 @pytest.mark.timing
 async def test_calls_recover_within_a_second_of_etcds_return(own_etcd: RealEtcd) -> None:
-    """gRPC's back-off is capped: after ten seconds away the default would wait for many more."""
+    """gRPC's back-off is capped: after ten seconds away the default waits for many more."""
     store = await EtcdStore.connect(own_etcd.endpoint)
     await own_etcd.kill()
     loop = asyncio.get_running_loop()

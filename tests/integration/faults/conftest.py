@@ -10,7 +10,7 @@ from tests.drivers.scaled import ascale, settled
 from tests.drivers.served import Served
 
 ECHO = """\
-from dynamo_local.sdk.service import endpoint, service
+from dynamo_local.sdk import endpoint, service
 
 
 @service(name="Echo", resources={"gpu": 1})
@@ -23,7 +23,6 @@ class Echo:
 
 @pytest.fixture(scope="module")
 def shared_echo() -> Iterator[Served]:
-    """Two workers on eight simulated GPUs."""
     words = ("--gpus", "sim:8", "--Echo.ServiceArgs.workers=2")
     with Served(*words, target=("echo:Echo",), files={"echo.py": ECHO}, frontend=False) as served:
         yield served.start()

@@ -1,6 +1,6 @@
 """A full disk, a file that somebody edits, a flood of commands, commands that come too late: the arbiter serves on.
 
-What else goes wrong around us has its tests elsewhere: etcd and NATS in `serve/test_serve_infra_faults.py`, stopped
+Other faults have their tests elsewhere: etcd and NATS in `serve/test_serve_infra_faults.py`, stopped
 workers in `serve/test_serve_worker_faults.py` and `scaling/test_scaling_faults.py`; docs/lessons.md lists them all.
 """
 
@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 import pytest
 
-from dynamo_local.arbiter.marks import marked
 from dynamo_local.cli.common import ArbiterRefused
 from dynamo_local.errors import StateError
 from dynamo_local.state.store import load
@@ -37,9 +36,6 @@ COMMANDS = 100
 PATIENCE_S = 30.0
 
 
-# --- the disk ------------------------------------------------------------------------------------
-
-
 @contextmanager
 def no_room(folder: Path, arbiter: psutil.Process, *, mounted: bool) -> Iterator[None]:
     """Nothing can be written there by the arbiter: the disk is full, or (without one) no file of its may grow."""
@@ -54,7 +50,6 @@ def no_room(folder: Path, arbiter: psutil.Process, *, mounted: bool) -> Iterator
 
 
 def test_a_full_disk_stops_nothing_and_is_made_good(tmp_path: Path) -> None:
-    """Commands are carried out, the status says what cannot be written, and with room the file is right again."""
     folder = tmp_path / "disk"
     with (
         small_disk(folder, DISK_BYTES) as mounted,
@@ -64,9 +59,8 @@ def test_a_full_disk_stops_nothing_and_is_made_good(tmp_path: Path) -> None:
             files={"echo.py": ECHO},
             frontend=False,
             env={"DYN_LOCAL_STATE_DIR": str(folder)},
-        ) as served,
+        ).started() as served,
     ):
-        served.start()
         pids = served.pids()
         before = served.paths.statefile.read_bytes()
         arbiter = psutil.Process(served.status()["arbiter_pid"])
@@ -79,7 +73,6 @@ def test_a_full_disk_stops_nothing_and_is_made_good(tmp_path: Path) -> None:
         until(lambda: set(load(served.paths.statefile).components) == {"dynamo_Echo", "dynamo_Echo_1"}, PATIENCE_S)
         command(served, "scale", component="Echo", target="+1")
         until(lambda: served.states().get("Echo_2") == "ready", PATIENCE_S, what=served.states)
-
         assert "it is tried again" in notes[0]["text"]
         assert _unwritten(served) == [], "the note has gone with its cause"
         assert {name: pid for name, pid in served.pids().items() if name != "Echo_2"} == {
@@ -92,11 +85,7 @@ def test_a_full_disk_stops_nothing_and_is_made_good(tmp_path: Path) -> None:
 
 
 def _unwritten(served: Served) -> list[dict[str, Any]]:
-    """The status's notes of a statefile that is behind."""
     return [note for note in served.status()["notes"] if "the statefile cannot be written" in note["text"]]
-
-
-# --- the statefile -------------------------------------------------------------------------------
 
 
 def _truncated(text: str) -> str:
@@ -126,9 +115,7 @@ async def test_a_statefile_that_is_edited_while_it_runs_is_put_right(
     right = load(path).components
     broken = edit(path.read_text())
     path.write_text(broken)
-
     await auntil(lambda: _readable(path) == right.keys(), PATIENCE_S, what=path.read_text)
-
     new = set(path.parent.glob("*.corrupt-*")) - kept
     assert [file.read_text() for file in new] == ([broken] if aside else [])
     entries = load(path).components
@@ -147,11 +134,7 @@ def _readable(path: Path) -> object:
     return state.components.keys() if state.namespace == "dynamo" else None
 
 
-# --- commands ------------------------------------------------------------------------------------
-
-
 def _asked(served: Served, name: str, /, **properties: Any) -> str:
-    """`ok`, or the code of the refusal."""
     try:
         command(served, name, **properties)
     except ArbiterRefused as refusal:
@@ -160,10 +143,6 @@ def _asked(served: Served, name: str, /, **properties: Any) -> str:
 
 
 async def test_a_hundred_commands_at_once_are_all_answered(echo: Served) -> None:
-    """Each is carried out or refused with a reason; the fleet ends at the last number that was asked for.
-
-    Workers that were asked for and drained again within milliseconds hold their GPUs until they are gone.
-    """
     arbiter = echo.status()["arbiter_pid"]
 
     def ask(n: int) -> str:
@@ -181,7 +160,6 @@ async def test_a_hundred_commands_at_once_are_all_answered(echo: Served) -> None
         return asked == "ok" and list(echo.states().values()) == ["ready"] * 3
 
     await auntil(three, 60.0, what=lambda: events(echo)[-40:])
-
     refusals = {"last_ready_worker", "drain_not_cancellable", "unknown_worker", "no_workers", "not_enough_gpus"}
     assert set(answers) <= {"ok", *refusals}, answers
     assert "ok" in answers
@@ -190,7 +168,6 @@ async def test_a_hundred_commands_at_once_are_all_answered(echo: Served) -> None
 
 
 async def test_a_command_for_a_worker_that_is_already_going_says_so(echo: Served) -> None:
-    """Drained twice it drains once; what is gone is named as unknown, with those there are; the graph is the same."""
     await asyncio.to_thread(command, echo, "scale", component="Echo", target="=3")
     await auntil(lambda: list(echo.states().values()) == ["ready"] * 3, PATIENCE_S, what=echo.states)
     last = max(echo.states())  # which names there are depends on the tests before
@@ -208,29 +185,15 @@ async def test_a_command_for_a_worker_that_is_already_going_says_so(echo: Served
     await auntil(lambda: last not in echo.states(), PATIENCE_S, what=echo.states)
     with pytest.raises(ArbiterRefused, match=f"dynamo_{last}") as refused:
         await asyncio.to_thread(command, echo, "drain", name=f"dynamo_{last}")
-
     assert refused.value.details["code"] == "unknown_worker"
     assert kinds(events(echo)[seen:]).count("DrainRequested") == 1
     assert not is_alive(worker.pid)
     await auntil(lambda: set(echo.states().values()) == {"ready"}, PATIENCE_S, what=echo.states)
 
 
-# --- who is who ----------------------------------------------------------------------------------
-
-
-def test_the_workers_are_known_by_their_marks(echo: Served) -> None:
-    workers = {found.name: found.pid for found in marked(echo.paths) if found.is_worker}
-    assert workers == {f"dynamo_{name}": pid for name, pid in echo.pids().items()}
-
-
-# --- descriptors ---------------------------------------------------------------------------------
-
-
 @pytest.mark.full
 def test_a_worker_that_is_started_while_the_arbiter_may_open_few_files_may_open_more() -> None:
-    """It inherits the arbiter's limit: a frontend of that time would later reset its clients' connections."""
-    with alone() as served:
-        served.start()
+    with alone().started() as served:
         arbiter = psutil.Process(served.status()["arbiter_pid"])
         _, hard = arbiter.rlimit(psutil.RLIMIT_NOFILE)
         arbiter.rlimit(psutil.RLIMIT_NOFILE, (300, hard))

@@ -28,8 +28,7 @@ PATIENCE_S = 40.0
 @pytest.mark.full
 def test_an_arbiter_without_descriptors_says_so_and_starts_workers_once_it_has_some() -> None:
     words = ("--gpus", "sim:8", "--Echo.ServiceArgs.workers=3")
-    with Served(*words, target=("echo:Echo",), files={"echo.py": ECHO}, frontend=False) as served:
-        served.start()
+    with Served(*words, target=("echo:Echo",), files={"echo.py": ECHO}, frontend=False).started() as served:
         pids, arbiter = served.pids(), served.status()["arbiter_pid"]
         with no_descriptors(served):
             until(lambda: "file descriptors left" in served.log("arbiter"), PATIENCE_S)
@@ -39,7 +38,6 @@ def test_an_arbiter_without_descriptors_says_so_and_starts_workers_once_it_has_s
         until(lambda: served.pids().get("Echo_1") not in (None, pids["Echo_1"]), PATIENCE_S, what=served.status)
         until(lambda: set(served.states().values()) == {"ready"}, PATIENCE_S, what=served.status)
         until(lambda: len(descriptors(arbiter)) > SPARE, PATIENCE_S)  # it has its own again
-
         status = served.status()
         told = [line for line in served.log("arbiter").splitlines() if "file descriptors" in line]
         assert ["left (the limit" in told[0], "there are file descriptors again" in told[-1]] == [True, True], told

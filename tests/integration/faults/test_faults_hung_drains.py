@@ -28,16 +28,13 @@ def _served(*words: str) -> Served:
 
 
 def test_a_worker_that_hangs_while_it_drains_is_ended_long_before_its_deadline() -> None:
-    """Ten minutes are for streams; one that answers nothing streams nothing, and holds a GPU. It does not come back."""
-    with _served() as served:
-        served.start()
+    with _served().started() as served:
         pid = served.pids()["Echo_2"]
         os.kill(pid, signal.SIGSTOP)
         command(served, "drain", name="dynamo_Echo_2")
         until(lambda: "Echo_2" not in served.states(), PATIENCE_S, what=served.status)
         last = events(served, "Echo_2")
         notes = served.status()["notes"]
-
         assert not is_alive(pid)
         assert kinds(last)[-2:] == ["DrainDeadlinePassed", "ProcessExited"]
         assert last[-2]["stimulus_id"] == "health", "not its deadline"
@@ -47,9 +44,7 @@ def test_a_worker_that_hangs_while_it_drains_is_ended_long_before_its_deadline()
 
 @pytest.mark.full
 def test_what_an_adoption_finds_leaving_keeps_its_deadline_and_one_called_back_in_vain_is_not_forgotten() -> None:
-    """A drain's clock goes on from when it was asked for; a hung worker that was to stay is started anew."""
-    with _served(*KEEP, "--Host.health-bound-s=12") as served:
-        served.start()
+    with _served(*KEEP, "--Host.health-bound-s=12").started() as served:
         pids = served.pids()
         for name in ("Echo_1", "Echo_2"):
             os.kill(pids[name], signal.SIGSTOP)
@@ -61,34 +56,8 @@ def test_what_an_adoption_finds_leaving_keeps_its_deadline_and_one_called_back_i
         after = served.worker("Echo_1")["drain"]
         until(lambda: served.states().get("Echo_1", "gone") == "gone", PATIENCE_S, what=served.status)
         until(lambda: served.states() == {"Echo": "ready", "Echo_2": "ready"}, PATIENCE_S, what=served.status)
-
         assert before <= 600.0
         assert after is None or after["deadline_s"] < before
         assert served.pids()["Echo"] == pids["Echo"]
         assert not is_alive(pids["Echo_1"])
         assert served.pids()["Echo_2"] != pids["Echo_2"]
-
-
-@pytest.mark.full
-def test_failures_before_the_arbiters_death_count_after_it() -> None:
-    """A worker that dies again and again is faulted at the policy's number, whoever saw the first of them."""
-    with _served(*KEEP, "--Host.restart.first-s=0.2", "--Host.restart.failures-max=3") as served:
-        served.start()
-        for _ in range(2):
-            pid = served.pids()["Echo_2"]
-            os.kill(pid, signal.SIGKILL)
-            until(
-                lambda pid=pid: served.pids().get("Echo_2", pid) != pid and served.states()["Echo_2"] == "ready",  # type: ignore[misc]
-                PATIENCE_S,
-                what=served.status,
-            )
-        served.kill_arbiter()
-        served.adopt()
-        os.kill(served.pids()["Echo_2"], signal.SIGKILL)
-        until(lambda: served.states()["Echo_2"] == "faulted", PATIENCE_S, what=served.status)
-
-        assert "3 failures" in served.worker("Echo_2")["reason"]
-        assert {name: state for name, state in served.states().items() if name != "Echo_2"} == {
-            "Echo": "ready",
-            "Echo_1": "ready",
-        }

@@ -29,9 +29,7 @@ def _hang(served: Served) -> None:
 
 
 def test_with_a_hung_driver_scale_and_down_still_work_and_status_says_so() -> None:
-    """More than once: every decision would lose a thread, and the default executor has few."""
-    with _served() as served:
-        served.start()
+    with _served().started() as served:
         assert served.status()["gpu_inventory"]["stale"] is None
         _hang(served)
         assert command(served, "scale", component="Echo", target="=3")["target"] == 3
@@ -39,7 +37,6 @@ def test_with_a_hung_driver_scale_and_down_still_work_and_status_says_so() -> No
         for target in ("=2", "=4", "=2"):
             command(served, "scale", component="Echo", target=target)
         until(lambda: list(served.states().values()).count("ready") == 2, what=served.status)
-
         shown = served.cli("status").stdout
         assert "ago, decisions go by that: the GPU driver" in shown, shown
         assert served.down().returncode == 0
@@ -48,8 +45,7 @@ def test_with_a_hung_driver_scale_and_down_still_work_and_status_says_so() -> No
 @pytest.mark.timing
 @pytest.mark.full
 def test_with_a_hung_driver_down_now_takes_seconds() -> None:
-    with _served() as served:
-        served.start()
+    with _served().started() as served:
         arbiter = served.status()["arbiter_pid"]
         _hang(served)
         command(served, "drain", name="dynamo_Echo_1")

@@ -61,13 +61,11 @@ def served() -> Iterator[Served]:
 
 
 def _task(served: Served, name: str) -> dict[str, Any]:
-    """The status of one task."""
     tasks: list[dict[str, Any]] = served.status()["tasks"]
     return next(task for task in tasks if task["task"] == name)
 
 
 def _counted(served: Served, name: str) -> float:
-    """Its deaths in `/metrics`."""
     with urllib.request.urlopen(served.status()["metrics_url"], timeout=10.0) as answer:
         lines = answer.read().decode().splitlines()
     return next(
@@ -78,7 +76,6 @@ def _counted(served: Served, name: str) -> float:
 
 
 def test_sampling_that_dies_is_started_again_and_no_worker_is_held_to_be_silent(served: Served) -> None:
-    """It dies again and again, for longer than a worker may be silent; then there are loads as before."""
     bug, pids = Path(served.cwd, "sampling"), served.pids()
     assert _task(served, "load sampling")["deaths"] == 0
     bug.touch()
@@ -87,7 +84,6 @@ def test_sampling_that_dies_is_started_again_and_no_worker_is_held_to_be_silent(
     bug.unlink()
     until(lambda: _task(served, "load sampling")["running"], PATIENCE_S)
     until(lambda: all(row["load"] for row in served.status()["workers"]), PATIENCE_S, what=served.status)
-
     assert dead["why"] == "RuntimeError: a bug in sampling"
     assert dead["again_s"] is not None
     assert _counted(served, "load sampling") >= 4
@@ -105,7 +101,6 @@ def test_a_registry_watch_that_dies_is_started_again_and_sees_who_came_meanwhile
     bug.unlink()
     until(lambda: served.states()["Echo_2"] == "ready", PATIENCE_S, what=served.status)
     until(lambda: _task(served, "registry watch")["running"], PATIENCE_S)
-
     assert dead["deaths"] >= 2
     assert _counted(served, "registry watch") >= 2
     assert {name: served.pids()[name] for name in pids} == pids

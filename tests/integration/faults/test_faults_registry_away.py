@@ -1,4 +1,4 @@
-"""What happens to workers while etcd is away, or while nobody watches it: told as what it was, and put right after it.
+"""Workers that die or leave while etcd is away or unwatched: the arbiter finds out, says why, and puts it right.
 
 etcd is one of the test's own, so that it stays away for as long as the test says.
 """
@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from dynamo_local.system.processes import is_alive
-from tests.drivers.scaled import events, kinds, streaming
+from tests.drivers.scaled import busy, events, kinds, streaming
 from tests.drivers.served import AGG, Served, auntil, expected, until
 from tests.drivers.servers import RealEtcd, RealNats
 from tests.integration.faults.conftest import ECHO
@@ -24,10 +24,10 @@ pytestmark = [pytest.mark.infra, pytest.mark.timeout(200)]
 PATIENCE_S = 40.0
 WORKERS = 6
 TOKENS = 4000
-"""Of a stream that outlasts the ten seconds in which a missing key may be written again: 6 ms each, 24 s."""
+"""A stream of so many outlasts the ten seconds in which a missing key may be written again: 6 ms each, 24 s."""
 
 OTHER_LEASE = """\
-from dynamo_local.sdk.service import async_on_start, endpoint, service
+from dynamo_local.sdk import async_on_start, endpoint, service
 from dynamo_local.sdk.context import current_context
 
 
@@ -46,10 +46,6 @@ class Echo:
 """
 
 
-def _env(etcd: RealEtcd, nats: RealNats) -> dict[str, str]:
-    return {"ETCD_ENDPOINTS": etcd.endpoint, "NATS_SERVER": f"nats://{nats.token}@{nats.url.removeprefix('nats://')}"}
-
-
 def _echo(etcd: RealEtcd, nats: RealNats, *words: str, namespace: str, source: str = ECHO) -> Served:
     return Served(
         *("--gpus", "sim:8", *words),
@@ -57,7 +53,7 @@ def _echo(etcd: RealEtcd, nats: RealNats, *words: str, namespace: str, source: s
         files={"echo.py": source},
         namespace=namespace,
         frontend=False,
-        env=_env(etcd, nats),
+        env={"ETCD_ENDPOINTS": etcd.endpoint, "NATS_SERVER": nats.address},
     )
 
 
@@ -71,18 +67,11 @@ def _stopped(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-# --- an outage -----------------------------------------------------------------------------------
-
-
 async def test_workers_that_die_in_an_outage_of_etcd_come_back_spread_and_none_of_it_is_their_failure(
     own_etcd: RealEtcd, nats_server: RealNats
 ) -> None:
-    """All of them died, two before anybody could know of the outage; jitter counts from etcd's return.
-
-    They came back within 0.25 s of each other, and loaded the disk that had just recovered all at once.
-    """
-    with _echo(own_etcd, nats_server, f"--Echo.ServiceArgs.workers={WORKERS}", namespace="spread") as served:
-        served.start()
+    """They came back within 0.25 s of each other, and loaded the disk that had just recovered all at once."""
+    with _echo(own_etcd, nats_server, f"--Echo.ServiceArgs.workers={WORKERS}", namespace="spread").started() as served:
         first = served.pids()
         victims = list(first.values())
         for pid in victims[:2]:
@@ -94,7 +83,6 @@ async def test_workers_that_die_in_an_outage_of_etcd_come_back_spread_and_none_o
         spawned_before = len(_spawned(served))
         await own_etcd.start()
         await auntil(lambda: set(served.states().values()) == {"ready"}, PATIENCE_S, what=served.status)
-
         times = sorted(record["time"] for record in _spawned(served)[spawned_before:])
         entries = served.statefile()["components"].values()
         assert len(times) == WORKERS
@@ -108,22 +96,15 @@ def _spawned(served: Served) -> list[dict[str, object]]:
     return [record for record in events(served) if record["event"] == "Spawned"]
 
 
-# --- leases that are revoked while nobody watches --------------------------------------------------
-
-
 @pytest.mark.full
 async def test_a_lease_that_is_revoked_while_etcd_cannot_be_watched_is_no_ready_workers_lease(
     own_etcd: RealEtcd, nats_server: RealNats
 ) -> None:
-    """The worker drains, and its arbiter, who saw nothing of it, finds that out from the whole registry.
-
-    It stayed `ready` with a dead lease, and its end was a crash.
-    """
-    words = ("--VllmWorker.ServiceArgs.workers=2",)
-    with Served(*words, target=AGG, namespace="unseen", env=_env(own_etcd, nats_server)) as served:
-        served.start()
+    """The worker stayed `ready` with a dead lease, and its end was a crash."""
+    env = {"ETCD_ENDPOINTS": own_etcd.endpoint, "NATS_SERVER": nats_server.address}
+    with Served("--VllmWorker.ServiceArgs.workers=2", target=AGG, namespace="unseen", env=env).started() as served:
         async with streaming(served, "Let me finish.", tokens=TOKENS) as (stream,):
-            name = await auntil(lambda: _busy(served), what=served.status)
+            name = await auntil(lambda: busy(served, "VllmWorker"), what=served.status)
             row, arbiter = served.worker(name), served.status()["arbiter_pid"]
             with _stopped(arbiter):
                 served.etcdctl("lease", "revoke", row["lease"])
@@ -135,7 +116,6 @@ async def test_a_lease_that_is_revoked_while_etcd_cannot_be_watched_is_no_ready_
             assert await stream == expected("Let me finish.", TOKENS, ignore_eos=True)
         await auntil(lambda: not is_alive(row["pid"]))
         await auntil(lambda: kinds(events(served, name))[-1] == "ProcessExited", PATIENCE_S, what=served.status)
-
         assert told["lease"] is None
         assert "revoked" in told["reason"]
         assert kinds(events(served, name))[-2:] == ["LeaseRevoked", "ProcessExited"]
@@ -148,9 +128,8 @@ async def test_a_lease_that_is_revoked_while_etcd_cannot_be_watched_is_no_ready_
 async def test_a_worker_that_left_by_its_lease_while_nobody_watched_has_not_crashed(
     own_etcd: RealEtcd, nats_server: RealNats, watch_breaks: bool
 ) -> None:
-    """Its exit is heard of before its key's end is, for signals are quicker: it had left, and does not come back."""
-    with _echo(own_etcd, nats_server, "--Echo.ServiceArgs.workers=2", namespace="left") as served:
-        served.start()
+    """The arbiter hears of the exit before the end of the key, because signals are quicker."""
+    with _echo(own_etcd, nats_server, "--Echo.ServiceArgs.workers=2", namespace="left").started() as served:
         row, arbiter = served.worker("Echo_1"), served.status()["arbiter_pid"]
         with _stopped(arbiter):
             served.etcdctl("lease", "revoke", row["lease"])
@@ -159,43 +138,26 @@ async def test_a_worker_that_left_by_its_lease_while_nobody_watched_has_not_cras
                 await own_etcd.restart()
         await auntil(lambda: kinds(events(served, "Echo_1"))[-1] == "ProcessExited", PATIENCE_S, what=served.status)
         await auntil(lambda: "Echo_1" not in served.states(), PATIENCE_S, what=served.status)
-
         assert kinds(events(served, "Echo_1"))[-2:] == ["LeaseRevoked", "ProcessExited"]
         assert served.states() == {"Echo": "ready"}
 
 
-def _busy(served: Served) -> str | None:
-    for worker in served.status()["workers"]:
-        if worker["component"] == "VllmWorker" and worker["load"] and worker["load"]["request_active_slots"]:
-            return str(worker["watcher_name"]).removeprefix(f"{served.namespace}_")
-    return None
-
-
-# --- leases of what is behind a worker -------------------------------------------------------------
-
-
 @pytest.mark.full
 def test_an_adoption_knows_the_leases_of_what_is_behind_a_worker(own_etcd: RealEtcd, nats_server: RealNats) -> None:
-    """Requests are sent to what is behind them: of one that died meanwhile they are revoked at once, of others later.
-
-    They were forgotten, and dead backends stayed in routing until their leases expired.
-    """
+    """They were forgotten, and dead backends stayed in routing until their leases expired."""
     words = ("--Echo.ServiceArgs.workers=2", "--on-arbiter-death", "keep")
-    with _echo(own_etcd, nats_server, *words, namespace="adopted", source=OTHER_LEASE) as served:
-        served.start()
+    with _echo(own_etcd, nats_server, *words, namespace="adopted", source=OTHER_LEASE).started() as served:
         pids, first = served.pids(), _other_leases(served)
         assert len(_leases(served) & set(first.values())) == 2
         served.kill_arbiter(guardian=True)
         os.kill(pids["Echo_1"], signal.SIGKILL)
         until(lambda: not is_alive(pids["Echo_1"]))
         assert set(first.values()) <= _leases(served), "nobody was there to revoke them"
-
         served.adopt()
         until(lambda: served.states() == {"Echo": "ready", "Echo_1": "ready"}, PATIENCE_S, what=served.status)
         adopted = _other_leases(served)
         assert first["Echo_1"] not in _leases(served), "of a worker that ended while nobody watched"
         assert adopted["Echo"] == first["Echo"]
-
         os.kill(pids["Echo"], signal.SIGKILL)
         until(lambda: first["Echo"] not in _leases(served), PATIENCE_S, what=served.status)
         until(lambda: served.states() == {"Echo": "ready", "Echo_1": "ready"}, PATIENCE_S, what=served.status)

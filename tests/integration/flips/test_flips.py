@@ -1,4 +1,4 @@
-"""Role flips on real processes: nothing is lost, nothing is two things at once, and it is quick."""
+"""Role flips on real processes: nothing is lost, no worker has two roles, a flip is quick; also while etcd is away."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from dynamo_local.errors import WorkerDraining, WorkerLost
 from tests.drivers.endpoint_client import endpoint_client, request_plane, without_news
 from tests.drivers.flips import BASE, aflip, counts, each_in_one_role, facts, first_answer_s, flip, flip_to, quantiles
-from tests.drivers.scaled import events, kinds, load, names, settled, streaming
-from tests.drivers.served import Served, expected, messages, tokenizer
+from tests.drivers.scaled import PATIENCE_S, events, kinds, load, names, settled, streaming
+from tests.drivers.served import Served, auntil, expected, messages, tokenizer
+from tests.drivers.servers import RealEtcd, RealNats
 
 pytestmark = pytest.mark.infra
 
@@ -24,7 +26,6 @@ LONGER_THAN_A_FLIP = 1500
 
 @pytest.fixture(scope="module")
 def shared_graph() -> Iterator[Served]:
-    """Two decode and two prefill workers, on simulated GPUs."""
     with Served(*counts()) as served:
         yield served.start()
 
@@ -34,9 +35,6 @@ async def graph(shared_graph: Served) -> AsyncIterator[Served]:
     """The module's graph, with two workers of each role, before and after; their names may be others."""
     yield shared_graph
     await flip_to(shared_graph, BASE)
-
-
-# --- under load ------------------------------------------------------------------------------------
 
 
 async def test_flips_both_ways_under_load_lose_nothing(graph: Served) -> None:
@@ -71,16 +69,13 @@ async def test_streams_outlast_the_role_in_which_they_began(graph: Served) -> No
 
 
 async def test_two_components_change_in_one_decision(graph: Served) -> None:
-    """`dynamo scale PrefillWorker -1 VllmWorker +1 --flip --wait`, and back; refused, nothing has changed."""
     there = ("PrefillWorker", "-1", "VllmWorker", "+1", "--flip", "--wait")
-    done = await asyncio.to_thread(graph.cli, "scale", *there)
-    assert done.returncode == 0, done.stderr
+    await asyncio.to_thread(graph.ok, "scale", *there)
     assert [len(names(graph, each)) for each in BASE] == [3, 1]
     refused = await asyncio.to_thread(graph.cli, "scale", *there)
     assert refused.returncode == 1
     assert "without a ready worker" in refused.stderr
-    back = await asyncio.to_thread(graph.cli, "scale", "VllmWorker", "-1", "PrefillWorker", "+1", "--flip", "--wait")
-    assert back.returncode == 0, back.stderr
+    await asyncio.to_thread(graph.ok, "scale", "VllmWorker", "-1", "PrefillWorker", "+1", "--flip", "--wait")
     assert [len(names(graph, each)) for each in BASE] == [2, 2]
 
 
@@ -122,8 +117,6 @@ async def test_requests_of_the_old_role_are_served_or_sent_on(graph: Served) -> 
 async def test_half_a_second_from_the_command_to_the_first_request(
     graph: Served, gives: str, takes: str, endpoint: str
 ) -> None:
-    """Whatever streams: from the command to the first answer of the new role (the best of three: others share the
-    machine)."""
     took_s = []
     async with streaming(graph, *(f"Stay a while, {n}." for n in range(4)), tokens=12_000) as streams:
         async with endpoint_client(graph, takes, endpoint) as client:
@@ -132,9 +125,6 @@ async def test_half_a_second_from_the_command_to_the_first_request(
                 await flip(graph, names(graph, takes)[-1])
         assert not any(stream.done() for stream in streams)
     assert min(took_s) < 0.5, took_s
-
-
-# --- that fail, and that are taken back ----------------------------------------------------------------
 
 
 async def test_a_flip_whose_canary_dies_ends_in_the_old_role(graph: Served) -> None:
@@ -174,14 +164,9 @@ async def test_a_flip_is_taken_back(graph: Served) -> None:
     streams.check()
 
 
-# --- the arbiter ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.full
 async def test_an_arbiter_that_is_killed_in_mid_flip_is_followed_by_one_that_knows() -> None:
-    """Killed at several moments of a flip, under load: each time the worker is adopted in one role, never in both."""
-    with Served(*counts(), "--on-arbiter-death", "keep") as served:
-        served.start()
+    with Served(*counts(), "--on-arbiter-death", "keep").started() as served:
         pids = set(facts(served))
         async with load(served, streams=4) as streams:
             for delay_s in (0.0, 0.02, 0.05, 0.1):
@@ -202,8 +187,6 @@ async def test_an_arbiter_that_is_killed_in_mid_flip_is_followed_by_one_that_kno
 @pytest.mark.alone
 @pytest.mark.timeout(1800)
 async def test_a_thousand_flips(graph: Served) -> None:
-    """Under load: nothing is lost, nothing piles up; 99 of 100 take less than half a second from the command to the
-    first request that the worker answers in its new role. DYN_FLIPS says how many, for a slice of it."""
     before, took_s, count = facts(graph), [], int(os.environ.get("DYN_FLIPS", "1000"))
     endpoints = {"PrefillWorker": "canary", "VllmWorker": "generate"}
     async with load(graph, streams=4) as streams, contextlib.AsyncExitStack() as stack:
@@ -222,3 +205,54 @@ async def test_a_thousand_flips(graph: Served) -> None:
     assert quantiles(took_s)[0.99] < 0.5, sorted(took_s)[-20:]
     for pid in before:
         assert len(os.listdir(f"/proc/{pid}/fd")) < 200
+
+
+LEASE_TTL_S = 30
+"""Longer than what is tried here: etcd forgets no lease while it stands still."""
+
+
+def graph_on(etcd: RealEtcd, nats: RealNats, namespace: str) -> Served:
+    """Two workers of each role, on an etcd that may be stopped."""
+    env = {"ETCD_ENDPOINTS": etcd.endpoint, "NATS_SERVER": nats.address, "DYN_LEASE_TTL_S": str(LEASE_TTL_S)}
+    return Served(*counts(), namespace=namespace, env=env)
+
+
+@contextmanager
+def away(etcd: RealEtcd) -> Iterator[None]:
+    etcd.pause()
+    try:
+        yield
+    finally:
+        etcd.resume()
+
+
+async def flip_while_away(graph: Served, etcd: RealEtcd, delay_s: float, away_s: float) -> None:
+    """A flip of whichever role has more; etcd stops so long after the command."""
+    victim = names(graph, max(BASE, key=lambda each: len(names(graph, each))))[-1]
+    flipping = asyncio.create_task(aflip(graph, victim))
+    await asyncio.sleep(delay_s)  # the moment is what is tried, not what is waited for
+    with away(etcd):
+        await flipping  # committed, whatever etcd does
+        await asyncio.sleep(away_s)  # so long an outage is what is tried
+    await settled(graph, PATIENCE_S)
+    await each_in_one_role(graph)
+
+
+@pytest.mark.full
+async def test_a_flip_that_cannot_register_ends_in_the_old_role(own_etcd: RealEtcd, nats_server: RealNats) -> None:
+    with graph_on(own_etcd, nats_server, "gone").started() as graph:
+        pids = set(facts(graph))
+        async with load(graph, streams=4) as streams:
+            before = names(graph, "VllmWorker")
+            with away(own_etcd):
+                await aflip(graph, before[-1])
+                await auntil(lambda: "FlipFailed" in kinds(events(graph, before[-1])), PATIENCE_S, what=graph.status)
+            await settled(graph, PATIENCE_S)
+            await each_in_one_role(graph)
+            assert names(graph, "VllmWorker") == before
+            await streams.more(4)
+            for delay_s in (0.02, 0.05, 0.1):
+                await flip_while_away(graph, own_etcd, delay_s, 12.0)
+                await streams.more(4)
+        streams.check()
+        assert set(facts(graph)) == pids

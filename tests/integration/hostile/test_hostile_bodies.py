@@ -51,15 +51,13 @@ TRIES = 3
 @pytest.fixture(scope="module")
 def agg() -> Iterator[Served]:
     """The shipped aggregated graph; it has done each kind of work once."""
-    with Served("--Frontend.ServiceArgs.colocate=[]", target=AGG) as served:
-        served.start()
+    with Served("--Frontend.ServiceArgs.colocate=[]", target=AGG).started() as served:
         asyncio.run(_warm_up(served))
         yield served
 
 
 @pytest.fixture(scope="module")
 def before_mib(agg: Served) -> dict[str, float]:
-    """What its processes take before anybody means it harm."""
     return resident_mib(agg, NAMES)
 
 
@@ -87,7 +85,6 @@ async def _post(served: Served, hostile: Hostile) -> tuple[httpx.Response, Watch
 
 
 def _lags(seen: Watched) -> list[str]:
-    """Those of the two whose loop stood still."""
     return [name for name in (FRONTEND, PROCESSOR) if seen.lag_s(name, UNTOUCHED) >= LAG_S]
 
 
@@ -153,7 +150,6 @@ async def _send(served: Served, endpoint: str, name: str, value: bytes) -> tuple
 def test_a_payload_costs_the_processor_no_more_than_its_size(
     agg: Served, before_mib: dict[str, float], endpoint: str, name: str, filling: str, size: int
 ) -> None:
-    """Also from somebody who asks its endpoint and not the Frontend: no check of the Frontend's is relied upon."""
     tries: list[Watched] = []
     while not tries or (_lags(tries[-1]) and len(tries) < TRIES):
         ended, seen = asyncio.run(_send(agg, endpoint, name, MSGPACK_FILLINGS[filling](size)))

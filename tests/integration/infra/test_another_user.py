@@ -1,4 +1,4 @@
-"""What another user of the host can do to a graph that runs: the graph's real processes, and a real user."""
+"""Attacks of another user of the host on a running graph: the graph's real processes, and a real user."""
 
 from __future__ import annotations
 
@@ -41,11 +41,8 @@ def pids(graph: Served) -> list[int]:
     return [pid for pid, _ in graph.processes()]
 
 
-# --- etcd ------------------------------------------------------------------------------------------
-
-
 def test_his_etcdctl_works_where_nothing_is_guarded(stranger: Stranger, own_etcd: RealEtcd) -> None:
-    """Else the refusals below would say nothing."""
+    """Without this, the refusals below would say nothing."""
     assert stranger.etcdctl(own_etcd.endpoint, "put", "a", "b").stdout == "OK\n"
 
 
@@ -70,9 +67,6 @@ def test_his_etcdctl_works_where_nothing_is_guarded(stranger: Stranger, own_etcd
     ],
 )
 def test_etcd_refuses_him(graph: Served, stranger: Stranger, words: str) -> None:
-    """Reading the registry, publishing a model, a threshold or an instance of Dynamo's, revoking leases, administering.
-
-    Nothing of the graph changes; the same words do work for its user."""
     keys, lease = graph.keys(""), graph.worker("VllmWorker")["lease"]
     done = stranger.etcdctl(endpoint(graph), *(lease if word == "LEASE" else word for word in words.split(" ")))
     assert done.returncode != 0
@@ -90,15 +84,9 @@ def test_its_user_can_do_all_of_it(graph: Served) -> None:
     assert graph.etcdctl("del", "dynamo/test/a").strip() == "1"
 
 
-# --- NATS ------------------------------------------------------------------------------------------
-
-
 def test_nats_refuses_him(graph: Served, stranger: Stranger) -> None:
     port = int(graph.status()["nats_server"].rpartition(":")[2])
     assert stranger.gets(nats=[port])["nats"] == []
-
-
-# --- the host ----------------------------------------------------------------------------------------
 
 
 def test_he_reads_and_writes_none_of_its_files(graph: Served, stranger: Stranger) -> None:
@@ -125,7 +113,7 @@ def test_he_reaches_none_of_its_sockets(graph: Served, stranger: Stranger) -> No
 
 
 def test_he_reads_no_shared_memory_of_ours(stranger: Stranger) -> None:
-    """As an engine makes it: Python's own, by which vLLM's processes hand their messages on."""
+    """vLLM's processes exchange their messages by Python's own shared memory."""
     block = SharedMemory(create=True, size=16)
     try:
         path = f"/dev/shm/{block.name}"

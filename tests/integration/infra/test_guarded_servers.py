@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 from nats.errors import Error as NatsError
 
-from dynamo_local.arbiter.revocation import revoke
+from dynamo_local.arbiter.leftovers import revoke
 from dynamo_local.errors import ConfigError, EtcdUnavailable, NatsUnavailable
 from dynamo_local.ports import DeleteEvent, PutEvent, SnapshotEvent
 from dynamo_local.transport.access import EtcdAccess, NatsAccess
@@ -46,7 +45,6 @@ def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealNats]:
 
 @pytest.fixture
 def strangers(tmp_path: Path) -> Certificates:
-    """Certificates that somebody else has made for himself."""
     return write(tmp_path / "stranger")
 
 
@@ -61,9 +59,6 @@ def with_password(own_etcd: RealEtcd) -> RealEtcd:
 
 def allowed(password: str = PASSWORD) -> EtcdAccess:
     return EtcdAccess.of({"ETCD_AUTH_USERNAME": "root", "ETCD_AUTH_PASSWORD": password})
-
-
-# --- etcd ------------------------------------------------------------------------------------------
 
 
 async def test_the_runs_certificate_opens_etcd(etcd: RealEtcd) -> None:
@@ -90,7 +85,6 @@ def _made(server: RealEtcd | RealNats) -> Certificates:
 
 @pytest.mark.parametrize("port", ["client", "peer"])
 async def test_etcd_tells_a_stranger_nothing(etcd: RealEtcd, strangers: Certificates, port: str) -> None:
-    """Neither without a certificate nor with one of his own: not even whether it is healthy, and on no port."""
     number = etcd.spec.client_port if port == "client" else etcd.spec.peer_port
     endpoint = f"https://127.0.0.1:{number}"
     authority = {"ETCD_AUTH_CA": str(_made(etcd).authority)}
@@ -153,27 +147,6 @@ async def test_a_wrong_password_is_refused_at_once(with_password: RealEtcd) -> N
         await asyncio.wait_for(EtcdStore.connect_when_up(with_password.endpoint, 60.0), 10.0)
 
 
-async def test_leases_of_the_dead_are_revoked_with_the_password(
-    with_password: RealEtcd, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the guardian and `dynamo down` do it, by their environment."""
-    store = await EtcdStore.connect(with_password.endpoint, access=allowed())
-    try:
-        lease = await store.grant(300)
-        await store.put("a/key", b"1", lease)
-        revoke(with_password.endpoint, None, [f"{lease:x}"])
-        assert await store.get("a/key") is not None
-        monkeypatch.setitem(os.environ, "ETCD_AUTH_USERNAME", "root")
-        monkeypatch.setitem(os.environ, "ETCD_AUTH_PASSWORD", PASSWORD)
-        revoke(with_password.endpoint, None, [f"{lease:x}"])
-        assert await store.get("a/key") is None
-    finally:
-        await store.close()
-
-
-# --- NATS ------------------------------------------------------------------------------------------
-
-
 async def test_the_runs_certificate_and_token_open_nats(nats: RealNats) -> None:
     await probe_nats(nats.url, nats.access, 5.0)
     client = await connect_nats(nats.url, nats.access)
@@ -184,7 +157,6 @@ async def test_the_runs_certificate_and_token_open_nats(nats: RealNats) -> None:
 
 
 async def test_nats_is_found_again_after_it_was_killed(nats: RealNats) -> None:
-    """By the same client, which shows its certificate and its token once more."""
     client = await connect_nats(nats.url, nats.access)
     inbox = await client.subscribe("a")
     await nats.kill()
@@ -232,9 +204,6 @@ async def test_nats_that_demands_tls_says_what_to_write(nats: RealNats) -> None:
         await asyncio.wait_for(probe_nats(nats.url.replace("tls", "nats"), NatsAccess(nats.token), 60.0), 10.0)
 
 
-# --- what cannot be used ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("env", "named"),
     [
@@ -258,6 +227,5 @@ def test_what_is_secret_is_not_shown(etcd: RealEtcd, nats: RealNats) -> None:
 
 
 def test_pem_itself_will_do_as_for_dynamo(etcd: RealEtcd) -> None:
-    """Dynamo 1.x takes the text of a certificate, not its path; one environment does for both."""
     texts = {name: Path(path).read_text() for name, path in _made(etcd).etcd_env.items()}
     assert EtcdAccess.of(texts) == etcd.access

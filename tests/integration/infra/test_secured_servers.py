@@ -18,7 +18,6 @@ PASSWORD = "hush-hush-4711"
 
 @pytest.fixture
 def with_certificates(tmp_path: Path) -> Iterator[tuple[RealEtcd, RealNats]]:
-    """Both demand a certificate that their own authority signed."""
     servers = RealEtcd(tmp_path / "etcd", tls=True), RealNats(tmp_path / "nats", tls=True)
     for server in servers:
         server.start_now()
@@ -28,12 +27,9 @@ def with_certificates(tmp_path: Path) -> Iterator[tuple[RealEtcd, RealNats]]:
 
 
 @pytest.mark.full
-async def test_a_graph_lives_on_servers_that_demand_certificates(
-    with_certificates: tuple[RealEtcd, RealNats],
-) -> None:
+async def test_a_graph_lives_on_servers_that_demand_certificates(with_certificates: tuple[RealEtcd, RealNats]) -> None:
     etcd, nats = with_certificates
-    with Served(target=AGG, env={**etcd.env, **nats.env}) as served:
-        served.start()
+    with Served(target=AGG, env={**etcd.env, **nats.env}).started() as served:
         async with served.client() as client:
             answer = await client.chat.completions.create(**asking("Are you there?", 8))
         assert served.cli("scale", "VllmWorker", "+1", "--wait").returncode == 0
@@ -41,7 +37,6 @@ async def test_a_graph_lives_on_servers_that_demand_certificates(
         embedded = served.status()["servers"]
         served.down()
         keys = _etcdctl(etcd, "get", "--prefix", "dynamo/", "--keys-only")
-
     assert answer.choices[0].message.content == expected("Are you there?", 8)[0]
     assert (embedded, keys.strip()) == ([], "")
     assert nats.token not in statefile
@@ -60,7 +55,7 @@ def _etcdctl(etcd: RealEtcd, *words: str) -> str:
 async def test_a_killed_arbiters_leases_are_revoked_where_a_password_is_demanded(
     own_etcd: RealEtcd, nats_server: RealNats
 ) -> None:
-    """The guardian knows it, too: what is left of the run leaves etcd long before its leases would expire."""
+    """The guardian knows the password too."""
     for words in (("user", "add", f"root:{PASSWORD}"), ("user", "grant-role", "root", "root"), ("auth", "enable")):
         _etcdctl(own_etcd, *words)
     env = {
@@ -70,15 +65,13 @@ async def test_a_killed_arbiters_leases_are_revoked_where_a_password_is_demanded
         "ETCD_AUTH_PASSWORD": PASSWORD,
         "DYN_LEASE_TTL_S": "60",
     }
-    with Served(target=AGG, env=env) as served:
-        served.start()
+    with Served(target=AGG, env=env).started() as served:
         assert _keys(own_etcd) != ""
         statefile = served.paths.statefile.read_text()
         shown = " ".join(line for _, line in served.processes())
         served.kill_arbiter()
         await auntil(lambda: _keys(own_etcd) == "", 40.0)
         await auntil(lambda: not served.processes(), 20.0)
-
     assert PASSWORD not in statefile + shown
 
 
@@ -94,7 +87,6 @@ def test_certificates_of_somebody_else_end_the_start_at_once(
     with Served(target=AGG, env=env) as served:
         refused = served.cli(*served.serve_words())
         until(lambda: not served.processes())
-
     assert refused.returncode == 1
     assert "not trusted" in refused.stderr
     assert "ETCD_AUTH_CA" in refused.stderr

@@ -38,7 +38,6 @@ Run = Callable[[str], Awaitable[str]]
 
 
 def commands() -> list[str]:
-    """As the page has them."""
     page = (ROOT / "docs/kubernetes.md").read_text()
     section = page.split("## From one host to a cluster in five commands")[1].split("\n## ")[0]
     return [line.removeprefix("$ ") for line in section.splitlines() if line.startswith("$ ")]
@@ -46,13 +45,11 @@ def commands() -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The example, of which the page speaks."""
     return Path(shutil.copytree(ROOT / "examples/dynamo_1x", tmp_path / "graph"))
 
 
 @pytest.fixture
 def run(tmp_path: Path, folder: Path, real_kube: RealKube) -> Run:
-    """With kubectl on the API server."""
     kubectl = Path(os.environ["DYN_KUBE_BIN"])
     if not (kubectl / "kubectl").exists():
         pytest.skip("no kubectl: tests/kube/build.sh FOLDER fetches it")
@@ -75,7 +72,7 @@ def run(tmp_path: Path, folder: Path, real_kube: RealKube) -> Run:
 
 
 async def test_a_graph_of_a_host_is_deployed_and_scaled(run: Run, folder: Path, real_kube: RealKube) -> None:
-    """The last one, a port to the frontend's pod, needs pods: here it is only seen to name the operator's Service."""
+    """There are no pods here, so of the last command, which forwards a port, only the Service's name is checked."""
     export, secret, apply, wait, forward = commands()
     assert re.fullmatch(rf"kubectl port-forward service/{NAME}-frontend \d+:8000", forward)
     async with real_kube.lent():
@@ -126,8 +123,6 @@ PLANNED = (
 async def test_an_exported_planner_begins_by_its_own_words_and_rights(
     run: Run, folder: Path, tmp_path: Path, real_kube: RealKube
 ) -> None:
-    """Those of its component, with the token of the account that stands beside the graph. The operator makes the
-    adapters."""
     admin, port = real_kube.client(), free_port()
     async with real_kube.lent():
         await run(PLANNED)
@@ -166,7 +161,6 @@ async def process(words: list[str], log: Path) -> AsyncIterator[None]:
 
 
 async def until(done: Callable[[], bool], what: Callable[[], str]) -> None:
-    """Within a minute."""
     end_s = asyncio.get_running_loop().time() + 60.0
     while not done():
         assert asyncio.get_running_loop().time() < end_s, what()

@@ -80,7 +80,6 @@ async def engines(here: Cluster, send: Send) -> AsyncIterator[dict[str, float]]:
 
 
 async def follows(here: Cluster, send: Send, **env: str) -> None:
-    """Full engines get more beside them, idle ones go."""
     async with engines(here, send) as full, here.planner(LOAD, **env):
         await here.until_asked(3, 3)
         full |= {"kv": 0.01, "waits": 0}
@@ -91,7 +90,6 @@ async def follows(here: Cluster, send: Send, **env: str) -> None:
 async def test_the_policy_load_hears_the_engines_over_nats(
     real_kube: RealKube, own_nats: RealNats, tmp_path: Path
 ) -> None:
-    """Passes as Dynamo's workers send them, the limits from their cards; all are those of a rolling update."""
     nats = await connect_nats(own_nats.url, own_nats.access)
 
     async def send(component: str, message: bytes) -> None:
@@ -106,7 +104,7 @@ async def test_the_policy_load_hears_the_engines_over_nats(
 
 
 async def test_the_policy_load_hears_the_engines_over_their_sockets(real_kube: RealKube, tmp_path: Path) -> None:
-    """ZeroMQ is what Dynamo's event plane is where nobody says otherwise: there is no NATS at all."""
+    """ZeroMQ is the default of Dynamo's event plane: there is no NATS at all."""
     context = zmq.asyncio.Context()
     sockets, addresses = dict[str, zmq.asyncio.Socket](), dict[str, str]()
     for component in COMPONENTS:

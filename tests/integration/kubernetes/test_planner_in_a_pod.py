@@ -1,8 +1,9 @@
-"""`python -m dynamo_local.planner --environment kubernetes --config …` as a pod runs it, by the official client."""
+"""A planner's process as a pod runs it, by the official client: policies, outages, conflicts, deaths, pending pods."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,11 +15,13 @@ from dynamo_local.kubernetes.api import Transport
 from tests.contract.kubernetes.kube_worlds import old_kube, real_kube
 from tests.drivers.kube_http import api_over_http, kubeconfig, serving
 from tests.drivers.kube_server import RealKube
-from tests.drivers.pod_planner import IDLE, Cluster, cluster
+from tests.drivers.pod_planner import BUSY, IDLE, Cluster, cluster
 from tests.drivers.prometheus import RealPrometheus
 from tests.fakes.kubernetes.api_server import Kube
 from tests.fakes.kubernetes.graphs import NAME, alpha, beta
 from tests.integration.kubernetes.real_clusters import real_cluster
+
+pytestmark = pytest.mark.timeout(900)
 
 __all__ = ["old_kube", "real_kube"]
 
@@ -41,7 +44,6 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def fake(folder: Path) -> Iterator[tuple[Transport, Path]]:
-    """The fake API server, over HTTP."""
     kube = Kube(("v1beta1",))
     with serving(api_over_http(kube)) as url:
         yield kube.client(), kubeconfig(url, folder / "kubeconfig")
@@ -62,7 +64,6 @@ async def up_and_down(here: Cluster, config: dict[str, Any]) -> None:
     assert lease.body["spec"].get("holderIdentity", "") == ""
 
 
-@pytest.mark.timeout(600)
 async def test_a_planner_in_a_pod_follows_a_load_up_and_down(tmp_path: Path) -> None:
     with fake(tmp_path) as (admin, config):
         async with cluster(admin, config, tmp_path) as here:
@@ -70,18 +71,14 @@ async def test_a_planner_in_a_pod_follows_a_load_up_and_down(tmp_path: Path) -> 
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_each_policy_does_on_a_real_api_server(policy: str, tmp_path: Path, real_kube: RealKube) -> None:
-    """Its answers, versions and TLS, and the token of an account with the manifest's Role alone. The frontend tells no
-    latencies."""
     async with real_cluster(real_kube, tmp_path) as here:
         here.rate, here.lengths = LOADS.get(policy, (here.rate, here.lengths))
         await up_and_down(here, POLICIES[policy])
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
 async def test_the_requests_may_be_counted_by_prometheus(tmp_path: Path, real_kube: RealKube) -> None:
     async with real_cluster(real_kube, tmp_path) as here:
         (tmp_path / "prometheus").mkdir()
@@ -95,14 +92,12 @@ async def test_the_requests_may_be_counted_by_prometheus(tmp_path: Path, real_ku
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
 async def test_a_cluster_that_has_only_the_older_version_is_planned_too(tmp_path: Path, old_kube: RealKube) -> None:
     async with real_cluster(old_kube, tmp_path, alpha()) as here:
         await up_and_down(here, POLICIES["throughput-load"])
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
 async def test_adapters_are_scaled_and_nothing_is_written_past_them(tmp_path: Path, real_kube: RealKube) -> None:
     graph = beta(adapters=True)
     async with real_cluster(real_kube, tmp_path, graph) as here:
@@ -117,3 +112,92 @@ async def test_adapters_are_scaled_and_nothing_is_written_past_them(tmp_path: Pa
             scale = await here.admin.request("GET", f"{where}/{NAME}-vllm{name}worker/scale")
             assert scale.body["spec"]["replicas"] == 1
         assert len(managers) <= 1, "the operator's stand-in alone writes numbers into the graph"
+
+
+CONFIG = POLICIES["throughput-load"]
+
+
+@pytest.mark.full
+async def test_an_api_server_that_is_away_and_one_that_hangs_are_waited_for(
+    real_kube: RealKube, tmp_path: Path
+) -> None:
+    async with real_cluster(real_kube, tmp_path) as here, here.planner(CONFIG) as planner:
+        await here.until_asked(3, 4)
+        await asyncio.to_thread(real_kube.stop)
+
+        async def holds() -> bool:
+            return "planner: holds:" in planner.log
+
+        await here.until(holds)
+        here.rate = IDLE
+        assert await planner.status("/live") == await planner.status("/health") == 200
+        await asyncio.to_thread(real_kube.start)
+        await here.until_asked(1, 1, 400)
+        before = planner.log.count("planner: holds:")
+        real_kube.hang(True)
+
+        async def holds_again() -> bool:
+            return planner.log.count("planner: holds:") > before
+
+        try:
+            await here.until(holds_again)
+        finally:
+            real_kube.hang(False)
+        here.rate = BUSY
+        await here.until_asked(3, 4)
+        assert here.operator.peak <= 8
+
+
+@pytest.mark.full
+async def test_a_graph_that_is_deleted_is_planned_again_when_it_is_back(real_kube: RealKube, tmp_path: Path) -> None:
+    async with real_cluster(real_kube, tmp_path) as here, here.planner(CONFIG) as planner:
+        await here.until_asked(3, 4)
+        assert (await here.admin.request("DELETE", f"{here.graphs}/{NAME}")).status == 200
+
+        async def missed() -> bool:
+            return "there is no dynamographdeployments/serving" in planner.log
+
+        await here.until(missed)
+        assert await planner.status("/health") == 200
+        await here.made(beta())
+        await here.until_asked(3, 4)
+
+
+@pytest.mark.full
+async def test_a_planner_that_is_killed_is_followed_by_the_other_one(real_kube: RealKube, tmp_path: Path) -> None:
+    async with real_cluster(real_kube, tmp_path) as here, here.planner(CONFIG, "b") as first:
+        await here.until_asked(3, 4)
+        async with here.planner(CONFIG, "c") as second:
+
+            async def observes() -> bool:
+                return "planning serving" in second.log
+
+            await here.until(observes)
+            assert "this planner leads" not in second.log
+            here.planners.remove(first)
+            first.process.send_signal(signal.SIGKILL)
+            await first.process.wait()
+            here.rate = IDLE
+            await here.until_asked(1, 1, 400)
+            assert "this planner leads" in second.log
+            async with here.planner(CONFIG, "d") as third:
+
+                async def waits() -> bool:
+                    return "planning serving" in third.log
+
+                await here.until(waits)
+                assert "this planner leads" not in third.log
+
+
+@pytest.mark.full
+async def test_pods_that_pend_do_not_keep_a_graph_large(real_kube: RealKube, tmp_path: Path) -> None:
+    async with real_cluster(real_kube, tmp_path, devices=4) as here, here.planner(CONFIG):
+        await here.until_asked(3, 4)
+
+        async def pend() -> bool:
+            status = (await here.graph())["status"]
+            return status["state"] == "pending" and here.operator.peak == 4
+
+        await here.until(pend)
+        here.rate = IDLE
+        await here.until_asked(1, 1, 500)

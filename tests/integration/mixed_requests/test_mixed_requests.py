@@ -30,8 +30,6 @@ def graph() -> Iterator[Served]:
 
 
 async def test_two_thousand_mixed_requests_are_right_whatever_their_workers_do(graph: Served) -> None:
-    """Each answer is the one of an undisturbed graph; a stream that has begun may end with an error that a client may
-    repeat, and what it had got is right. Who has got nothing sees no error."""
     asked = requests(MODEL, 9, TOKENS)
     truth = await truths(graph.url, asked, at_once=16)
     crashing = ("VllmWorker", "PrefillWorker", "Processor")

@@ -33,7 +33,6 @@ class Scraped:
     server: RealPrometheus
 
     def requests(self, count: int, model: str = "Tiny") -> None:
-        """So many requests, from beginning to end."""
         for _ in range(count):
             observer = self.metrics.begin(model, "chat_completions", "stream", 0.0)
             observer.on_prompt(ISL)
@@ -42,7 +41,6 @@ class Scraped:
             observer.end("success", DURATION_S)
 
     async def until(self, holds: Callable[[Traffic | Missing], bool], **options: object) -> Traffic | Missing:
-        """The first answer of which that holds."""
         source = PrometheusTraffic(PrometheusOptions(self.server.url, **options), AsyncioClock())  # type: ignore[arg-type]
         last: Traffic | Missing = Missing("not asked")
         try:
@@ -83,7 +81,6 @@ def unknown(why: str) -> Callable[[Traffic | Missing], bool]:
 
 
 async def test_a_window_has_the_means_of_what_was_served(scraped: Scraped) -> None:
-    """Unknown before the first scrape, 0 while nobody asks, then the requests; and 0 again when they are over."""
     await scraped.until(unknown("Prometheus has"))
     scraped.requests(1)  # a series begins with its first request: what came before its first scrape is in no increase
     await scraped.until(silent, model="TINY")

@@ -21,7 +21,6 @@ ITL_MS, TTFT_MS = 60.0, 1500.0
 @pytest.mark.parametrize("policy", ["sla", pytest.param("throughput-load", marks=pytest.mark.full)])
 @pytest.mark.full
 async def test_it_follows_the_load_in_whole_decisions_and_loses_no_request(policy: str, tmp_path: Path) -> None:
-    """Two requests a second of 150 tokens need some three decode workers; a request now and then needs one."""
     profile = slow_engine(tmp_path / "profile")
     words = (
         "--VllmWorker.conditional-disagg=false",
@@ -35,8 +34,7 @@ async def test_it_follows_the_load_in_whole_decisions_and_loses_no_request(polic
         "--Planner.load-predictor=constant",
         f"--Planner.max-gpu-budget={BUDGET}",
     )
-    with Served(*words) as served:
-        served.start()
+    with Served(*words).started() as served:
         async with audited(served) as audit:
             for rate, seconds in ((0.5, 4.0), (2.0, 16.0), (0.5, 16.0)):
                 load = steady(rate=rate, seconds=seconds, prompt_words=150, tokens=150 if rate > 1 else 20)

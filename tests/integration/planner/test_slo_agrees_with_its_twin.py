@@ -1,4 +1,4 @@
-"""Ten minutes of conversations as they were recorded, at real speed: `slo` plans real processes as it plans their twin.
+"""Ten minutes of recorded conversations at real speed: `slo` plans real processes as it plans the simulator.
 
 `$DYN_TWIN_MINUTES` is how long (10), `$DYN_TRACES` where the recorded hour lies; without it, requests are made.
 """
@@ -23,7 +23,7 @@ from dynamo_local.planner.policies.slo.scaling_options import INTERVAL_S
 from dynamo_local.profile.interpolation import ProfileModel
 from dynamo_local.profile.reading import DEFAULT_PROFILE
 from dynamo_local.simulator.metrics import gpu_seconds, measure
-from dynamo_local.simulator.options import FleetShape, Slo, TwinOptions
+from dynamo_local.simulator.options import FleetShape, SimulationOptions, Slo
 from dynamo_local.simulator.simulation import Case, run_case
 from dynamo_local.simulator.trace import TraceRequest
 from tests.drivers.beside_twin import Watched, all_answered, by_blocks, play, unless_busy
@@ -38,12 +38,12 @@ TTFT_MS, ITL_MS = 2000.0, 50.0
 START, BUDGET = FleetShape(2, 1), 8
 START_UP_S = 20.0
 PROCESS_S = 1.5
-"""What a process takes to be there, beside the engine's own start-up."""
+"""Seconds until a process runs, without the engine's own start-up."""
 LOOK_EVERY_S = 1.0
 DRAWS, LATE_MAX_S = 12, 0.1
-"""So many twins, whose requests come by so much later than recorded: what HTTP and hops take of a burst."""
+"""Simulations, and by how much their requests are late at most: the share of HTTP and hops in a burst."""
 SHARE_APART, GPUS_APART = 0.02, 0.1
-"""From the range of the twins: what the twin leaves out, and looks a second apart."""
+"""Distance from the range of the simulations, which leave some things out and look once a second."""
 WORDS = (
     "--VllmWorker.conditional-disagg=false",
     f"--PrefillWorker.ServiceArgs.workers={START.prefill}",
@@ -56,7 +56,6 @@ WORDS = (
 
 
 def recorded() -> list[TraceRequest]:
-    """The first minutes, without what no engine takes."""
     longest = shape_of(SimOptions(), ProfileModel.load(DEFAULT_PROFILE))[1]
     requests = conversation()
     print(requests.told)
@@ -77,7 +76,7 @@ def held_s(watched: Watched) -> float:
 
 
 def twins(trace: Sequence[TraceRequest]) -> list[tuple[float, float]]:
-    """What twins keep, and the GPU-seconds that they hold, where each request comes a little later, by chance.
+    """Attainment and GPU-seconds of each simulation, in which each request comes a little later, by chance.
 
     The first decision falls up to five seconds after the first request (the planner of the real graph runs already),
     by a handful of answers: which ones these are hangs on milliseconds, and a fleet that was ordered stays for a while.
@@ -85,7 +84,7 @@ def twins(trace: Sequence[TraceRequest]) -> list[tuple[float, float]]:
     """
     # The arbiter has seen its first workers start; those of the twin are there from the beginning.
     planned = slo_options(ttft_ms=TTFT_MS, itl_ms=ITL_MS, max_gpu_budget=BUDGET)
-    twin = TwinOptions(shape=START, gpus=BUDGET, start_up_s=START_UP_S, conditional=False)
+    twin = SimulationOptions(shape=START, gpus=BUDGET, start_up_s=START_UP_S, conditional=False)
     found = []
     for seed in range(DRAWS):
         chance = random.Random(seed)
@@ -103,7 +102,6 @@ def twins(trace: Sequence[TraceRequest]) -> list[tuple[float, float]]:
 
 
 def beyond(value: float, draws: Sequence[float]) -> float:
-    """By how much it is outside of their range."""
     return max(0.0, min(draws) - value, value - max(draws))
 
 

@@ -1,8 +1,7 @@
-"""The twin against the real processes: the same trace, the same configuration, the engine in real time.
+"""The simulator against real processes: the same trace and configuration, the engine in real time.
 
-The engine runs at a tenth of its speed, so that what the twin leaves out (HTTP, hops, queues: some milliseconds for
-each request) is small against it, and the host stays idle enough to keep time. A host that others keep busy cannot
-say anything about that: then the test is skipped, with what it measured.
+The simulator leaves out HTTP, hops and queues, some milliseconds for each request. At a tenth of the engine's speed
+these are small, and the host stays idle enough to keep time. On a busy host the test is skipped, with what it measured.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import pytest
 from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.simulator.metrics import measure
-from dynamo_local.simulator.options import FleetShape, Slo, TwinOptions
+from dynamo_local.simulator.options import FleetShape, SimulationOptions, Slo
 from dynamo_local.simulator.simulation import Case, Run, run_case
 from dynamo_local.simulator.trace import TraceRequest
 from tests.drivers.beside_twin import Watched, all_answered, counter, play, unless_busy
@@ -60,13 +59,22 @@ def agree(watched: Watched, run: Run) -> None:
     assert itl_ms == pytest.approx(found.itl_ms.mean, rel=AGREE), told
 
 
+def within_one_worker(watched: Watched, run: Run) -> None:
+    """At every moment the two fleets differ by one worker of a role at most, give or take a start-up."""
+    ready = counter(run)
+    for at_s, counts in watched.counts:
+        for role, count in counts.items():
+            near = {ready(role, at) for at in (at_s - START_UP_S, at_s, at_s + START_UP_S)}
+            assert min(near) - 1 <= count <= max(near) + 1, f"{role} at {at_s:.1f} s: {count}, simulated {sorted(near)}"
+
+
 @pytest.mark.parametrize(("prefill", "decode", "rate"), [(1, 1, 1.0), (2, 2, 2.0)])
 async def test_a_fixed_fleet_is_as_fast_as_its_twin(prefill: int, decode: int, rate: float) -> None:
     trace = poisson([(20.0, rate)], isl=1500, osl=40, seed=3)
     workers = (f"--PrefillWorker.ServiceArgs.workers={prefill}", f"--VllmWorker.ServiceArgs.workers={decode}")
     with Served(*WORDS, *workers) as served:
         watched = await play(served.start(), trace)
-    run = run_case(trace, Case("", TwinOptions(shape=FleetShape(prefill, decode), sim=SIM)))
+    run = run_case(trace, Case("", SimulationOptions(shape=FleetShape(prefill, decode), sim=SIM)))
     with unless_busy(watched):
         agree(watched, run)
 
@@ -91,24 +99,15 @@ PLANNER_WORDS = (
 
 
 async def test_the_planned_fleet_is_the_twins_within_one_worker() -> None:
-    """A load that rises and falls: at every moment the two fleets differ by one worker of a role at most.
-
-    The plateaus give loads well off the thresholds (0.9, 0.45 and 0.3 on one, two and three workers; then 0.08): with
-    one on a threshold, a decision hangs on a millisecond, in both worlds, and says nothing of the other.
-    """
     trace = evenly([(9.0, 0.25), (30.0, 2.6), (27.0, 0.25)], isl=500, osl=160)
     start_up = f"--Common.sim.start-up-s={(START_UP_S - 1.0) * SPEED}"  # a process takes about a second besides
     with Served(*WORDS, start_up, *PLANNER_WORDS, "--planner") as served:
         watched = await play(served.start(), trace, planned=True)
-    run = run_case(trace, Case("", TwinOptions(sim=PLANNED_SIM, start_up_s=START_UP_S), PLANNER))
-    ready = counter(run)
+    run = run_case(trace, Case("", SimulationOptions(sim=PLANNED_SIM, start_up_s=START_UP_S), PLANNER))
     with unless_busy(watched):
         assert max(counts["decode"] for _, counts in watched.counts) == 3
         assert watched.counts[-1][1] == {"prefill": 1, "decode": 1}
-        for at_s, counts in watched.counts:
-            for role, count in counts.items():
-                near = {ready(role, at) for at in (at_s - START_UP_S, at_s, at_s + START_UP_S)}
-                assert min(near) - 1 <= count <= max(near) + 1, f"{role} at {at_s:.1f} s: {count}, twin {sorted(near)}"
+        within_one_worker(watched, run)
         agree(watched, run)
 
 
@@ -137,11 +136,6 @@ def by_targets(policy: str, profile: str) -> tuple[PlannerConfig, tuple[str, ...
 
 @pytest.mark.parametrize("policy", ["sla", "throughput-load"])
 async def test_a_fleet_planned_by_targets_is_the_twins_within_one_worker(policy: str, tmp_path: Path) -> None:
-    """The same for `sla`, which goes by windows of traffic and by the profile that the engines run by; and for the
-    throughput loop of `throughput-load`, which goes by the same windows and by what the engines' passes taught it.
-
-    Three requests a second need 2.7 decode workers, and a request now and then half of one.
-    """
     profile = slow_engine(tmp_path / "profile")
     sim = SimOptions(profile=profile, start_up_s=START_UP_S - 1.0)
     planner, own = by_targets(policy, profile)
@@ -160,14 +154,11 @@ async def test_a_fleet_planned_by_targets_is_the_twins_within_one_worker(policy:
     trace = evenly([(9.0, 0.5), (30.0, 3.0), (24.0, 0.5)], isl=200, osl=150)
     with Served(*words, "--planner") as served:
         watched = await play(served.start(), trace, planned=True)
-    ready = counter(run_case(trace, Case("", TwinOptions(sim=sim, start_up_s=START_UP_S), planner)))
+    run = run_case(trace, Case("", SimulationOptions(sim=sim, start_up_s=START_UP_S), planner))
     with unless_busy(watched):
         all_answered(watched)
         assert max(counts["decode"] for _, counts in watched.counts) == 3
-        for at_s, counts in watched.counts:
-            for role, count in counts.items():
-                near = {ready(role, at) for at in (at_s - START_UP_S, at_s, at_s + START_UP_S)}
-                assert min(near) - 1 <= count <= max(near) + 1, f"{role} at {at_s:.1f} s: {count}, twin {sorted(near)}"
+        within_one_worker(watched, run)
 
 
 def evenly(rates: Sequence[tuple[float, float]], *, isl: int, osl: int) -> list[TraceRequest]:

@@ -19,8 +19,7 @@ SLOW = "--Common.sim.speed=0.02"
 @pytest.mark.full
 @pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.full)])
 async def test_streams_go_half_and_half_to_two_workers(count: int) -> None:
-    with Served("--VllmWorker.ServiceArgs.workers=2", SLOW, target=AGG) as served:
-        served.start()
+    with Served("--VllmWorker.ServiceArgs.workers=2", SLOW, target=AGG).started() as served:
         unlimited = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=served.url, limits=unlimited, timeout=PATIENCE_S) as client:
             streams = [asyncio.create_task(_stream(client, n)) for n in range(count)]

@@ -1,17 +1,22 @@
-"""Connections that outlive an answer: when they are used, and what happens when worker or caller leaves meanwhile."""
+"""Connections that outlive an answer, and workers that have more to take than they can at once."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from nats.aio.msg import Msg
 
 from dynamo_local import errors
+from dynamo_local.errors import WorkerLost
 from dynamo_local.transport.requests import listener as asking
 from dynamo_local.transport.requests import responses as sender
+from dynamo_local.transport.requests.calls import PROBE_INTERVAL_S
 from dynamo_local.transport.requests.frames import (
     WIRE_VERSION,
     FrameKind,
@@ -23,7 +28,8 @@ from dynamo_local.transport.requests.frames import (
 from dynamo_local.transport.requests.handlers import RequestContext
 from dynamo_local.transport.requests.responses import KEEP_BYTES
 from tests.drivers.eventually import eventually
-from tests.drivers.without_arbiter.request_plane import Bench, asked, count
+from tests.drivers.servers import RealNats
+from tests.drivers.without_arbiter.request_plane import Bench, asked, count, request_bench
 
 pytestmark = pytest.mark.infra
 
@@ -33,12 +39,10 @@ def kept(bench: Bench) -> int:
 
 
 def sent_by_nats(bench: Bench) -> int:
-    """How many messages the caller has sent to NATS."""
     return int(bench.connections[0].stats["out_msgs"])
 
 
 async def test_the_next_request_needs_neither_nats_nor_a_connection(bench: Bench) -> None:
-    """One connection for one after the other, as many as there are at once for others; each answer whole."""
     await bench.serve(count)
     assert await asked(bench) == [0, 1]
     assert kept(bench) == 1
@@ -97,7 +101,6 @@ async def test_a_closed_endpoint_is_asked_by_nats_which_knows(bench: Bench) -> N
 
 
 async def test_a_new_lease_ends_the_connections_of_the_old(bench: Bench) -> None:
-    """Who asks under the old name is told that nobody serves it, also where the answer under it went on meanwhile."""
     gate = asyncio.Event()
 
     async def gated(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
@@ -145,7 +148,6 @@ async def test_a_request_that_is_given_up_ends_its_connection(bench: Bench) -> N
 
 
 async def test_neither_errors_nor_large_answers_leave_a_connection(bench: Bench) -> None:
-
     async def answer(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
         yield "x" * payload
         if not payload:
@@ -184,7 +186,6 @@ async def test_a_worker_that_hung_does_not_begin_what_was_given_up(bench: Bench)
 
 
 async def test_only_requests_may_come_on_it(bench: Bench) -> None:
-    """Anything else ends the connection, and no handler runs."""
     server = await bench.serve(count)
     await asked(bench)
     transport = bench.dispatcher.listener.kept.take(bench.subject(1))
@@ -207,7 +208,7 @@ async def test_what_nobody_uses_is_closed(bench: Bench, monkeypatch: pytest.Monk
 
 
 async def test_a_worker_without_items_yet_says_that_it_has_taken_the_request(bench: Bench) -> None:
-    """Otherwise its caller would ask somebody else."""
+    """Otherwise its caller would ask another worker."""
     gate = asyncio.Event()
 
     async def slow(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
@@ -225,7 +226,6 @@ async def test_a_worker_without_items_yet_says_that_it_has_taken_the_request(ben
 
 
 async def test_the_first_items_say_it_too(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-
     async def numbers(payload: int, context: RequestContext) -> AsyncIterator[Any]:
         for number in range(payload):
             yield number
@@ -237,3 +237,80 @@ async def test_the_first_items_say_it_too(bench: Bench, monkeypatch: pytest.Monk
     for count_ in (2, 0, 1):
         assert await asked(bench, count_) == list(range(count_))
     assert sent_by_nats(bench) == before
+
+
+SILENCE_S = 0.6
+EACH_S = 0.15
+REQUESTS = 12
+
+
+async def echo(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+    yield payload
+
+
+@asynccontextmanager
+async def slow(nats_server: RealNats, namespace: str, silence_s: float) -> AsyncIterator[Bench]:
+    """Instance 1 takes a request every `EACH_S`; its caller takes a worker for gone that is silent for so long."""
+    async with request_bench(nats_server, namespace, accept_timeout_s=silence_s) as made:
+        await made.serve(echo, 2)
+        connection = await made.connect()
+
+        async def slowly(message: Msg) -> None:
+            if message.data:
+                await asyncio.sleep(EACH_S)
+                await connection.publish(made.subject(2), message.data, reply=message.reply)
+
+        await connection.subscribe(made.subject(1), cb=slowly)
+        await connection.flush()
+        await connection.flush()
+        made.register(1)
+        yield made
+
+
+@pytest.mark.timing
+async def test_a_busy_worker_is_waited_for(nats_server: RealNats, namespace: str) -> None:
+    async with slow(nats_server, namespace, SILENCE_S) as bench:
+        start = time.monotonic()
+        assert await asyncio.gather(*(asked(bench, n, instance_id=1) for n in range(REQUESTS))) == [
+            [n] for n in range(REQUESTS)
+        ]
+        assert time.monotonic() - start > 2 * SILENCE_S
+
+
+async def test_those_that_wait_do_not_ask_each_for_itself(nats_server: RealNats, namespace: str) -> None:
+    async with slow(nats_server, namespace, 30.0) as bench:
+        connection, server_side = bench.connections[0], bench.connections[-1]
+        waiting = [asyncio.create_task(asked(bench, n, instance_id=1)) for n in range(500)]
+        await asyncio.wait(waiting, timeout=6 * PROBE_INTERVAL_S)
+        assert 500 <= connection.stats["out_msgs"] < 550
+        await server_side.close()
+        found = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 10)
+    lost = [each for each in found if isinstance(each, BaseException)]
+    assert len(lost) > 400
+    assert all(isinstance(each, WorkerLost) for each in lost)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours, theirs
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("busy", [True, False])
+async def test_who_waits_on_a_kept_connection_of_a_busy_worker_joins_its_line(
+    busy: bool, ends: tuple[socket.socket, socket.socket], nats_server: RealNats, namespace: str
+) -> None:
+    async with request_bench(nats_server, namespace, accept_timeout_s=SILENCE_S) as bench:
+        await bench.serve(echo)
+        transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=ends[0])
+        bench.dispatcher.listener.kept.put(bench.subject(1), transport)
+        waiting = asyncio.create_task(asked(bench, 1, instance_id=1))
+        await asyncio.wait({waiting}, timeout=SILENCE_S / 2)
+        if busy:
+            assert await asked(bench, 2, instance_id=1) == [2]
+            assert await waiting == [1]
+        else:
+            with pytest.raises(WorkerLost, match="did not take"):
+                await waiting

@@ -74,7 +74,6 @@ async def test_what_a_worker_does_not_know_arrives_as_missing(
 
 
 async def test_a_silent_worker_is_absent(nats: Client, namespace: str, start_worker: StartWorker) -> None:
-
     def broken() -> Load:
         raise RuntimeError("no load yet")
 
@@ -93,7 +92,6 @@ async def test_without_workers_a_sample_is_empty_at_once(nats: Client, namespace
 async def test_garbage_among_the_answers_is_left_out(
     nats: Client, namespace: str, start_worker: StartWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
-
     async def foreign(msg: object) -> None:
         for _ in range(3):
             await nats.publish(msg.reply, b"{}")  # type: ignore[attr-defined]
@@ -113,7 +111,6 @@ async def test_other_namespaces_do_not_answer(nats: Client, namespace: str, star
 
 
 async def test_a_sample_without_nats_is_an_error(nats: Client, namespace: str) -> None:
-    """An outage is not "no worker has any load" (lesson 14)."""
     await close_quietly(nats)
     with pytest.raises(NatsUnavailable):
         await LoadSampler(nats, namespace).sample(expected=1)
@@ -135,22 +132,3 @@ async def test_a_view_follows_what_is_published(nats: Client, namespace: str, st
         assert isinstance(view.get(2**62 + 1), Missing)
     finally:
         await view.close()
-
-
-async def test_publishing_goes_on_after_a_restart_of_nats(own_nats: RealNats) -> None:
-    clients = [await connect_nats(own_nats.url, own_nats.access, name=name) for name in ("w", "v")]
-    publisher = LoadPublisher(clients[0], "ns", "W", "ns_W", lambda: 7, lambda: LOAD, never_changes)
-    view = LoadView(clients[1], "ns", "W")
-    try:
-        await view.start()
-        await publisher.start()
-        await own_nats.restart()
-        view.forget(7)
-        async with asyncio.timeout(10):
-            while isinstance(view.get(7), Missing):
-                await asyncio.sleep(0.02)
-    finally:
-        await publisher.close()
-        await view.close()
-        for client in clients:
-            await close_quietly(client)

@@ -20,8 +20,6 @@ pytestmark = pytest.mark.infra
 
 
 async def echo_roundtrip(client: Client) -> bytes:
-    """One request to ourselves."""
-
     async def answer(message: object) -> None:
         await message.respond(b"back")  # type: ignore[attr-defined]
 
@@ -48,7 +46,6 @@ async def test_connects_with_the_token_in_the_url(nats_server: RealNats) -> None
 
 
 async def test_the_first_connect_has_a_deadline() -> None:
-    """lesson 12: nobody there is a named outcome, with the address and the reason."""
     with PortLease() as nobody, pytest.raises(NatsUnavailable) as caught:
         await connect_nats(f"nats://127.0.0.1:{nobody.port}", timeout_s=0.2)
     assert f"0.2 s at nats://127.0.0.1:{nobody.port} (Connection refused)" in str(caught.value)
@@ -124,8 +121,7 @@ async def test_a_close_ends_a_flush(own_nats: RealNats) -> None:
 
 @pytest.mark.parametrize("how", ["cancelled", "too late"])
 async def test_who_gives_up_a_flush_hears_on(own_nats: RealNats, how: str) -> None:
-    """chaos seed 1: a flip was taken back while it waited for a flush. At the answer that nobody waited for any more
-    nats-py's reading ended: the worker heard nothing more, and was killed as hung."""
+    """Seen: a flip was cancelled while it waited for a flush. At the late answer nats-py stopped reading for good."""
     client = await connect_nats(own_nats.url, own_nats.access)
     own_nats.pause()
     flushing = asyncio.ensure_future(flush(client))
@@ -146,6 +142,5 @@ async def test_who_gives_up_a_flush_hears_on(own_nats: RealNats, how: str) -> No
 
 
 def test_urls_are_shown_without_credentials() -> None:
-    """lesson 11: what is logged holds no secret."""
     assert show_url("nats://user:pa@ss@127.0.0.1:4222") == "nats://127.0.0.1:4222"
     assert show_url("127.0.0.1:4222") == "nats://127.0.0.1:4222"

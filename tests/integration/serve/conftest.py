@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.drivers.served import AGG, Served
+from tests.drivers.served import Served
 
 
 @pytest.fixture(scope="module")
@@ -17,15 +17,7 @@ def disagg() -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def agg() -> Iterator[Served]:
-    """The shipped aggregated graph, detached."""
-    with Served(target=AGG) as served:
-        yield served.start()
-
-
-@pytest.fixture(scope="module")
 def two_by_two() -> Iterator[Served]:
-    """Two decode and two prefill workers."""
     words = ("--VllmWorker.ServiceArgs.workers=2", "--PrefillWorker.ServiceArgs.workers", "2")
     with Served(*words) as served:
         yield served.start()

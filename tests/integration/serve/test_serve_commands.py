@@ -1,9 +1,8 @@
-"""`status`, `logs`, `ctl`, `down` and a second `serve`, as processes against a running graph."""
+"""Commands as processes against a running graph: status, logs, ls, events, ctl, down, and a second serve."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from pathlib import Path
@@ -11,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_BUSY, EXIT_NOT_RUNNING
-from tests.drivers.served import AGG, DISAGG, Served, asking, expected, until
+from tests.drivers.scaled import scale
+from tests.drivers.served import AGG, Served, asking, expected, until
 
-pytestmark = pytest.mark.infra
+pytestmark = [pytest.mark.infra, pytest.mark.timeout(240)]
 
 WORKERS = ["dynamo_Frontend", "dynamo_VllmWorker", "dynamo_PrefillWorker"]
 LOAD = {
@@ -27,12 +27,9 @@ LOAD = {
 }
 
 
-def test_status_as_json(disagg: Served) -> None:
-    """The object of the issue: who runs where, and per worker component, state, pid, GPUs, lease, uptime, load."""
+def test_status_as_json_and_as_a_table(disagg: Served) -> None:
     until(lambda: disagg.worker("VllmWorker")["load"] and disagg.worker("PrefillWorker")["load"])
-
     done = disagg.cli("status", "--json")
-
     graph = json.loads(done.stdout)
     for key in ("namespace", "run_id", "circus_endpoint", "etcd_endpoints", "nats_server", "frontend_url"):
         assert isinstance(graph[key], str), key
@@ -46,15 +43,10 @@ def test_status_as_json(disagg: Served) -> None:
     loads = {worker["component"]: worker["load"] for worker in graph["workers"]}
     for component in ("VllmWorker", "PrefillWorker"):
         assert set(loads[component]) >= LOAD, component
-
-
-def test_status_as_a_table(disagg: Served) -> None:
-    done = disagg.cli("status")
-
-    assert done.returncode == 0
-    assert disagg.url in done.stdout
+    table = disagg.cli("status").stdout
+    assert disagg.url in table
     for name in WORKERS:
-        assert any(line.startswith(name) and " ready " in line for line in done.stdout.splitlines()), done.stdout
+        assert any(line.startswith(name) and " ready " in line for line in table.splitlines()), table
 
 
 @pytest.mark.alone
@@ -65,20 +57,16 @@ def test_status_is_quick(disagg: Served) -> None:
         began_s = time.perf_counter()
         assert disagg.cli("status").returncode == 0
         took_s.append(time.perf_counter() - began_s)
-
     assert min(took_s) < 0.4, took_s
 
 
 def test_circusctl_lists_and_shows(disagg: Served) -> None:
-    """`dynamo ctl list|status|numprocesses|options`: one watcher per process, and one process per watcher."""
     names = [*WORKERS, "dynamo_etcd", "dynamo_nats", "dynamo_guardian"]
-
     listed = disagg.cli("ctl", "list").stdout
     status = disagg.cli("ctl", "status").stdout
     numbers = [disagg.cli("ctl", "numprocesses", name).stdout.strip() for name in names[:2]]
     ours = disagg.cli("ctl", "dynamo_status").stdout
     options = disagg.cli("ctl", "--namespace", "dynamo", "options", "dynamo_VllmWorker").stdout
-
     assert set(listed.strip().split(",")) == {name.lower() for name in names}
     assert {line.partition(":")[0]: line.rpartition(" ")[2] for line in status.splitlines()} == dict.fromkeys(
         names, "active"
@@ -88,46 +76,11 @@ def test_circusctl_lists_and_shows(disagg: Served) -> None:
     assert "numprocesses: 1" in options
 
 
-def test_stock_circusctl_needs_nothing_of_ours(disagg: Served) -> None:
-    """`circusctl --endpoint … list|status|options|numprocesses` in a process that never heard of us."""
-    from circus.client import CircusClient
-
-    client = CircusClient(endpoint=disagg.paths.circus_endpoint, timeout=5.0)
-    try:
-        assert len(client.call({"command": "list", "properties": {}})["watchers"]) == 6
-        assert set(client.call({"command": "status", "properties": {}})["statuses"].values()) == {"active"}
-        number = client.call({"command": "numprocesses", "properties": {"name": "dynamo_Frontend"}})
-        assert number["numprocesses"] == 1
-        options = client.call({"command": "options", "properties": {"name": "dynamo_Frontend"}})
-        assert options["options"]["singleton"] is True
-    finally:
-        client.stop()
-
-
-def test_commands_that_would_harm_are_refused_and_nobody_is_hurt(disagg: Served) -> None:
-    """lesson 2, lesson 13, lesson 20: reload, restart, incr and kill say why not; all pids stay."""
-    before = disagg.pids()
-
-    for words in (
-        ("reload",),
-        ("restart", "dynamo_VllmWorker"),
-        ("incr", "dynamo_VllmWorker"),
-        ("kill", "dynamo_etcd"),
-    ):
-        done = disagg.cli("ctl", *words)
-        assert "refused" in done.stdout + done.stderr, (words, done)
-
-    assert disagg.pids() == before
-    assert set(disagg.states().values()) == {"ready"}
-
-
 def test_logs_of_all_and_of_one(disagg: Served) -> None:
-    """`dynamo logs` interleaves with prefixes; a name, with or without the namespace, chooses; a wrong one lists."""
     everything = disagg.cli("logs", "--lines", "3").stdout
     one = disagg.cli("logs", "VllmWorker").stdout
     full = disagg.cli("logs", "dynamo_VllmWorker", "--namespace", "dynamo").stdout
     wrong = disagg.cli("logs", "Vllm")
-
     assert {line.split("]")[0].strip("[") for line in everything.splitlines()} >= {*WORKERS, "dynamo_etcd"}
     assert one
     assert one == full
@@ -159,10 +112,8 @@ def _append(path: Path, text: str) -> None:
 
 def test_a_second_serve_says_who_runs_the_namespace(disagg: Served) -> None:
     before = disagg.pids()
-
     foreground = disagg.cli(*disagg.serve_words())
     detached = disagg.cli(*disagg.serve_words("--detach"))
-
     for done in (foreground, detached):
         assert done.returncode == EXIT_BUSY, done
         assert f"pid {disagg.status()['arbiter_pid']}" in done.stderr
@@ -172,11 +123,8 @@ def test_a_second_serve_says_who_runs_the_namespace(disagg: Served) -> None:
 
 
 def test_dry_run_prints_the_plan_beside_a_running_graph(disagg: Served) -> None:
-    """`--dry-run` shows watchers, GPUs and environments, and starts nothing; lesson 8: one watcher per worker."""
     before = disagg.processes()
-
     done = disagg.cli(*disagg.serve_words("--dry-run", "--json", "--VllmWorker.ServiceArgs.workers=2"))
-
     plan = json.loads(done.stdout)
     assert [watcher["watcher_name"] for watcher in plan["watchers"]] == [
         "dynamo_Frontend",
@@ -190,11 +138,9 @@ def test_dry_run_prints_the_plan_beside_a_running_graph(disagg: Served) -> None:
 
 @pytest.mark.full
 async def test_two_namespaces_run_side_by_side(disagg: Served) -> None:
-    """lesson 10, lesson 19: a second namespace takes no port, socket, file or watcher of the first, nor removes any."""
     before = disagg.paths.statefile.read_text(), disagg.pids()
     # XDG_RUNTIME_DIR, HOME and all commands are those of the first graph.
-    with Served(target=AGG, namespace="other", beside=disagg) as other:
-        other.start()
+    with Served(target=AGG, namespace="other", beside=disagg).started() as other:
         assert other.url != disagg.url
         assert set(other.pids()) == {"Frontend", "VllmWorker"}
         assert all(key.startswith("other/") for key in other.keys(""))
@@ -206,7 +152,6 @@ async def test_two_namespaces_run_side_by_side(disagg: Served) -> None:
         assert "other_VllmWorker" in disagg.cli("ctl", "-n", "other", "status").stdout
         assert "[other_VllmWorker]" in disagg.cli("logs", "-n", "other", "VllmWorker").stdout
         assert other.down("--timeout", "20").stdout.splitlines()[-1] == "other: down"
-
     assert (disagg.paths.statefile.read_text(), disagg.pids()) == before
 
 
@@ -218,35 +163,71 @@ def test_commands_without_a_graph_say_so(disagg: Served) -> None:
         assert len(done.stderr.splitlines()) == 1
 
 
+def _listed(served: Served) -> dict[str, dict[str, object]]:
+    """`dynamo ls --json`, by namespace."""
+    return {run["namespace"]: run for run in json.loads(served.cli("ls", "--json").stdout)}
+
+
 @pytest.mark.full
-def test_a_statefile_of_a_stranger_is_left_alone() -> None:
-    """lesson 10: leaving removes our own statefile, and only that: not the folder, not another namespace's.
+def test_ls_lists_a_graph_that_runs_and_one_whose_arbiter_was_killed(disagg: Served) -> None:
+    with Served("--on-arbiter-death", "keep", target=AGG, namespace="other", beside=disagg).started() as other:
+        both = _listed(disagg)
+        table = disagg.cli("ls").stdout.splitlines()
+        other.kill_arbiter(guardian=True)
+        killed = _listed(disagg)["other"]
+        other.down()
+        left = _listed(disagg)
+    run = both["dynamo"]
+    assert (run["state"], run["workers_ready"], run["workers"], run["gpus"]) == ("ready", 3, 3, ["0", "1"])
+    assert (run["frontend_url"], run["run_id"]) == (disagg.url, disagg.status()["run_id"])
+    assert [line.split()[0] for line in table] == ["NAMESPACE", "dynamo", "other"]
+    assert disagg.url in table[1]
+    assert (killed["state"], killed["workers"], killed["gpus"]) == ("kept", 2, ["0"])
+    assert "2 workers live on" in str(killed["note"])
+    assert set(left) == {"dynamo"}
 
-    The host's lead times are kept for the next run.
-    """
-    with Served(target=AGG, namespace="mine") as served:
-        folder = served.paths.statefile.parent
-        folder.mkdir(parents=True, mode=0o700)
-        stranger = folder / "theirs.json"
-        stranger.write_text('{"namespace": "theirs"}')
+
+def test_logs_of_a_component_follow_workers_that_come_later(disagg: Served) -> None:
+    process = disagg.popen("logs", "VllmWorker", "-f", "--since", "1h")
+    try:
+        until(lambda: "[dynamo_VllmWorker] " in disagg.foreground_output(), what=disagg.foreground_output)
+        scale(disagg, "VllmWorker", "+1")
+        until(lambda: "[dynamo_VllmWorker_1] " in disagg.foreground_output(), 60.0, what=disagg.foreground_output)
+    finally:
+        process.send_signal(signal.SIGINT)
+    assert disagg.reap_foreground() == 0
+    until(lambda: disagg.states().get("VllmWorker_1") == "ready", 60.0, what=disagg.states)
+    whole = disagg.cli("logs", "VllmWorker", "-l", "1000").stdout.splitlines()
+    scale(disagg, "VllmWorker", "1")
+    until(lambda: "VllmWorker_1" not in disagg.states(), 60.0, what=disagg.states)
+    assert {line.split()[0] for line in disagg.foreground_output().splitlines()} == {
+        "[dynamo_VllmWorker]",
+        "[dynamo_VllmWorker_1]",
+    }
+    times = [" ".join(line.split()[1:3]) for line in whole if line.split()[1].startswith("20")]
+    assert times == sorted(times)
+    assert {line.split()[0] for line in whole} == {"[dynamo_VllmWorker]", "[dynamo_VllmWorker_1]"}
+
+
+@pytest.mark.full
+def test_a_second_run_begins_its_logs_anew_and_the_first_one_s_are_still_shown() -> None:
+    with Served(target=AGG).started() as served:
+        first = served.status()
+        served.kill_arbiter()
+        until(lambda: not served.paths.statefile.exists(), 30.0, what=served.processes)
         served.start()
+        second = served.status()
+        lines = served.cli("logs", "VllmWorker", "-l", "1000").stdout.splitlines()
+        written = served.log("VllmWorker")
         served.down()
-        served.start()  # at once: `down` returns when the namespace is free
-        assert served.paths.statefile.exists()
-        served.down()
-        left = stranger.read_text(), sorted(os.listdir(folder))
-
-    assert left[0] == '{"namespace": "theirs"}'
-    assert [name for name in left[1] if not name.endswith(".lock")] == [".lead-times", "theirs.json"]
-
-
-def test_a_graph_that_asks_for_too_many_gpus_is_refused_before_anything_starts() -> None:
-    """lesson 5, lesson 6: exit 2, naming what each service asked for per worker, and what there is."""
-    with Served("--VllmWorker.ServiceArgs.workers=9", target=DISAGG) as served:
-        done = served.cli(*served.serve_words("--detach"))
-
-        assert done.returncode == EXIT_BAD_INPUT
-        assert "VllmWorker" in done.stderr
-        assert "per worker" in done.stderr
-        assert "8" in done.stderr
-        assert served.leftovers() == []
+        told = [line.split(maxsplit=2)[2] for line in served.cli("events").stdout.splitlines() if "----" in line]
+    (pid, run), (killed, before) = ((each["arbiter_pid"], each["run_id"]) for each in (second, first))
+    assert len([line for line in lines if "ready: lease" in line]) == 2
+    assert written.count("ready: lease") == 1
+    assert told == [
+        f"---- run {before} begins: graphs.agg:Frontend, arbiter pid {killed} ----",
+        f"---- run {before} ends: its arbiter was killed, and the guardian ended what it left, "
+        f"arbiter pid {killed} ----",
+        f"---- run {run} begins: graphs.agg:Frontend, arbiter pid {pid} ----",
+        f"---- run {run} ends: dynamo down, arbiter pid {pid} ----",
+    ]

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.infra
 
 
 async def _ask(served: Served, prompt: str) -> tuple[int, str]:
-    """`(HTTP status, text or error message)`; nothing may hang."""
     async with httpx.AsyncClient(base_url=served.url, timeout=10.0) as http:
         response = await http.post("/v1/chat/completions", json=asking(prompt, 8))
     body = response.json()
@@ -31,13 +30,8 @@ def _right(prompt: str) -> tuple[int, str]:
     return 200, expected(prompt, 8)[0]
 
 
-# --- etcd ----------------------------------------------------------------------------------------
-
-
 async def test_a_killed_etcd_is_restarted_with_its_data_and_no_request_notices() -> None:
-    """Requests during and after; the leases live on, so nobody registers anew, and the arbiter's view is the same."""
-    with Served() as served:
-        served.start()
+    with Served().started() as served:
         keys, pids, old = served.keys(), served.pids(), served.server_pid("etcd")
         assert old
         async with served.client() as client:
@@ -52,7 +46,6 @@ async def test_a_killed_etcd_is_restarted_with_its_data_and_no_request_notices()
         assert served.pids() == pids
         assert set(served.states().values()) == {"ready"}
         told = [line.split(maxsplit=3)[3] for line in served.cli("events", "--worker", "etcd").stdout.splitlines()]
-
     assert answers == [_right(prompt) for prompt in prompts]
     assert told[0].startswith("pending -> running (ServerStarted")
     assert told[1].startswith(f"running -> restarting (ServerDied by exit:{old}: was killed by SIGKILL")
@@ -68,9 +61,8 @@ def _keys_or_none(served: Served) -> list[str] | None:
 
 @pytest.mark.full
 async def test_an_etcd_that_lost_its_data_is_filled_again(own_etcd: RealEtcd, nats_server: RealNats) -> None:
-    env = {"ETCD_ENDPOINTS": own_etcd.endpoint, "NATS_SERVER": _with_token(nats_server), "DYN_LEASE_TTL_S": "3"}
-    with Served(namespace="lost", env=env) as served:
-        served.start()
+    env = {"ETCD_ENDPOINTS": own_etcd.endpoint, "NATS_SERVER": nats_server.address, "DYN_LEASE_TTL_S": "3"}
+    with Served(namespace="lost", env=env).started() as served:
         before, pids = _endpoints(served), served.pids()
         leases = {worker["lease"] for worker in served.status()["workers"]}
         await own_etcd.restart(lose_data=True)
@@ -84,27 +76,17 @@ async def test_an_etcd_that_lost_its_data_is_filled_again(own_etcd: RealEtcd, na
         assert served.pids() == pids
         state = served.statefile()["components"]
         entries = {(entry["state"], entry["lease"]) for entry in state.values()}
-
     assert during == _right("Who remembers me?")
     assert {state for state, _ in entries} == {"ready"}
     assert leases.isdisjoint({lease for _, lease in entries})
 
 
 def _endpoints(served: Served) -> list[str]:
-    """Registered endpoints, without leases."""
     return sorted(key.rpartition(":")[0] for key in served.keys(f"{served.namespace}/components/"))
 
 
-def _with_token(nats: RealNats) -> str:
-    return f"nats://{nats.token}@{nats.url.removeprefix('nats://')}"
-
-
-# --- NATS ----------------------------------------------------------------------------------------
-
-
 async def test_a_killed_nats_is_restarted_and_the_graph_heals() -> None:
-    with Served() as served:
-        served.start()
+    with Served().started() as served:
         pids, old = served.pids(), served.server_pid("nats")
         assert old
         async with served.client() as client:
@@ -144,10 +126,8 @@ async def _until_served(served: Served, timeout_s: float = 10.0) -> None:
 async def test_while_nats_stays_away_requests_fail_fast_and_nothing_hangs(
     etcd_server: RealEtcd, own_nats: RealNats
 ) -> None:
-    """An outage of NATS: each request gets a clear 5xx within seconds, and once it is back requests work again."""
-    env = {"ETCD_ENDPOINTS": etcd_server.endpoint, "NATS_SERVER": _with_token(own_nats)}
-    with Served(target=AGG, namespace="outage", env=env) as served:
-        served.start()
+    env = {"ETCD_ENDPOINTS": etcd_server.endpoint, "NATS_SERVER": own_nats.address}
+    with Served(target=AGG, namespace="outage", env=env).started() as served:
         assert await _ask(served, "Before.") == _right("Before.")
         pids = served.pids()
         await own_nats.kill()
@@ -158,7 +138,6 @@ async def test_while_nats_stays_away_requests_fail_fast_and_nothing_hangs(
         await _until_served(served)
         assert served.pids() == pids
         assert set(served.states().values()) == {"ready"}
-
     assert {status for status, _ in refused} <= {503, 504}, refused
     assert all("NATS" in message or "worker" in message for _, message in refused), refused
     assert took_s < 15.0
@@ -167,14 +146,11 @@ async def test_while_nats_stays_away_requests_fail_fast_and_nothing_hangs(
 @pytest.mark.timing
 @pytest.mark.full
 async def test_down_works_while_nats_and_etcd_are_away(own_etcd: RealEtcd, own_nats: RealNats) -> None:
-    """lesson 12: leaving waits for nobody who is not there; all is gone within seconds."""
-    env = {"ETCD_ENDPOINTS": own_etcd.endpoint, "NATS_SERVER": _with_token(own_nats)}
-    with Served(namespace="alone", env=env) as served:
-        served.start()
+    env = {"ETCD_ENDPOINTS": own_etcd.endpoint, "NATS_SERVER": own_nats.address}
+    with Served(namespace="alone", env=env).started() as served:
         await own_nats.kill()
         await own_etcd.kill()
         began_s = time.monotonic()
         await asyncio.to_thread(served.down)
-
         assert time.monotonic() - began_s < 40.0
         assert served.leftovers() == []

@@ -29,7 +29,7 @@ CUT = (openai.APIError, httpx.HTTPError)
 
 SLOW_START = """\
 import asyncio
-from dynamo_local.sdk.service import async_on_start, endpoint, service
+from dynamo_local.sdk import async_on_start, endpoint, service
 
 
 @service(name="Slow")
@@ -51,12 +51,7 @@ async def _until_refused(client: openai.AsyncOpenAI) -> None:
                 return
 
 
-# --- in the foreground ---------------------------------------------------------------------------
-
-
 async def test_sighup_is_refused_and_ctrl_c_lets_a_stream_finish() -> None:
-    """lesson 20: no reload, no second copy of a GPU worker; the reason is shown, all pids stay. SIGINT: nothing new is
-    taken, the stream in flight completes with its right text, exit 0."""
     with Served() as served:
         process = served.start_foreground()
         before = served.pids(), served.server_pid("etcd"), served.server_pid("nats")
@@ -72,7 +67,6 @@ async def test_sighup_is_refused_and_ctrl_c_lets_a_stream_finish() -> None:
             assert await stream == expected("Finish your sentence.", 300, ignore_eos=True)
         assert served.reap_foreground() == EXIT_OK
         output = served.foreground_output()
-
     assert "leaving (Ctrl-C)" in output
     assert "[dynamo_VllmWorker] " in output, "logs are interleaved with prefixes"
 
@@ -80,7 +74,6 @@ async def test_sighup_is_refused_and_ctrl_c_lets_a_stream_finish() -> None:
 @pytest.mark.timing
 @pytest.mark.full
 async def test_a_second_ctrl_c_ends_at_once() -> None:
-    """The stream would go on for minutes; the second SIGINT cuts it, and all is gone within moments."""
     with Served() as served:
         process = served.start_foreground()
         async with streaming(served, "Never finish.", tokens=50_000) as (stream,):
@@ -91,14 +84,12 @@ async def test_a_second_ctrl_c_ends_at_once() -> None:
             code = await asyncio.to_thread(served.reap_foreground)
             with pytest.raises(CUT):
                 await stream
-
         assert code == EXIT_OK
         assert time.monotonic() - began_s < 15.0
 
 
 @pytest.mark.full
 async def test_sigterm_under_a_service_manager(notify_socket: tuple[str, socket.socket]) -> None:
-    """SIGTERM like Ctrl-C; `Type=notify` sees READY=1 once requests are served, then STOPPING=1 (sd_notify(3))."""
     address, manager = notify_socket
     with Served(target=AGG) as served:
         process = served.start_foreground(NOTIFY_SOCKET=address)
@@ -113,7 +104,7 @@ async def test_sigterm_under_a_service_manager(notify_socket: tuple[str, socket.
 
 @pytest.fixture
 def notify_socket(tmp_path: Path) -> Iterator[tuple[str, socket.socket]]:
-    """What systemd gives to a service of `Type=notify`: an address, and our end of it."""
+    """The socket that systemd gives to a service of `Type=notify`: its address, and our end."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         address = f"\0dynamo-test-{os.getpid()}"
         manager.bind(address)
@@ -125,21 +116,14 @@ def test_ctrl_c_during_the_start_leaves_nothing() -> None:
     with Served(target=("app:Slow",), files={"app.py": SLOW_START}, frontend=False) as served:
         process = served.popen(*served.serve_words())
         until(lambda: served.paths.control_socket.exists() and "Slow" in served.pids(), what=served.foreground_output)
-
         process.send_signal(signal.SIGINT)
-
         assert served.reap_foreground() == 130
         assert "left before it was ready" in served.foreground_output()
 
 
-# --- dynamo down ---------------------------------------------------------------------------------
-
-
 @pytest.mark.timing
 async def test_down_lets_a_stream_finish_and_the_other_commands_answer() -> None:
-    """lesson 13: while workers drain, `status` and `ctl` answer at once; `down` returns when all is gone."""
-    with Served() as served:
-        served.start()
+    with Served().started() as served:
         async with streaming(served, "Down, but not out.", tokens=2500) as (stream,):
             down = asyncio.create_task(asyncio.to_thread(served.down))
             await auntil(lambda: served.states()["Frontend"] == "draining")
@@ -151,7 +135,6 @@ async def test_down_lets_a_stream_finish_and_the_other_commands_answer() -> None
             assert await stream == expected("Down, but not out.", 2500, ignore_eos=True)
             done = await down
             assert served.leftovers() == []
-
     assert json.loads(status.stdout)["state"] == "leaving"
     assert "dynamo_vllmworker" in listed.stdout
     assert took_s < 10.0
@@ -161,8 +144,7 @@ async def test_down_lets_a_stream_finish_and_the_other_commands_answer() -> None
 @pytest.mark.timing
 @pytest.mark.full
 async def test_down_twice_is_as_polite_as_once_and_now_is_not() -> None:
-    with Served() as served:
-        served.start()
+    with Served().started() as served:
         async with streaming(served, "Go on and on.", tokens=50_000) as (stream,):
             first = await asyncio.to_thread(served.cli, "down", "--timeout", "0.3")
             second = await asyncio.to_thread(served.cli, "down", "--timeout", "0.3")
@@ -172,7 +154,6 @@ async def test_down_twice_is_as_polite_as_once_and_now_is_not() -> None:
             took_s = time.monotonic() - began_s
             with pytest.raises(CUT):
                 await stream
-
     assert (first.returncode, second.returncode) == (EXIT_TIMED_OUT, EXIT_TIMED_OUT)
     assert "dynamo down --now" in first.stderr
     assert alive, "a second `dynamo down` cut a stream"
@@ -181,10 +162,9 @@ async def test_down_twice_is_as_polite_as_once_and_now_is_not() -> None:
 
 @pytest.mark.timing
 def test_a_drain_deadline_ends_what_does_not_end_by_itself() -> None:
-    """lesson 12: a worker that ignores SIGTERM is killed, with its children, at its own deadline."""
     stubborn = """\
 import signal, subprocess, sys
-from dynamo_local.sdk.service import async_on_start, on_shutdown, service
+from dynamo_local.sdk import async_on_start, on_shutdown, service
 
 
 @service(name="Stubborn")
@@ -198,10 +178,10 @@ class Stubborn:
         import asyncio
         await asyncio.Event().wait()
 """
-    with Served("--drain-deadline=1", target=("app:Stubborn",), files={"app.py": stubborn}, frontend=False) as served:
-        served.start()
+    with Served(
+        "--drain-deadline=1", target=("app:Stubborn",), files={"app.py": stubborn}, frontend=False
+    ).started() as served:
         began_s = time.monotonic()
         served.down()
-
         assert 1.0 <= time.monotonic() - began_s < 20.0
         assert served.leftovers() == []

@@ -27,15 +27,12 @@ Idle:
 
 
 def _child(served: Served, name: str) -> int:
-    """The pid of the command behind that worker."""
     return psutil.Process(served.pids()[name]).children()[0].pid
 
 
 @pytest.mark.full
 def test_processes_are_served_scaled_and_started_again() -> None:
-    """The URL is announced; one that is killed comes back; one whose runner is killed does not outlive it."""
-    with Served(target=("-f", "graph.yaml"), files={"graph.yaml": FILE}, frontend=False) as served:
-        served.start()
+    with Served(target=("-f", "graph.yaml"), files={"graph.yaml": FILE}, frontend=False).started() as served:
         with urllib.request.urlopen(served.url, timeout=10.0) as answer:
             assert answer.status == 200
         scale(served, "Idle", "2")
@@ -57,8 +54,7 @@ def test_processes_are_served_scaled_and_started_again() -> None:
 def test_processes_outlive_a_killed_arbiter_and_are_taken_back() -> None:
     with Served(
         "--on-arbiter-death", "keep", target=("-f", "graph.yaml"), files={"graph.yaml": FILE}, frontend=False
-    ) as (served):
-        served.start()
+    ).started() as (served):
         before = {name: (pid, _child(served, name)) for name, pid in served.pids().items()}
         workers = {found.name: found.pid for found in marked(served.paths) if found.is_worker}
         assert workers == {f"dynamo_{name}": pid for name, (pid, _) in before.items()}, "guardian and chaos see runners"

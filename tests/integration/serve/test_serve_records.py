@@ -1,4 +1,4 @@
-"""What a running graph writes down and where: etcd's keys, the statefile, environments; and what it must not."""
+"""The records of a running graph: etcd's keys, the statefile, environments; and what it must not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.state.store import StateStore
 from dynamo_local.system.processes import start_time_s
 from tests.drivers.served import COMMAND_TIMEOUT_S, DISAGG, Served
 from tests.drivers.servers import RealEtcd, RealNats
@@ -35,14 +34,9 @@ def served() -> Iterator[Served]:
         yield running.start()
 
 
-# --- etcd ----------------------------------------------------------------------------------------
-
-
 def test_etcdctl_shows_the_keys_in_the_seeds_format(served: Served) -> None:
-    """`etcdctl get --prefix dynamo`: `{ns}/components/{Component}/{endpoint}:{lease hex}` with the seed's JSON."""
     text = served.etcdctl("get", "--prefix", "dynamo/components/")
     found = dict(zip(*[iter(text.splitlines())] * 2, strict=True))
-
     endpoints = {key.removeprefix("dynamo/components/").rpartition(":")[0] for key in found}
     assert endpoints == {
         "VllmWorker/generate",
@@ -51,6 +45,10 @@ def test_etcdctl_shows_the_keys_in_the_seeds_format(served: Served) -> None:
         "PrefillWorker/canary",
         "PrefillWorker/status",
         "PrefillWorker/load_metrics",
+        "Processor/chat/completions",
+        "Processor/api",
+        "Processor/completions",
+        "Processor/texts",
     }
     for key, value in found.items():
         path, _, lease = key.rpartition(":")
@@ -69,23 +67,16 @@ def test_etcdctl_shows_the_keys_in_the_seeds_format(served: Served) -> None:
 
 
 def test_each_key_hangs_on_its_workers_lease(served: Served) -> None:
-    """etcd itself says that the lease of the status holds the worker's keys, with the TTL of ten seconds."""
     worker = served.worker("VllmWorker")
-
     lease = served.etcdctl("lease", "timetolive", worker["lease"], "--keys")
-
     assert "granted with TTL(10s)" in lease
     for key in worker["endpoints"]:
         assert key in lease
 
 
-# --- the statefile -------------------------------------------------------------------------------
-
-
 def test_the_statefile_says_what_runs(served: Served) -> None:
     state = served.statefile()
     status = served.status()
-
     assert (state["schema_version"], state["namespace"], state["run_id"]) == (1, "dynamo", status["run_id"])
     assert state["circus_endpoint"] == served.paths.circus_endpoint == status["circus_endpoint"]
     assert set(state["components"]) == {f"dynamo_{name}" for name in served.pids()}
@@ -99,7 +90,6 @@ def test_the_statefile_says_what_runs(served: Served) -> None:
 
 def test_the_statefile_says_who_holds_which_gpu(served: Served) -> None:
     state = served.statefile()
-
     resources = {name: entry["resources"] for name, entry in state["components"].items()}
     assert resources["dynamo_Frontend"] == {}
     held = [resources[f"dynamo_{name}"]["allocated_gpus"] for name in ("VllmWorker", "PrefillWorker")]
@@ -107,17 +97,10 @@ def test_the_statefile_says_who_holds_which_gpu(served: Served) -> None:
     assert state["environment"]["SYSTEM_RESOURCES"] == {"total_gpus": 8, "gpu_info": [str(n) for n in range(8)]}
 
 
-def test_the_product_reads_its_own_statefile(served: Served) -> None:
-    state = StateStore(served.paths.statefile).read()
-
-    assert {entry.state for entry in state.components.values()} == {"ready"}
-
-
 def test_files_are_the_users_alone(served: Served) -> None:
     paths = served.paths
     folders = (paths.runtime.parent, paths.runtime, paths.statefile.parent, paths.logs)
     files = (paths.statefile, paths.runtime / "nats" / "token", *paths.logs.glob("*.log"))
-
     assert {str(path): _mode(path) for path in folders} == {str(path): 0o700 for path in folders}
     assert {str(path): _mode(path) for path in files} == {str(path): 0o600 for path in files}
 
@@ -126,11 +109,7 @@ def _mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-# --- environments and secrets --------------------------------------------------------------------
-
-
 def test_workers_get_an_allow_list_of_the_environment(served: Served) -> None:
-    """lesson 11: a worker has what the list names and what was passed on purpose, not the caller's secrets."""
     for name, pid in served.pids().items():
         env = _environ(pid)
         assert {"SOME_SECRET_TOKEN", "AWS_ACCESS_KEY_ID", "XDG_RUNTIME_DIR"}.isdisjoint(env), name
@@ -139,25 +118,15 @@ def test_workers_get_an_allow_list_of_the_environment(served: Served) -> None:
 
 
 def test_envs_of_a_service_reach_its_workers_only(served: Served) -> None:
-    """lesson 22: `ServiceArgs.envs` has an effect; lesson 21: overriding it keeps the service's `resources`."""
     marks = {name: _environ(pid).get("MY_MARK") for name, pid in served.pids().items()}
-
     assert marks == {"Frontend": None, "VllmWorker": "here", "PrefillWorker": None}
     assert served.worker("VllmWorker")["gpus"] != []
 
 
 def test_all_workers_are_spawned_at_once(served: Served) -> None:
-    """lesson 23: order governs readiness, not spawning; nothing sleeps for somebody else to be there."""
+    """Order governs readiness, not spawning."""
     started = [entry["started_at"] for entry in served.statefile()["components"].values()]
-
     assert max(started) - min(started) < 0.5
-
-
-def test_a_worker_sees_its_own_device_only(served: Served) -> None:
-    held = served.statefile()["components"]
-    for name, pid in served.pids().items():
-        uuids = held[f"dynamo_{name}"]["resources"].get("gpu_uuids", [])
-        assert _environ(pid)["CUDA_VISIBLE_DEVICES"] == ",".join(uuids), name
 
 
 def _environ(pid: int) -> dict[str, str]:
@@ -166,7 +135,6 @@ def _environ(pid: int) -> dict[str, str]:
 
 
 def test_nothing_secret_is_shown_or_written(served: Served) -> None:
-    """lesson 11: neither the NATS token nor a secret of the environment is on argv, in logs, statefile or options."""
     token = (served.paths.runtime / "nats" / "token").read_text().strip()
     shown = {f"argv of {pid}": line for pid, line in served.processes()}
     shown |= {path.name: path.read_text(errors="replace") for path in served.paths.logs.glob("*.log*")}
@@ -176,14 +144,12 @@ def test_nothing_secret_is_shown_or_written(served: Served) -> None:
     shown["status"] = served.cli("status", "--json").stdout
     shown["dry run"] = served.cli(*served.serve_words("--dry-run")).stdout
     shown["keys"] = served.etcdctl("get", "--prefix", "")
-
     assert len(shown) > 20
     assert [where for where, text in shown.items() for secret in (token, SECRET, PASSED) if secret in text] == []
     assert "WANTED_TOKEN=****" in shown["options VllmWorker"]
 
 
 def test_stock_circusctl_masks_options_too(served: Served) -> None:
-    """lesson 11: not through our command but circus's own, `circusctl --endpoint … options` and `get … env`."""
     for words in (("options", "dynamo_VllmWorker"), ("get", "dynamo_VllmWorker", "env")):
         shown = circusctl(served, *words).stdout
         assert "WANTED_TOKEN" in shown
@@ -205,9 +171,7 @@ def circusctl(served: Served, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_embedded_servers_listen_on_loopback_only(served: Served) -> None:
     pids = [pid for name in ("etcd", "nats") if (pid := served.server_pid(name))] + [served.pids()["Frontend"]]
-
     listening = {address for pid in pids for address in _listening(pid)}
-
     assert len(pids) == 3
     assert listening
     assert {address for address in listening if not address.startswith(("0100007F", "unix"))} == set()
@@ -227,15 +191,10 @@ def _listening(pid: int) -> Iterator[str]:
                 yield fields[1]
 
 
-# --- servers that are not ours -------------------------------------------------------------------
-
-
 @pytest.mark.full
 def test_external_servers_are_used_and_left_without_a_key(etcd_server: RealEtcd, nats_server: RealNats) -> None:
-    where = nats_server.url.removeprefix("nats://")
-    env = {"ETCD_ENDPOINTS": etcd_server.endpoint, "NATS_SERVER": f"nats://{nats_server.token}@{where}"}
-    with Served(namespace="external", env=env) as served:
-        served.start()
+    env = {"ETCD_ENDPOINTS": etcd_server.endpoint, "NATS_SERVER": nats_server.address}
+    with Served(namespace="external", env=env).started() as served:
         keys = served.keys()
         shown = json.dumps(
             [served.status(), served.statefile(), served.cli("ctl", "options", "external_Frontend").stdout]
@@ -244,7 +203,6 @@ def test_external_servers_are_used_and_left_without_a_key(etcd_server: RealEtcd,
         logs = "".join(path.read_text() for path in served.paths.logs.glob("*.log"))
         served.down()
         left = _keys(etcd_server, "external/")
-
     assert len(keys) > 6
     assert nats_server.token not in shown + logs
     assert nats_server.url in shown

@@ -28,17 +28,13 @@ def story(n: int) -> str:
 
 
 async def ask(client: AsyncOpenAI, prompt: str) -> None:
-    """One chat; its answer must be the right one."""
     answer = await client.chat.completions.create(**asking(prompt, 8))
     assert answer.choices[0].message.content == expected(prompt, 8)[0]
 
 
 @pytest.mark.timing
 async def test_agg_router_prefixes_go_to_their_holder_and_a_killed_router_fails_nothing() -> None:
-    """Repeated prompts go where they are cached; the policy changes at run time; `kill -9` of the Router costs nothing,
-    and the one that comes back knows again what is cached."""
-    with Served(*SMALL, target=AGG_ROUTER) as served:
-        served.start()
+    with Served(*SMALL, target=AGG_ROUTER).started() as served:
         async with served.client() as client, router_status(served) as status:
             await asyncio.gather(*(ask(client, story(n)) for n in range(4)))
             first = Counter(worker for worker, _, _ in decisions(served))
@@ -46,11 +42,9 @@ async def test_agg_router_prefixes_go_to_their_holder_and_a_killed_router_fails_
             blocks = (await until_status(status, lambda s: s["blocks"] >= 4 * 10))["blocks"]
             for n in range(4):
                 await ask(client, story(n))
-
             again = decisions(served)[4:]
             assert all(policy == "kv" and rate > 0.9 for _, policy, rate in again), again
             assert Counter(worker for worker, _, _ in again) == first
-
             served.etcdctl("put", "dynamo/router/sim-tiny", json.dumps({"router": "round-robin"}))
             await until_status(status, lambda s: s["router"] == "round-robin")
             for _ in range(4):
@@ -59,7 +53,6 @@ async def test_agg_router_prefixes_go_to_their_holder_and_a_killed_router_fails_
             assert turns[0::2] != turns[1::2]
             assert len(set(turns)) == 2
             served.etcdctl("del", "dynamo/router/sim-tiny")
-
             old = served.pids()["Router"]
             os.kill(old, signal.SIGKILL)
             await asyncio.gather(*(ask(client, story(n)) for n in range(12)))
@@ -74,15 +67,11 @@ async def test_agg_router_prefixes_go_to_their_holder_and_a_killed_router_fails_
 
 @pytest.mark.full
 async def test_disagg_router_feeds_the_prefill_rule_and_forgets_a_drained_worker() -> None:
-    """What the Router knows to be cached is not prefilled elsewhere; a drained worker leaves the index, and its prompts
-    go to the one that is left."""
-    with Served(*SMALL, "--PrefillWorker.ServiceArgs.workers=1", target=DISAGG_ROUTER) as served:
-        served.start()
+    with Served(*SMALL, "--PrefillWorker.ServiceArgs.workers=1", target=DISAGG_ROUTER).started() as served:
         async with served.client() as client, router_status(served) as status:
             await ask(client, story(0))
             await until_status(status, lambda s: s["blocks"] >= 10)
             await ask(client, story(0))
-
             (holder, _, cold), (same, _, warm) = decisions(served)
             assert (same, cold) == (holder, 0.0)
             assert warm > 0.9
@@ -91,24 +80,20 @@ async def test_disagg_router_feeds_the_prefill_rule_and_forgets_a_drained_worker
             prefills = re.findall(r"Remote prefill: (\w+) \(prefill length: (\d+)/(\d+)", served.log(name))
             assert prefills[0] == ("True", str(length), str(length))
             assert prefills[1] == ("False", str(int(length * (1 - warm))), str(length)) or int(prefills[1][1]) < 16
-
-            done = served.cli("drain", f"dynamo_{name}")
-            assert done.returncode == 0, done.stderr
+            served.ok("drain", f"dynamo_{name}")
             left = await until_status(status, lambda s: holder not in s["workers"])
             assert (len(left["workers"]), left["blocks"]) == (1, 0)
             await ask(client, story(0))
             worker, _, rate = decisions(served)[-1]
             assert worker in left["workers"]
             assert rate == 0.0
-
             os.kill(served.pids()["Router"], signal.SIGKILL)
             await asyncio.gather(*(ask(client, story(n)) for n in range(4)))
 
 
 @pytest.mark.full
 async def test_two_routers_share_the_work_and_one_can_be_drained() -> None:
-    with Served(*SMALL, "--Router.ServiceArgs.workers=2", target=AGG_ROUTER) as served:
-        served.start()
+    with Served(*SMALL, "--Router.ServiceArgs.workers=2", target=AGG_ROUTER).started() as served:
         async with served.client() as client:
             for n in (0, 0, 0, 0, 1, 1, 1, 1):
                 await ask(client, story(n))
@@ -116,7 +101,6 @@ async def test_two_routers_share_the_work_and_one_can_be_drained() -> None:
             assert (len(one), len(two)) == (4, 4)
             assert max(rate for _, _, rate in one) > 0.9
             assert max(rate for _, _, rate in two) > 0.9
-
             drain = asyncio.create_task(asyncio.to_thread(served.cli, "drain", "dynamo_Router_1"))
             for n in range(8):
                 await ask(client, story(n % 2))

@@ -11,6 +11,7 @@ import time
 import httpx
 import pytest
 
+from tests.drivers.scaled import answer, busy
 from tests.drivers.served import Served, asking, auntil, expected
 
 pytestmark = pytest.mark.infra
@@ -18,19 +19,9 @@ pytestmark = pytest.mark.infra
 LONG_PROMPT = "word " * 400
 
 
-async def _ask(served: Served, prompt: str, tokens: int = 8) -> str | None:
-    async with served.client() as client:
-        return (await client.chat.completions.create(**asking(prompt, tokens))).choices[0].message.content
-
-
-# --- workers -------------------------------------------------------------------------------------
-
-
 @pytest.mark.timing
 async def test_a_killed_decode_worker_costs_its_streams_and_nothing_else() -> None:
-    """lesson 2, lesson 12: the client gets an error at once, the registry forgets the worker, the others live on."""
-    with Served() as served:
-        served.start()
+    with Served().started() as served:
         before = served.pids()
         lease = served.worker("VllmWorker")["lease"]
         async with httpx.AsyncClient(base_url=served.url, timeout=30.0) as http:
@@ -48,9 +39,8 @@ async def test_a_killed_decode_worker_costs_its_streams_and_nothing_else() -> No
             refused = await http.post("/v1/chat/completions", json=asking("Anybody there?", 4))
         row = served.worker("VllmWorker")
         await auntil(lambda: served.states()["VllmWorker"] == "ready", what=served.states)
-        assert await _ask(served, "Risen from the dead.") == expected("Risen from the dead.", 8)[0]
+        assert await answer(served, "Risen from the dead.") == expected("Risen from the dead.", 8)[0]
         after = served.pids()
-
     error = json.loads(rest[-1].removeprefix("data: "))["error"]
     assert "worker" in error["message"], error
     assert not any(line == "data: [DONE]" for line in rest), "a cut stream must not look finished"
@@ -65,13 +55,10 @@ async def test_a_killed_decode_worker_costs_its_streams_and_nothing_else() -> No
 
 @pytest.mark.full
 async def test_the_other_decode_worker_takes_over(two_by_two: Served) -> None:
-    """lesson 2: with two workers no later request fails, whichever of them was killed."""
     before = two_by_two.pids()
     os.kill(before["VllmWorker_1"], signal.SIGKILL)
-
     prompts = [f"Take over, number {n}." for n in range(10)]
-    answers = await asyncio.gather(*(_ask(two_by_two, prompt) for prompt in prompts))
-
+    answers = await asyncio.gather(*(answer(two_by_two, prompt) for prompt in prompts))
     assert answers == [expected(prompt, 8)[0] for prompt in prompts]
     await auntil(lambda: two_by_two.states()["VllmWorker_1"] == "ready", what=two_by_two.states)
     after = two_by_two.pids()
@@ -81,19 +68,16 @@ async def test_the_other_decode_worker_takes_over(two_by_two: Served) -> None:
 @pytest.mark.timing
 @pytest.mark.full
 async def test_a_killed_prefill_workers_entry_is_done_by_another() -> None:
-    """lesson 17: the queue delivers an unacknowledged entry again; the client sees a pause of `ack_wait`, no error."""
     words = ("--PrefillWorker.ServiceArgs.workers=2", '--PrefillWorker.sim={"speed": 0.02}')
-    with Served(*words) as served:
-        served.start()
-        request = asyncio.create_task(_ask(served, LONG_PROMPT, 16))
-        victim = await auntil(lambda: _computing(served), what=lambda: served.status()["workers"])
+    with Served(*words).started() as served:
+        request = asyncio.create_task(answer(served, LONG_PROMPT, 16))
+        victim = await auntil(lambda: busy(served, "PrefillWorker"), what=lambda: served.status()["workers"])
         began_s = time.monotonic()
         os.kill(served.pids()[victim], signal.SIGKILL)
-        answer = await request
+        text = await request
         took_s = time.monotonic() - began_s
         decode_log = served.log("VllmWorker")
-
-    assert answer == expected(LONG_PROMPT, 16)[0]
+    assert text == expected(LONG_PROMPT, 16)[0]
     assert "Remote prefill: True" in decode_log
     assert "prefilled locally" not in decode_log
     assert took_s < 25.0
@@ -102,26 +86,15 @@ async def test_a_killed_prefill_workers_entry_is_done_by_another() -> None:
 @pytest.mark.timing
 @pytest.mark.full
 async def test_without_any_prefill_worker_left_the_decode_worker_does_it_itself() -> None:
-    """lesson 17: the only prefill worker is killed in mid-prefill; past its deadline the request is done locally."""
     words = ('--PrefillWorker.sim={"speed": 0.001}', "--VllmWorker.prefill-timeout-s=3")
-    with Served(*words) as served:
-        served.start()
-        request = asyncio.create_task(_ask(served, LONG_PROMPT, 16))
-        victim = await auntil(lambda: _computing(served), what=lambda: served.status()["workers"])
+    with Served(*words).started() as served:
+        request = asyncio.create_task(answer(served, LONG_PROMPT, 16))
+        victim = await auntil(lambda: busy(served, "PrefillWorker"), what=lambda: served.status()["workers"])
         began_s = time.monotonic()
         os.kill(served.pids()[victim], signal.SIGKILL)
-        answer = await request
+        text = await request
         took_s = time.monotonic() - began_s
         decode_log = served.log("VllmWorker")
-
-    assert answer == expected(LONG_PROMPT, 16)[0]
+    assert text == expected(LONG_PROMPT, 16)[0]
     assert "prefilled locally" in decode_log
     assert took_s < 9.0
-
-
-def _computing(served: Served) -> str | None:
-    """The prefill worker that has an entry in hand, by the samples of its load."""
-    for worker in served.status()["workers"]:
-        if worker["component"] == "PrefillWorker" and worker["load"] and worker["load"]["request_active_slots"]:
-            return str(worker["watcher_name"]).removeprefix("dynamo_")
-    return None

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from dynamo_local.system.processes import is_alive, parent_and_session
-from tests.drivers.scaled import streaming
-from tests.drivers.served import AGG, Served, expected, until
+from tests.drivers.mixed_actions import WORDS as MIXED
+from tests.drivers.mixed_actions import run as mixed_run
+from tests.drivers.served import AGG, Served, until
 
 pytestmark = pytest.mark.infra
 
@@ -27,17 +28,14 @@ def spares(served: Served) -> list[dict[str, Any]]:
 
 
 def warm(served: Served) -> dict[str, Any]:
-    """The one spare, once its modules are imported."""
     return until(lambda: next((s for s in spares(served) if s["state"] == "warm"), None), WARM_S, what=served.status)
 
 
 def scaled_up(served: Served, step: str = "+1") -> None:
-    done = served.cli("scale", "VllmWorker", step, "--wait")
-    assert done.returncode == 0, done.stderr
+    served.ok("scale", "VllmWorker", step, "--wait")
 
 
 def variables(pid: int) -> dict[str, str]:
-    """Its environment, as the kernel shows it."""
     entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
@@ -71,18 +69,9 @@ async def test_a_spare_becomes_the_worker_under_its_pid_and_another_one_follows(
     assert warm(served)["pid"] != pid
 
 
-async def test_its_answers_are_those_of_any_worker(served: Served) -> None:
-    warm(served)
-    prompts = [f"Say number {n}." for n in range(24)]
-    async with streaming(served, *prompts, tokens=200) as streams:
-        answers = [await stream for stream in streams]
-    assert answers == [expected(prompt, 200, ignore_eos=True) for prompt in prompts]
-
-
 async def test_a_restart_takes_a_spare(served: Served) -> None:
     spare = warm(served)
-    done = served.cli("restart", "dynamo_VllmWorker", "--wait")
-    assert done.returncode == 0, done.stderr
+    served.ok("restart", "dynamo_VllmWorker", "--wait")
     assert served.worker("VllmWorker")["pid"] == spare["pid"]
 
 
@@ -109,8 +98,7 @@ async def test_a_spare_that_dies_is_replaced_after_a_delay_and_said(served: Serv
 
 @pytest.mark.full
 async def test_no_spare_outlives_a_killed_arbiter() -> None:
-    with Served(*SPARES, target=AGG) as own:
-        own.start()
+    with Served(*SPARES, target=AGG).started() as own:
         warm(own)
         scaled_up(own)
         pids = [warm(own)["pid"], *own.pids().values()]
@@ -121,8 +109,7 @@ async def test_no_spare_outlives_a_killed_arbiter() -> None:
 
 @pytest.mark.full
 async def test_a_worker_that_was_a_spare_is_adopted_and_spares_begin_anew() -> None:
-    with Served(*SPARES, "--on-arbiter-death", "keep", target=AGG) as own:
-        own.start()
+    with Served(*SPARES, "--on-arbiter-death", "keep", target=AGG).started() as own:
         warm(own)
         scaled_up(own)
         spare, pids = warm(own), own.pids()
@@ -135,9 +122,15 @@ async def test_a_worker_that_was_a_spare_is_adopted_and_spares_begin_anew() -> N
 
 
 @pytest.mark.full
-async def test_without_spares_nothing_is_said_of_them() -> None:
-    with Served(target=AGG) as own:
-        own.start()
-        assert own.status()["spares"] is None
-        assert "spares" not in own.cli("status").stdout
-        assert "spares" not in own.statefile()
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("seed", "actions", "requests"), [(1, 20, 200), (14, 200, 2000)])
+async def test_mixed_actions_drop_no_request(seed: int, actions: int, requests: int) -> None:
+    with Served(*MIXED).started() as own:
+        mixed, load = await mixed_run(own, seed=seed, actions=actions, requests=requests)
+        assert load.failures == [], f"seed {seed}: {mixed.story}"
+        assert load.right >= requests
+        assert mixed.done.total() + mixed.refused.total() == actions
+        assert {"flip", "sleep", "wake"} <= mixed.done.keys() or actions < 200, mixed.done
+        ways = {lead["rung"] for lead in own.status()["lead_times"] if lead["run"]}
+        many = {"flip_to_decode", "flip_to_prefill", "wake_1", "sleep_1"} if actions >= 200 else set()
+        assert {"spare", "cold", *many} <= ways, ways

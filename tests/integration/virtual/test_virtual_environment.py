@@ -35,7 +35,6 @@ WORDS = (
 
 @contextmanager
 def environment(served: Served, output: Path) -> Iterator[subprocess.Popen[str]]:
-    """The example, running; its lines go to `output`."""
     with output.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, str(SCRIPT)],
@@ -60,7 +59,6 @@ def graph() -> Iterator[Served]:
 
 
 def outcomes(served: Served) -> list[tuple[int, str, str]]:
-    """`(step, outcome, component)` of all steps that were decided."""
     return [
         (reason["step"], record["outcomes"][reason["component"]]["outcome"], reason["component"])
         for record in decided(served)

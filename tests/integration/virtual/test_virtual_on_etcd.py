@@ -11,7 +11,6 @@ import pytest
 
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.virtual import Layout, PlannerDecision
-from dynamo_local.errors import EtcdUnavailable
 from dynamo_local.planner.connectors import Refused, VirtualConnector, VirtualKeys, Written
 from dynamo_local.transport.etcd import EtcdStore
 from dynamo_local.virtual import VirtualConnectorClient
@@ -25,7 +24,6 @@ SOON_S = 10.0
 
 @asynccontextmanager
 async def connected(endpoint: str, namespace: str, layout: Layout, **options: bool) -> AsyncIterator[VirtualConnector]:
-    """A planner's connector."""
     store = await EtcdStore.connect(endpoint)
     connector = VirtualConnector(
         VirtualKeys(store, namespace, layout),
@@ -44,7 +42,6 @@ async def connected(endpoint: str, namespace: str, layout: Layout, **options: bo
 
 
 async def soon(condition: Callable[[], Awaitable[bool]] | Callable[[], bool]) -> None:
-    """Return when it holds."""
     async with asyncio.timeout(SOON_S):
         while True:
             found = condition()
@@ -74,48 +71,3 @@ async def test_decisions_reach_the_environment_and_its_word_comes_back(
         with caplog.at_level(logging.INFO):
             assert await planner.set_component_replicas({P: 1, D: 1}) == Written(None)
     assert "No scaling needed (prefill=1, decode=1), skipping ETCD update" in caplog.messages
-
-
-async def test_a_blocking_planner_goes_on_when_the_environment_has_done_it(
-    etcd_server: RealEtcd, namespace: str
-) -> None:
-    endpoint = etcd_server.endpoint
-    async with (
-        connected(endpoint, namespace, Layout.V1, blocking=True) as planner,
-        VirtualConnectorClient(namespace, endpoint) as environment,
-    ):
-        deciding = asyncio.ensure_future(planner.set_component_replicas({P: 1, D: 2}))
-        assert await environment.wait(SOON_S)
-        assert not deciding.done()
-        await environment.complete(await environment.get())
-        async with asyncio.timeout(SOON_S):
-            assert await deciding == Written(0, acknowledged=True)
-
-
-async def test_both_survive_a_restart_of_etcd(own_etcd: RealEtcd, namespace: str) -> None:
-    endpoint = own_etcd.endpoint
-    async with (
-        connected(endpoint, namespace, Layout.V1) as planner,
-        VirtualConnectorClient(namespace, endpoint) as environment,
-    ):
-        await planner.set_component_replicas({P: 1, D: 2})
-        assert await environment.wait(SOON_S)
-        decision = await environment.get()
-        await asyncio.to_thread(own_etcd.stop_now)
-        refused = await planner.set_component_replicas({P: 1, D: 3})
-        assert isinstance(refused, Refused)
-        assert refused.code == "etcd_unavailable"
-        await asyncio.to_thread(own_etcd.start_now)
-
-        async def completed() -> bool:
-            try:
-                await environment.complete(decision)
-            except EtcdUnavailable:  # it is asked again, as an environment does: its connection is not back yet
-                return False
-            return True
-
-        await soon(completed)
-        await soon(lambda: not planner.pending())
-        assert await planner.set_component_replicas({P: 1, D: 3}) == Written(1)
-        assert await environment.wait(SOON_S)
-        assert await environment.get() == PlannerDecision(1, 3, 1)

@@ -14,7 +14,6 @@ import pytest
 from dynamo_local.core.types import Load, WorkerState
 from dynamo_local.errors import (
     DeadlineExceeded,
-    DrainNotCancellable,
     InvalidRequest,
     NatsUnavailable,
     NoWorkers,
@@ -41,13 +40,11 @@ def each_time(*ways: str) -> list[Any]:
 async def host(
     etcd_server: RealEtcd, nats_server: RealNats, namespace: str, tmp_path: Path
 ) -> AsyncIterator[WorkerHost]:
-    """A namespace on the shared servers."""
     async with worker_host(etcd_server, nats_server, namespace, tmp_path) as made:
         yield made
 
 
 async def ask_to_leave(worker: WorkerUnderTest, way: str) -> None:
-    """Begin a drain in one of the three ways."""
     if way == "SIGTERM":
         worker.signal(signal.SIGTERM)
     elif way == "message":
@@ -55,9 +52,6 @@ async def ask_to_leave(worker: WorkerUnderTest, way: str) -> None:
     else:
         lease = (await worker.status())["lease"]
         await worker.host.kv.revoke(int(lease, 16))
-
-
-# --- while it starts -----------------------------------------------------------------------------
 
 
 @pytest.mark.timing
@@ -78,14 +72,10 @@ async def test_a_worker_that_still_starts_leaves_at_once(host: WorkerHost, way: 
 
 
 async def test_a_start_past_its_deadline_says_what_it_waited_for(host: WorkerHost) -> None:
-    """lesson 12: exit code 5, and the log names the step."""
     worker = await host.spawn("Sleeper", DYN_START_DEADLINE_S="1")
     assert await worker.exit_code() == 5
     assert "not ready within 1 s: Sleeper's start hooks" in worker.log
     assert await host.keys() == []
-
-
-# --- the control endpoint ------------------------------------------------------------------------
 
 
 async def test_the_status_says_what_is_in_flight(host: WorkerHost) -> None:
@@ -155,13 +145,9 @@ async def test_a_component_without_a_load_source_answers_the_probe_also_while_dr
     assert await worker.exit_code() == 0
 
 
-# --- draining ------------------------------------------------------------------------------------
-
-
 @pytest.mark.timing
 @pytest.mark.parametrize("way", each_time("SIGTERM", "revoked lease"))
 async def test_a_drain_finishes_its_streams_and_takes_nothing_new(host: WorkerHost, way: str) -> None:
-    """Lesson 1. Out of the registry at once, the statefile says why, the stream completes, then exit 0."""
     worker = await host.start("Counter")
     lease = int(await worker.registered(), 16)
     counting = await host.counting(worker, 120)
@@ -214,52 +200,7 @@ async def test_a_drain_is_taken_back_within_a_second(host: WorkerHost, way: str)
     assert (await worker.status())["state"] == "ready"
 
 
-@pytest.mark.full
-async def test_a_second_request_to_drain_changes_nothing(host: WorkerHost) -> None:
-    worker = await host.start("Counter")
-    counting = await host.counting(worker, 60)
-    await worker.call("drain", reason="the first")
-    for _ in range(3):
-        worker.signal(signal.SIGTERM)
-        await worker.call("drain", reason="a later one")
-    assert (await worker.status())["reason"] == "the first"
-    assert await counting == list(range(60))
-    assert await worker.exit_code() == 0
-
-
-async def test_a_drain_that_is_over_cannot_be_taken_back(host: WorkerHost) -> None:
-    worker = await host.start("Counter", SHUTDOWN_S="1")
-    await worker.call("drain")
-    await worker.reaches(state="leaving")
-    with pytest.raises(DrainNotCancellable, match="shutting down"):
-        await worker.call("cancel_drain")
-    assert await worker.exit_code() == 0
-
-
-async def test_taking_back_what_does_not_drain_is_no_error(host: WorkerHost) -> None:
-    worker = await host.start("Counter")
-    lease = await worker.registered()
-    status = await worker.call("cancel_drain")
-    assert (status["state"], status["lease"]) == ("ready", lease)
-    assert await host.count(2) == [0, 1]
-
-
-@pytest.mark.full
-async def test_a_drain_may_be_begun_again(host: WorkerHost) -> None:
-    """Drain, back, drain, each in another way; the revoke of the new lease is seen as well."""
-    worker = await host.start("Counter")
-    counting = await host.counting(worker, 200)
-    for way in (*WAYS, *WAYS):
-        await ask_to_leave(worker, way)
-        await worker.reaches(state="draining")
-        assert (await worker.call("cancel_drain"))["state"] == "ready"
-    await ask_to_leave(worker, "revoked lease")
-    assert await counting == list(range(200))
-    assert await worker.exit_code() == 0
-
-
 async def test_twenty_drains_taken_back_under_load_lose_nothing(host: WorkerHost) -> None:
-    """One of two workers drains and comes back twenty times while requests stream: every one is complete and right."""
     hammered, other = await asyncio.gather(host.start("Counter"), host.start("Counter", 1))
     going = True
     done: list[list[int]] = []

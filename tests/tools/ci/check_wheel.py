@@ -1,4 +1,4 @@
-"""What a wheel and an sdist of ours must and must not hold: `check_wheel.py DIST_FOLDER`."""
+"""Checks the contents of our wheel and sdist: `check_wheel.py DIST_FOLDER`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ MUST = (
 
 
 def main(folder: Path) -> int:
-    """Print what is wrong; 1 if anything is."""
     wheel = next(folder.glob("*.whl"))
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.partition("/")[0] for name in names if ".dist-info/" not in name}

@@ -3,8 +3,8 @@
 The graphs of a test run are hundreds of processes that may not write byte code (`tests.drivers.served`), so it has to
 be there before. An installer that compiles whatever it installs does several times as much as is needed: of Kubernetes'
 client, pandas, scipy, torch and transformers nobody imports more than a part. So each module of ours is imported here,
-and Python writes what that brings along. Of small packages the rest is compiled too: it is imported where it is needed.
-With `vllm`, also what a worker with that engine imports.
+and Python writes what that brings along. The rest of small packages is compiled too, because it is imported where it
+is needed. With `vllm`, also what a worker with that engine imports.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 SMALL_BYTES = 2_000_000
-"""Of source: nats-py, circus, pydantic and the like; the whole of such a package takes half a second at most."""
+"""Packages that are compiled whole: nats-py, circus, pydantic and the like, each in half a second at most."""
 NOT_ITS_TESTS = re.compile(r"/tests?/")
 BESIDE = (
     "circus.circusctl",
@@ -29,7 +29,7 @@ BESIDE = (
     "uvicorn.loops.uvloop",
     "uvicorn.protocols.http.httptools_impl",
 )
-"""What processes of graphs import that no module of ours names."""
+"""Modules that processes of graphs import and no module of ours names."""
 
 
 def ours() -> Iterator[str]:
@@ -68,7 +68,6 @@ def packages() -> Iterator[Path]:
 
 
 def is_small(folder: Path) -> bool:
-    """Whether the package is compiled whole."""
     files = (path for path in folder.rglob("*.py") if not NOT_ITS_TESTS.search(str(path)))
     return sum(path.stat().st_size for path in files) <= SMALL_BYTES
 

@@ -1,8 +1,8 @@
 """Commands side by side: `side_by_side.py [--times FILE] --lane COMMAND… --then COMMAND… --lane COMMAND…`.
 
-The commands of a lane run one after the other, whatever becomes of those before; lanes run at the same time, the first
-one at our priority, the others below it: they take what the first, which mostly waits, leaves of the processors. What a
-command of the first lane writes is shown at once, of the others when the command has ended, so that nothing is mixed.
+The commands of a lane run one after the other, also after a failure. Lanes run at the same time. The first lane has our
+priority and mostly waits; the others run below it, on the processor time that is left. The first lane's output is shown
+at once, the others' output at each command's end, so that nothing is mixed.
 
 At the end there is a line per command with its seconds, also in the file. The exit code is that of one that failed.
 """
@@ -36,7 +36,6 @@ class Lane:
     stopped: bool = False
 
     def run(self, printing: threading.Lock) -> None:
-        """All of them, until `stop`."""
         for command in self.commands:
             if self.stopped:
                 return
@@ -51,7 +50,6 @@ class Lane:
                     print(f"--- {words}\n{told}", end="", flush=True)
 
     def stop(self) -> None:
-        """End what runs; nothing is begun any more."""
         self.stopped = True
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()

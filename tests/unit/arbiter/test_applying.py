@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dynamo_local.arbiter.apply import Applying
-from dynamo_local.arbiter.commands import Orders
+from dynamo_local.arbiter.adoption import retired
+from dynamo_local.arbiter.apply import ApplyCommand
+from dynamo_local.arbiter.commands import Commands
 from dynamo_local.arbiter.deployment import Launcher
-from dynamo_local.arbiter.deployment_spec import Wish
+from dynamo_local.arbiter.deployment_spec import DeploymentSpec
+from dynamo_local.arbiter.statefile import restart_of_entry
 from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.fleet.fleet import Fleet
-from dynamo_local.core.types import GraphSpec, Role, ServiceSpec
+from dynamo_local.core.types import GraphSpec, Resources, Role, ServiceSpec
 from dynamo_local.errors import BadInput, NotApplicable
 from dynamo_local.planner.loop import PlannerState
 from dynamo_local.state.schema import State
+from dynamo_local.state.store import load
 from dynamo_local.system.gpu_pool import GpuPool
 from dynamo_local.system.gpus import SimInventory
 from tests.fakes.arbiter.effects import shell_of
@@ -30,7 +34,7 @@ GRAPH = graph(decode=2, prefill=0, big=False)
 FRONTEND, DECODE = GRAPH.services
 
 
-class Planning:
+class ArbiterPlanner:
     """The planner, as far as an apply speaks to it."""
 
     def __init__(self) -> None:
@@ -63,9 +67,9 @@ class Run:
         templates = self.launcher.factory.templates()
         made = [worker(n, "ready", templates[1], launched=templates[1].fingerprint) for n in (0, 1)]
         frontend = worker(0, "ready", templates[0], launched=templates[0].fingerprint)
-        self.shell = shell_of(on_ledger([frontend, *made], 4, templates))
+        self.controller = shell_of(on_ledger([frontend, *made], 4, templates))
         self.head = State(namespace="dynamo", run_id="01J")
-        self.planning = Planning()
+        self.planning = ArbiterPlanner()
         self.refused: list[str] = []
         self.told: list[str] = []
         pool = GpuPool("dynamo", SimInventory(4), NoLocks())  # type: ignore[arg-type]
@@ -75,25 +79,25 @@ class Run:
         parts: Any = SimpleNamespace(
             deployment=began,
             launcher=self.launcher,
-            orders=Orders(self.shell, pool.look),
-            shell=self.shell,
+            commands=Commands(self.controller, pool.look),
+            controller=self.controller,
             planning=self.planning,
             statefile=SimpleNamespace(head=self.head),
             host=SimpleNamespace(refuses_to_apply=lambda file, overrides: self.refused),
             clock=HandClock(),
             notes=SimpleNamespace(tell=self.told.append),
         )
-        self.applying = Applying(parts)
+        self.applying = ApplyCommand(parts)
 
     @property
     def fleet(self) -> Fleet:
-        return self.shell.fleet
+        return self.controller.fleet
 
     async def apply(self, *services: ServiceSpec, **more: Any) -> dict[str, Any]:
         """The graph with these services, and what else the file says."""
         words = {name: more.pop(name) for name in ("dry_run", "force") if name in more}
         plain: dict[str, Any] = {"host": {}, "sections": {}, "planner": None, "planner_starts": False}
-        wish = Wish(**{"graph": replace(GRAPH, services=services or GRAPH.services), **plain, **more})
+        wish = DeploymentSpec(**{"graph": replace(GRAPH, services=services or GRAPH.services), **plain, **more})
         options = {"dry_run": False, "force": False, **words}
         return await self.applying.apply(wish.as_json(), stimulus_id="apply:1", **options)
 
@@ -173,7 +177,7 @@ async def test_a_planner_that_plans_keeps_its_components() -> None:
 async def test_what_an_apply_that_had_stopped_left_is_gone_on_with() -> None:
     run, other = Run(), replace(DECODE, config={"speed": 2})
     await run.apply(FRONTEND, other)
-    run.shell.fleet = replace(run.fleet, restarts=())
+    run.controller.fleet = replace(run.fleet, restarts=())
     said = await run.apply(FRONTEND, other)
     assert (said["changes"], said["components"]) == ([], {"VllmWorker": None})
     assert "dynamo_VllmWorker" in said["workers"]["renew"]
@@ -182,3 +186,19 @@ async def test_what_an_apply_that_had_stopped_left_is_gone_on_with() -> None:
 async def test_what_is_no_deployment_is_refused() -> None:
     with pytest.raises(BadInput, match="this is no deployment"):
         await Run().applying.apply({"graph": 3}, dry_run=False, force=False, stimulus_id="apply:1")
+
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "statefile"
+
+
+def test_what_is_left_to_do_is_read_back() -> None:
+    (entry,) = load(GOLDEN / "v1-apply.json").restarts or ()
+    plan = restart_of_entry(entry)
+    assert plan.todo == (("dynamo_VllmWorker", 1), ("dynamo_Processor", 1))
+    assert plan.substitutes == {"dynamo_VllmWorker": "dynamo_VllmWorker_1"}
+
+
+def test_a_component_that_was_removed_is_known_until_its_last_worker_has_left() -> None:
+    gone = ServiceSpec("Exporter", Role.OTHER, 0, Resources(0), start_deadline_s=120.0, drain_deadline_s=30.0)
+    assert retired(load(GOLDEN / "v1-apply.json")) == (gone,)
+    assert retired(load(GOLDEN / "v1-disagg.json")) == ()

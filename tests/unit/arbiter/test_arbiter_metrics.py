@@ -22,14 +22,13 @@ from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.fleet.effects import CallBack, CountRequests
 from dynamo_local.core.fleet.events import (
     CalledBack,
-    CancelDrain,
     Drain,
+    Event,
     GpusSeen,
     KeyGone,
     LoadsHeard,
     ProcessGone,
     RequestsCounted,
-    Stimulus,
 )
 from dynamo_local.core.fleet.fleet import Fleet, Worker
 from dynamo_local.core.types import Missing, WorkerState
@@ -49,18 +48,18 @@ TWO_GPUS = (replace(DECODE, gpus_per_worker=2), PREFILL, FRONTEND)
 
 
 class House:
-    """A fleet on its GPUs, the shell that changes it, and the metrics of both. `left` are requests still held at a
+    """A fleet on its GPUs, the controller that changes it, and the metrics of both. `left` are requests still held at a
     drain's deadline, by worker."""
 
     def __init__(self, view: Fleet | None = None, place: Place | None = None) -> None:
         self.clock = HandClock()
         self.left: dict[str, int | Missing] = {}
         self.effects = FakeEffects(quick=True, answers={CallBack: _called_back, CountRequests: self._counted})
-        self.shell = shell_of(fleet("ready", gpus=4) if view is None else view, self.effects, self.clock)
-        self.sampling = Sampling("dynamo", self.shell, Links("dynamo", "01J"), self.clock)
+        self.controller = shell_of(fleet("ready", gpus=4) if view is None else view, self.effects, self.clock)
+        self.sampling = Sampling("dynamo", self.controller, Links("dynamo", "01J"), self.clock)
         self.tasks = Tasks(AsyncioClock(), self.effects.tell)
         self.exporter = Exporter(
-            self.shell,
+            self.controller,
             self.sampling,
             self.clock,
             components=("VllmWorker", "PrefillWorker"),
@@ -68,15 +67,15 @@ class House:
             tasks=self.tasks,
             place=place,
         )
-        self.exporter.on_fleet(self.shell.fleet)
+        self.exporter.now()
 
     def worker(self, n: int = 0) -> Worker:
         """A decode worker, as it is now."""
-        return self.shell.fleet.workers[name(n)]
+        return self.controller.fleet.workers[name(n)]
 
-    def feed(self, *stimuli: Stimulus) -> None:
-        for stimulus in stimuli:
-            self.shell.feed(stimulus)
+    def feed(self, *stimuli: Event) -> None:
+        for event in stimuli:
+            self.controller.feed(event)
 
     def drain(self, *numbers: int) -> None:
         for n in numbers:
@@ -90,18 +89,18 @@ class House:
     def gpus_are_seen(self) -> None:
         """As they are, and empty."""
         self.feed(
-            GpusSeen(stimulus_id="gpus", devices=tuple(SimInventory(len(self.shell.fleet.gpus.devices)).sample()))
+            GpusSeen(stimulus_id="gpus", devices=tuple(SimInventory(len(self.controller.fleet.gpus.devices)).sample()))
         )
 
     def scrape(self) -> Samples:
         return samples(self.exporter.metrics.exposition().decode())
 
-    def _counted(self, act: Act) -> Stimulus:
+    def _counted(self, act: Act) -> Event:
         assert isinstance(act, CountRequests)
         return RequestsCounted(stimulus_id="t", name=act.name, pid=act.pid, in_flight=self.left[act.name])
 
 
-def _called_back(act: Act) -> Stimulus:
+def _called_back(act: Act) -> Event:
     assert isinstance(act, CallBack)
     return CalledBack(stimulus_id="t", name=act.name, pid=act.pid, asked_by=act.asked_by)
 
@@ -133,7 +132,7 @@ def test_every_gpu_is_in_one_place_and_the_status_agrees() -> None:
     view = replace(view, gpus=view.gpus.quarantine(free.uuid, "its memory never came back"))
     house = House(view)
     assert by_label(house.scrape(), GPUS) == {("held",): 2, ("free",): 1, ("quarantined",): 1}
-    rows = gpu_status(house.shell.fleet.gpus)
+    rows = gpu_status(house.controller.fleet.gpus)
     assert sorted(row["state"] for row in rows) == ["free", "held", "held", "quarantined"]
     assert {row["worker"] for row in rows} == {None, "dynamo_VllmWorker"}
     assert [row["reason"] for row in rows if row["reason"]] == ["its memory never came back"]
@@ -168,7 +167,7 @@ def test_a_process_under_a_used_name_is_a_restart_and_the_first_is_none() -> Non
     due_s = house.worker().due_s
     assert due_s is not None
     house.clock.at_s = due_s
-    house.shell.tick()
+    house.controller.tick()
     house.gpus_are_seen()
     assert by_label(house.scrape(), RESTARTS) == {("VllmWorker",): 1}
     assert (house.worker().state, house.worker().restarts) == (WorkerState.STARTING, 1)  # as the status says
@@ -180,10 +179,10 @@ def test_drains_are_counted_by_how_they_end_and_cut_requests_with_them() -> None
     house.drain(finished, cut, unknown, back)
     assert by_label(house.scrape(), DRAINS) == {}
     house.exits(finished, 0)
-    house.feed(CancelDrain(stimulus_id="t", name=name(back)))
+    house.feed(Drain(cancel=True, stimulus_id="t", name=name(back)))
     house.left = {name(cut): 3, name(unknown): Missing("no answer")}
     house.clock.at_s += DECODE.drain_deadline_s
-    house.shell.tick()
+    house.controller.tick()
     house.exits(cut, -9)
     assert by_label(house.scrape(), DRAINS) == {
         ("VllmWorker", "finished"): 1,

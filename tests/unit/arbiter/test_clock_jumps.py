@@ -34,18 +34,16 @@ FOR_RECORDS_ONLY = {
     "dynamo_local/arbiter/arbiter_effects.py": "`started_at` of a process, for people",
     "dynamo_local/arbiter/notes.py": "since when something is wrong, for people; until when it is shown, is monotonic",
     "dynamo_local/arbiter/launch.py": "the time of a run's records, for people",
-    "dynamo_local/arbiter/shown_logs.py": "the age of a log that nobody writes; only a jump by a fortnight removes one",
     "dynamo_local/arbiter/composition.py": "it hands the event log the time of an event, for people",
     "dynamo_local/arbiter/planner_following.py": "the time of a record, for people",
     "dynamo_local/system/log_files.py": "whether a log is of a run before; set back, first lines are not shown",
     "dynamo_local/transport/passes.py": "`published_at` of Dynamo's envelope",
-    "dynamo_local/arbiter/planner_report/charts.py": "when a decision was made, for people",
-    "dynamo_local/arbiter/planner_report/data.py": "the time between two records; an absurd one is left out",
-    "dynamo_local/arbiter/planner_report/page.py": "when a decision was made, for people",
-    "dynamo_local/arbiter/planner_report/schedule.py": "which decisions a page shows; a jump makes one early or late",
-    "dynamo_local/arbiter/planner_views.py": "the name of a folder, and the x axis of TensorBoard's wall view",
+    "dynamo_local/arbiter/planner_report_data.py": "the time between two records; an absurd one is left out",
+    "dynamo_local/arbiter/planner_report_page.py": "when a decision was made, for people",
+    "dynamo_local/arbiter/planner_report_schedule.py": "which decisions a page shows; a jump makes one early or late",
+    "dynamo_local/arbiter/tensorboard.py": "the name of a folder, and the x axis of TensorBoard's wall view",
     "state/leads.py": "the name under which a file that cannot be read is put aside",
-    "dynamo_local/arbiter/progress.py": "the time of a line; whether an empty boot report is young",
+    "dynamo_local/arbiter/progress.py": "the time of a line; whether a boot report is young, or a log a fortnight old",
 }
 """File -> why the time of day is right there, and what a jump does."""
 

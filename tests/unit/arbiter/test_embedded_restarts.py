@@ -48,17 +48,29 @@ class Host:
         """See `ProcessHost`."""
 
 
+async def nothing() -> None:
+    """Records no pid."""
+
+
 class Bench:
     """An adopted etcd on that host; jitter is the largest there is where `unit` is 1."""
 
     def __init__(self, folder: Path, unit: float = 1.0) -> None:
         self.host = Host()
         paths = Paths("test", folder / "run", folder / "test.json", folder / "logs")
-        self.servers = EmbeddedServers(self.host, paths, AsyncioClock(), lambda name: {}, unit=lambda: unit)
+        self.events: list[tuple[str, str | None]] = []
+        self.recorder = nothing
+        self.servers = EmbeddedServers(
+            self.host,
+            paths,
+            AsyncioClock(),
+            lambda name: {},
+            on_change=lambda: self.recorder(),
+            on_event=lambda event: self.events.append((event.event, event.reason)),
+            unit=lambda: unit,
+        )
         spec = EtcdSpec(ServerBinary("etcd", Path("/opt/etcd"), "PATH", None), folder / "etcd", 1, 2, None)
         self.servers.adopt(NAME, spec, GONE)
-        self.events: list[tuple[str, str | None]] = []
-        self.servers.on_event = lambda event: self.events.append((event.event, event.reason))
 
     @property
     def status(self) -> dict[str, Any]:
@@ -158,11 +170,11 @@ def test_one_that_exits_while_its_start_is_recorded_is_started_again(tmp_path: P
 
     async def main(bench: Bench) -> None:
         async def dies() -> None:
-            bench.servers.on_change = None
+            bench.recorder = nothing
             await asyncio.sleep(0.01)
             bench.servers.exited(NAME, 1)
 
-        bench.servers.on_change = dies
+        bench.recorder = dies
         bench.servers.exited(NAME, 1)
         await asyncio.sleep(5)
         assert len(bench.host.starts) == 2
@@ -178,7 +190,7 @@ def test_one_whose_pid_could_not_be_recorded_runs_all_the_same(tmp_path: Path) -
         async def full() -> None:
             raise StateError("no space left on device")
 
-        bench.servers.on_change = full
+        bench.recorder = full
         bench.servers.exited(NAME, 1)
         await asyncio.sleep(60)
         assert len(bench.host.starts) == 1

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import errno
 import itertools
 import json
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,16 +19,16 @@ from dynamo_local.arbiter.event_log import (
     EventLogUnwritable,
     EventRecorder,
     EventTail,
+    RunRecords,
     event_log_path,
     read,
     record_of,
 )
-from dynamo_local.core.fleet import lifecycle
-from dynamo_local.core.fleet.effects import Commit, Spawn, Transition
-from dynamo_local.core.fleet.events import RevokeFailed, Scale, Stimulus
+from dynamo_local.core.fleet.effects import Commit, Spawn
+from dynamo_local.core.fleet.events import Change, Event, RevokeFailed, Scale
 from dynamo_local.core.fleet.fleet import Fleet
-from dynamo_local.core.fleet.lifecycle import DrainRequested, Event, ProcessExited, Spawned
-from dynamo_local.core.fleet.scaling import Change
+from dynamo_local.core.fleet.lifecycle import Transition, apply
+from dynamo_local.core.fleet.lifecycle import TransitionKind as K
 from dynamo_local.core.fleet.step import step
 from dynamo_local.core.types import WorkerState
 from dynamo_local.system.json_lines import Record
@@ -46,14 +46,13 @@ def path(tmp_path: Path) -> Path:
 
 def record(n: int = 0, *, name: str = NAME) -> dict[str, Any]:
     """An event that can be told by its time."""
-    return record_of(
-        DrainRequested(stimulus_id="scale:ab12", reason="scale -1"),
-        watcher_name=name,
-        component="VllmWorker",
-        before=WorkerState.READY,
-        after=WorkerState.DRAINING,
-        time_s=float(n),
-    )
+    return happened(K.DRAIN_REQUESTED, "scale:ab12", time_s=float(n), name=name, reason="scale -1")
+
+
+def happened(kind: K, cause: str, *, time_s: float = 0.0, name: str = NAME, **details: Any) -> dict[str, Any]:
+    """The record of what happened to a worker that was ready."""
+    after = apply(WorkerState.READY, kind)
+    return record_of(Transition(name, "VllmWorker", WorkerState.READY, after, kind, cause, details), time_s=time_s)
 
 
 def numbers(records: list[Record]) -> list[int]:
@@ -72,14 +71,6 @@ def test_a_record_has_the_cause_both_states_and_the_events_own_fields() -> None:
         "stimulus_id": "scale:ab12",
         "reason": "scale -1",
     }
-
-
-def test_no_event_has_a_field_that_hides_one_of_the_records_own() -> None:
-    common = {"time", "seq", "watcher_name", "component", "event", "from", "to"}
-    kinds = [kind for kind in vars(lifecycle).values() if isinstance(kind, type) and issubclass(kind, Event)]
-    assert len(kinds) > 10
-    for kind in kinds:
-        assert not common & {field.name for field in dataclasses.fields(kind)}, kind.__name__
 
 
 def test_records_are_numbered_and_come_back_in_order(path: Path) -> None:
@@ -187,9 +178,8 @@ def test_appends_from_several_threads_are_whole_and_numbered_once(path: Path) ->
 
 
 def test_an_event_with_a_lone_surrogate_is_written(path: Path) -> None:
-    event = DrainRequested(stimulus_id="x", reason="bad \udcff byte")
-    states = {"before": WorkerState.READY, "after": WorkerState.DRAINING}
-    EventLog(path).append([record_of(event, watcher_name=NAME, component="C", time_s=0.0, **states)])
+    event = happened(K.DRAIN_REQUESTED, "x", reason="bad \udcff byte")
+    EventLog(path).append([event])
     assert [found["reason"] for found in read(path)] == ["bad ? byte"]
 
 
@@ -253,12 +243,9 @@ def test_a_tail_survives_a_truncated_log(path: Path) -> None:
 
 
 def test_null_fields_of_an_event_are_kept_as_null(path: Path) -> None:
-    states = {"before": WorkerState.READY, "after": WorkerState.CRASHED}
-    event = ProcessExited(stimulus_id="exit:1", exit_code=None)
-    EventLog(path).append([record_of(event, watcher_name=NAME, component="C", time_s=0.0, **states)])
+    event = happened(K.PROCESS_EXITED, "exit:1", exit_code=None)
+    EventLog(path).append([event])
     assert read(path)[0]["exit_code"] is None
-    spawned = record_of(Spawned(stimulus_id="s", pid=1), watcher_name=NAME, component="C", time_s=0.0, **states)
-    assert (spawned["pid"], spawned["pid_start_time"]) == (1, None)
 
 
 # --- the arbiter's end -----------------------------------------------------------------------------
@@ -272,15 +259,15 @@ class Recorded:
         self.seconds = itertools.count(1)
         self.recorder = EventRecorder(EventLog(path), lambda: float(next(self.seconds)), self.told)
 
-    async def step(self, fleet: Fleet, stimulus: Stimulus) -> None:
+    async def step(self, fleet: Fleet, event: Event) -> None:
         """Let the machine take a step, and log it as the arbiter does."""
-        _, instructions = step(fleet, stimulus, 50.0)
-        (commit,) = (each for each in instructions if isinstance(each, Commit))
-        await self.recorder.append(commit, instructions)
+        _, effects, _ = step(fleet, event, 50.0)
+        (commit,) = (each for each in effects if isinstance(each, Commit))
+        await self.recorder.append(commit, effects)
 
 
 async def test_a_step_is_logged_with_what_is_done_about_each_worker(path: Path) -> None:
-    order = Scale(stimulus_id="scale:ab12", component="VllmWorker", change=Change(1, relative=False))
+    order = Scale(stimulus_id="scale:ab12", component="VllmWorker", target=Change(1, relative=False))
     await Recorded(path).step(fleet("ready", "ready", "ready"), order)
     records = read(path)
     assert [(each["watcher_name"], each["event"], each["stimulus_id"]) for each in records] == [
@@ -310,8 +297,8 @@ async def test_two_events_of_one_step_have_the_instructions_once(path: Path) -> 
 
 
 def _transition(cause: str) -> Transition:
-    event = DrainRequested(stimulus_id=cause)
-    return Transition(name(1), "VllmWorker", WorkerState.READY, WorkerState.DRAINING, event)
+    kind = K.DRAIN_REQUESTED
+    return Transition(name(1), "VllmWorker", WorkerState.READY, WorkerState.DRAINING, kind, cause, {"reason": ""})
 
 
 async def test_steps_and_other_records_are_written_in_the_order_in_which_they_came(path: Path) -> None:
@@ -341,3 +328,42 @@ async def test_events_that_cannot_be_written_are_told_and_come_later(tmp_path: P
     assert [each["stimulus_id"] for each in read(path)] == ["first", "second"]
     assert recorded.told[1:] == ["the event log is written again"]
     assert recorded.told.notes == []
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> RunRecords:
+    """Those of an arbiter of namespace `ns`, which is we ourselves."""
+    deployment: Any = SimpleNamespace(
+        graph=SimpleNamespace(namespace="ns", target="g:F"), paths=SimpleNamespace(logs=tmp_path), run_id="01J"
+    )
+    return RunRecords(deployment, EventRecorder(EventLog(event_log_path(tmp_path)), lambda: 7.0, Told()), lambda: 7.0)
+
+
+def written(folder: Path) -> list[tuple[str, int | None]]:
+    """The event, and the pid of an arbiter that was killed before it."""
+    return [(each["event"], each.get("killed_pid")) for each in read(event_log_path(folder))]
+
+
+async def test_a_run_says_who_runs_it_and_how_it_ended(records: RunRecords, tmp_path: Path) -> None:
+    await records.began(adopted=False)
+    await records.ended("W died; the end of its log:\n  | boom", 1, ours=True)
+    began, ended = read(event_log_path(tmp_path))
+    assert (began["run_id"], began["arbiter_pid"], began["target"], began["time"]) == ("01J", os.getpid(), "g:F", 7.0)
+    assert (ended["event"], ended["reason"], ended["exit_code"]) == ("RunEnded", "W died; the end of its log:", 1)
+
+
+async def test_an_arbiter_that_wrote_no_end_is_named_by_the_next(records: RunRecords, tmp_path: Path) -> None:
+    await records.began(adopted=False)
+    await records.began(adopted=True)
+    await records.ended("no etcd", 1, ours=False)
+    await records.began(adopted=True)
+    await records.ended("dynamo down", 0, ours=True)
+    await records.began(adopted=False)
+    assert written(tmp_path) == [
+        ("RunStarted", None),
+        ("RunAdopted", os.getpid()),
+        ("RunNotAdopted", None),
+        ("RunAdopted", None),
+        ("RunEnded", None),
+        ("RunStarted", None),
+    ]

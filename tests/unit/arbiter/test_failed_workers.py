@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo_local.core.fleet.lifecycle import Event, LeaseRevoked, Registered
+from dynamo_local.core.fleet.lifecycle import TransitionKind as K
 from dynamo_local.core.types import WorkerState
 from tests.fakes.arbiter.fleet_views import pid_of
 from tests.fakes.arbiter.registry import Registry
 
 
-@pytest.mark.parametrize(("failed", "seen"), [(True, [Registered]), (False, [Registered, LeaseRevoked])])
-async def test_the_end_of_a_failed_workers_key_is_no_drain(
-    registry: Registry, failed: bool, seen: list[type[Event]]
-) -> None:
+@pytest.mark.parametrize(("failed", "seen"), [(True, [K.REGISTERED]), (False, [K.REGISTERED, K.LEASE_REVOKED])])
+async def test_the_end_of_a_failed_workers_key_is_no_drain(registry: Registry, failed: bool, seen: list[K]) -> None:
     await registry.put()
     if failed:
         await registry.put(failed=True)
-    await registry.until(lambda worker: worker.ready and worker.engine_failed is failed)
+    await registry.until(lambda worker: worker.ready and worker.health.engine_failed is failed)
     await registry.etcd.delete(registry.key)
     await registry.until(lambda worker: worker.lease is None)
     assert registry.events == seen
@@ -35,4 +33,4 @@ async def test_a_key_of_a_process_before_this_one_says_nothing(registry: Registr
     await registry.put(pid=pid_of(0) - 1, failed=True)
     await registry.put()
     await registry.until(lambda worker: worker.ready)
-    assert not registry.worker.engine_failed
+    assert not registry.worker.health.engine_failed

@@ -12,6 +12,7 @@ from dynamo_local.arbiter.request import ServeOptions, understand
 from dynamo_local.components.commands.launch import DYNAMO_1X
 from dynamo_local.config.loading import Config
 from dynamo_local.core.types import GraphSpec, Role, ServiceSpec
+from dynamo_local.errors import ConfigError
 from dynamo_local.sdk.loader import LoadedGraph
 from tests.drivers.served import ROOT
 
@@ -130,3 +131,30 @@ def test_workers_of_dynamo_1x_cannot() -> None:
     other = ServiceSpec("Pre", Role.PREFILL, runtime=DYNAMO_1X)
     graph = with_flips(LoadedGraph, GraphSpec("dynamo", "", (spec, other)), Config)  # type: ignore[arg-type]
     assert "Dynamo 1.x" in why(graph)
+
+
+def plan(tmp_path: Path, target: str, **worker: object) -> None:
+    """`dynamo serve --dry-run` of a graph whose VllmWorker has real vLLM and that section."""
+    args = {"standby": 0, **worker.pop("ServiceArgs", {})}  # type: ignore[dict-item]
+    config = {"VllmWorker": {"engine": "vllm", "model": str(tmp_path), **worker, "ServiceArgs": args}}
+    if target == "disagg":
+        config["PrefillWorker"] = {"engine": "vllm", "model": str(tmp_path)}
+    file = tmp_path / "graph.yaml"
+    file.write_text(yaml.safe_dump(config))
+    understand(ServeOptions(f"graphs.{target}:Frontend", file=file), {}, ROOT / "examples" / "llm", only_plan=True)
+
+
+@pytest.mark.parametrize(
+    ("target", "worker", "why"),
+    [
+        ("disagg", {"remote-prefill": True}, "with a KV connector vLLM cannot sleep"),
+        ("agg", {"kv-transfer-config": {"kv_connector": "NixlConnector"}}, "registered with NIXL at the start"),
+        ("agg", {"ServiceArgs": {"resources": {"gpu": 0}}}, "vLLM's CPU platform has no sleep mode"),
+    ],
+)
+def test_what_keeps_vllm_awake_is_named(tmp_path: Path, target: str, worker: dict[str, object], why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as refused:
+        plan(tmp_path, target, **worker)
+    assert "VllmWorker" in str(refused.value)
+    assert "ServiceArgs.standby" in str(refused.value)
+    assert "remove it" in str(refused.value)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from circus.plugins import _str2cfg
 
-from dynamo_local.arbiter.adoption import Found, Wish, check_same, hold_gpus
+from dynamo_local.arbiter.adoption import Found, ServeSettings, check_same, hold_gpus
 from dynamo_local.arbiter.guard import environment, guardian_argv
 from dynamo_local.arbiter.guarded_run import OPTION, GuardedRun
 from dynamo_local.core.gpus import GpuLedger
@@ -43,7 +43,7 @@ def test_a_ward_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_its_command_line_survives_circus_and_a_shell() -> None:
-    """circus-facts: options travel through an unquoted command line; ours is one path without spaces."""
+    """options travel through an unquoted command line; ours is one path without spaces."""
     paths = Paths.of("test", {"XDG_RUNTIME_DIR": "/run/user/0", "HOME": "/root"})
     argv = guardian_argv(paths, Path("/run/user/0/dynamo/test/guardian.json"))
     config = _str2cfg(argv[argv.index("--config") + 1])
@@ -52,7 +52,7 @@ def test_its_command_line_survives_circus_and_a_shell() -> None:
 
 
 def test_its_environment_has_no_secret_and_nothing_for_a_worker() -> None:
-    """lesson 11: `circusctl options` prints it."""
+    """`circusctl options` prints it."""
     given = {"PATH": "/bin", "PYTHONPATH": "/x", "LC_ALL": "C", "HF_TOKEN": "hush", "CUDA_VISIBLE_DEVICES": "1"}
     assert environment(given) == {"PATH": "/bin", "PYTHONPATH": "/x", "LC_ALL": "C"}
 
@@ -114,7 +114,7 @@ def test_servers_policy_and_course_are_kept_and_absent_where_there_are_none() ->
     assert not {"servers", "on_arbiter_death"} & json.loads(State(namespace="n", run_id=RUN).model_dump_json()).keys()
 
 
-def wish(**changes: Any) -> Wish:
+def wish(**changes: Any) -> ServeSettings:
     """The command line that started it."""
     same: dict[str, Any] = {
         "graph": GRAPH,
@@ -124,7 +124,7 @@ def wish(**changes: Any) -> Wish:
         "etcd_endpoints": None,
         "nats_server": None,
     }
-    return Wish(**{**same, **changes})
+    return ServeSettings(**{**same, **changes})
 
 
 def test_the_same_command_line_may_adopt() -> None:
@@ -177,7 +177,7 @@ def held_by(uuids: Sequence[str], *, living: bool) -> Found:
 
 
 def test_an_adopted_workers_gpus_are_its_own_without_our_lock(tmp_path: Path) -> None:
-    """lesson 4: counted as held, not handed out; the lock is the worker's until it is gone, and ours then."""
+    """counted as held, not handed out; the lock is the worker's until it is gone, and ours then."""
     before, after = pool(tmp_path), pool(tmp_path)
     uuids = [device.uuid for device in ledger_of(before).devices[:2]]
     before.lock("test_W", uuids)  # stands for the worker, which inherited the locks

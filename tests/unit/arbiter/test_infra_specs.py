@@ -1,4 +1,4 @@
-"""What we run etcd and NATS with, and which binaries we find."""
+"""Arguments, environment and files of the embedded etcd and NATS."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_old_wheel_of_etcd_is_called_old() -> None:
 
 
 def test_leased_ports_never_clash() -> None:
-    """lesson 19: ports come from the allocator, and one that is leased is not given out again."""
+    """ports come from the allocator, and one that is leased is not given out again."""
     leases = [PortLease() for _ in range(50)]
     try:
         assert len({lease.port for lease in leases}) == 50
@@ -104,7 +104,7 @@ def test_everything_listens_on_loopback_only(tmp_path: Path) -> None:
 
 
 def test_the_token_is_in_private_files_and_nowhere_else(tmp_path: Path) -> None:
-    """lesson 11: secrets stay off argv, out of the environment and out of what is printed."""
+    """secrets stay off argv, out of the environment and out of what is printed."""
     spec = NatsSpec(NATS, tmp_path / "nats", 1003, TOKEN, None)
     prepare(spec)
     assert TOKEN not in repr(spec) + repr(spec.argv) + repr(spec.env) + spec.url

@@ -62,7 +62,7 @@ class Run:
         life = Life(fleet())
         life.fleet = adoption.watch(taken, lambda worker: None)  # type: ignore[arg-type, return-value]
         life.fleet = life.fleet.with_workers(
-            {**life.fleet.workers, name(): replace(life.fleet.workers[name()], lease="abc")}
+            {**life.fleet.workers, name(): life.fleet.workers[name()].changed(lease="abc")}
         )
         life.feed(st.Resume(stimulus_id="adopt", gone=adoption.gone))
         return life
@@ -113,7 +113,7 @@ async def test_one_that_had_left_before_is_counted_too() -> None:
 
 async def test_one_that_is_restarted_by_command_is_not_counted() -> None:
     run = Run("ready", "ready", restart_revoked=RESTART)
-    run.life.feed(st.Restart(stimulus_id="command:1", target=name(1)))
+    run.life.feed(st.Restart(stimulus_id="command:1", name=name(1)))
     run.life.gone(1)
     await run.written()
     life = run.successor(lives=False)
@@ -177,4 +177,4 @@ async def test_one_that_was_stopped_past_its_lease_has_registered_again() -> Non
     taken = Adoption(Found(run.kept.store.read(), {name(1): pid_of(1)}), Watches()).workers(  # type: ignore[arg-type]
         replace(run.life.fleet, workers={}), 100.0
     )
-    assert (taken.workers[name(1)].state, taken.workers[name(1)].course) == ("ready", "steady")
+    assert (taken.workers[name(1)].state, taken.workers[name(1)].intent) == ("ready", "steady")

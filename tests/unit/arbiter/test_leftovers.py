@@ -1,4 +1,4 @@
-"""What a killed arbiter left: found by its marks and by its sessions, and never a stranger."""
+"""Processes and files of a killed arbiter are found by marks and sessions, ended, and cleared away."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ import pytest
 
 from dynamo_local.arbiter import leftovers
 from dynamo_local.arbiter.adoption import settle
-from dynamo_local.arbiter.leftovers import Known, Unkillable, end, end_run, recorded
+from dynamo_local.arbiter.leftovers import RecordedProcess, Unkillable, end, end_run, recorded, revoke
 from dynamo_local.arbiter.marks import guarded_arbiter, guardian_marks, marked, marks, statefiles_elsewhere
-from dynamo_local.arbiter.revocation import revoke
 from dynamo_local.errors import NamespaceBusy, NotRunning
 from dynamo_local.system.paths import Paths
 from dynamo_local.system.processes import is_alive, start_time_s
@@ -59,7 +58,7 @@ def spawn(paths: Paths) -> Iterator[Spawn]:
 
     yield start
     for process in started:
-        for pid in leftovers.in_sessions([Known("test_W", process.pid, 0.0)]):
+        for pid in leftovers.in_sessions([RecordedProcess("test_W", process.pid, 0.0)]):
             os.kill(pid, signal.SIGKILL)
         process.kill()
         process.wait()
@@ -67,9 +66,9 @@ def spawn(paths: Paths) -> Iterator[Spawn]:
         process.stdout.close()
 
 
-def known(process: subprocess.Popen[str]) -> Known:
+def known(process: subprocess.Popen[str]) -> RecordedProcess:
     """As the statefile has it."""
-    return Known("test_W", process.pid, start_time_s(process.pid))
+    return RecordedProcess("test_W", process.pid, start_time_s(process.pid))
 
 
 def write_statefile(paths: Paths, process: subprocess.Popen[str] | None = None, **more: Any) -> None:
@@ -87,7 +86,7 @@ def write_statefile(paths: Paths, process: subprocess.Popen[str] | None = None, 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "\x00"])
 def test_a_broken_statefile_is_an_empty_record(paths: Paths, text: str) -> None:
     paths.statefile.write_text(text)
-    assert recorded(paths.statefile) == leftovers.Recorded()
+    assert recorded(paths.statefile) == leftovers.RecordedRun()
 
 
 @pytest.mark.parametrize(
@@ -111,7 +110,7 @@ def test_the_leases_of_what_runs_behind_a_worker_are_its_too(paths: Paths) -> No
 
 
 def test_a_missing_statefile_is_an_empty_record(paths: Paths) -> None:
-    assert recorded(paths.statefile) == leftovers.Recorded()
+    assert recorded(paths.statefile) == leftovers.RecordedRun()
 
 
 # --- finding -------------------------------------------------------------------------------------
@@ -176,7 +175,7 @@ def test_we_and_those_who_started_us_are_never_found(paths: Paths) -> None:
 
 
 def test_a_session_holds_a_child_without_marks_also_when_its_leader_is_dead(spawn: Spawn) -> None:
-    """lesson 3: a crashed engine's helper, started with another environment."""
+    """a crashed engine's helper, started with another environment."""
     leader = spawn(WITH_CHILD)
     worker = known(leader)
     child = next(pid for pid in leftovers.in_sessions([worker]) if pid != leader.pid)
@@ -188,10 +187,10 @@ def test_a_session_holds_a_child_without_marks_also_when_its_leader_is_dead(spaw
 def test_a_pid_that_was_given_to_somebody_else_is_left_alone(spawn: Spawn) -> None:
     stranger = spawn(env={})
     for off_s in (-100.0, 100.0):
-        reused = Known("test_W", stranger.pid, (start_time_s(stranger.pid) or 0.0) + off_s)
+        reused = RecordedProcess("test_W", stranger.pid, (start_time_s(stranger.pid) or 0.0) + off_s)
         assert leftovers.in_sessions([reused]) == {}
         assert not reused.alive
-    assert not Known("test_W", stranger.pid, None).alive
+    assert not RecordedProcess("test_W", stranger.pid, None).alive
 
 
 # --- ending --------------------------------------------------------------------------------------
@@ -219,7 +218,7 @@ def test_an_etcd_that_does_not_answer_holds_nothing_up(caplog: pytest.LogCapture
 
 
 def test_the_whole_run_is_ended_and_its_files_are_gone(paths: Paths, spawn: Spawn) -> None:
-    """lesson 10: of the state folder only our own file."""
+    """of the state folder only our own file."""
     worker = spawn(DEAF)
     other = paths.statefile.with_name("other.json")
     other.write_text("{}")

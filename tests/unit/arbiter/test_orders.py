@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.arbiter.commands import CALL_BACK_TIMEOUT_S, Orders
-from dynamo_local.arbiter.controller import Shell
+from dynamo_local.arbiter.commands import CALL_BACK_TIMEOUT_S, Commands
+from dynamo_local.arbiter.controller import FleetController
 from dynamo_local.arbiter.effects import Act
 from dynamo_local.clock import AsyncioClock, run_virtual
 from dynamo_local.core.fleet.effects import CallBack, Spawn
-from dynamo_local.core.fleet.events import CalledBack
+from dynamo_local.core.fleet.events import CalledBack, Change, Drain, Restart, Scale, ScaleAll
 from dynamo_local.core.fleet.fleet import Fleet
-from dynamo_local.core.fleet.lifecycle import SpawnRequested
+from dynamo_local.core.fleet.lifecycle import TransitionKind
 from dynamo_local.core.types import WorkerState
 from dynamo_local.errors import DrainNotCancellable, NotEnoughGpus
 from dynamo_local.system.gpu_locks import GpuLocked
@@ -57,11 +57,13 @@ class House:
     def __init__(self, view: Fleet, looks: Looks | None = None, answers: dict[type, Any] | None = None) -> None:
         self.effects = FakeEffects(quick=True, answers=answers or {})
         self.looks = looks or Looks()
-        self.shell: Shell = shell_of(view, self.effects)
-        self.orders = Orders(self.shell, self.looks.look)
+        self.controller: FleetController = shell_of(view, self.effects)
+        self.commands = Commands(self.controller, self.looks.look)
 
     async def one_more(self, **options: Any) -> dict[str, Any]:
-        return await self.orders.scale("VllmWorker", "+1", stimulus_id="scale:1", **options)
+        return await self.commands.run(
+            Scale(stimulus_id="scale:1", component="VllmWorker", target=Change(1, relative=True), **options)
+        )
 
 
 def one_ready() -> Fleet:
@@ -83,7 +85,7 @@ async def test_a_lock_that_somebody_only_asked_about_costs_one_more_look() -> No
     assert (house.looks.count, answer["target"]) == (2, 2)
     assert spawned(house.effects) == [name(1)]
     assert house.effects.locked == {FREE}
-    requested = [each for each in house.effects.transitions if isinstance(each.event, SpawnRequested)]
+    requested = [each for each in house.effects.transitions if each.kind is TransitionKind.SPAWN_REQUESTED]
     assert len(requested) == 1
 
 
@@ -93,7 +95,7 @@ async def test_a_device_that_somebody_took_meanwhile_is_a_refusal_that_says_who(
     with pytest.raises(NotEnoughGpus, match="namespace other \\(watcher other_W, arbiter pid 9\\)"):
         await house.one_more()
     assert house.looks.count == 2
-    assert (list(house.shell.fleet.workers), house.effects.locked) == ([name()], set())
+    assert (list(house.controller.fleet.workers), house.effects.locked) == ([name()], set())
 
 
 async def test_a_lock_that_is_refused_again_and_again_is_not_asked_for_for_ever() -> None:
@@ -134,7 +136,7 @@ async def test_a_restart_that_needs_a_device_for_the_substitute_looks_for_one_fi
     view = one_ready()
     taken = view.gpus.reserved_elsewhere(FREE, "namespace other")
     house = House(replace(view, gpus=taken))
-    answer = await house.orders.restart(name(), stimulus_id="restart:1")
+    answer = await house.commands.run(Restart(stimulus_id="restart:1", name=name()))
     assert (answer["workers"], answer["substitutes"]) == ([name()], {name(): name(1)})
     assert (house.looks.count, spawned(house.effects)) == (1, [name(1)])
 
@@ -144,7 +146,7 @@ async def test_a_device_whose_quarantine_may_have_ended_is_looked_at_before_a_re
     house = House(replace(view, gpus=view.gpus.quarantine(FREE, "pid 7 still holds it")))
     await house.one_more()
     assert (house.looks.count, spawned(house.effects)) == (1, [name(1)])
-    assert house.shell.fleet.gpus.quarantined == {}
+    assert house.controller.fleet.gpus.quarantined == {}
 
 
 # --- several components -----------------------------------------------------------------------------
@@ -153,7 +155,7 @@ async def test_a_device_whose_quarantine_may_have_ended_is_looked_at_before_a_re
 async def test_a_decision_about_two_components_is_answered_for_each() -> None:
     view = on_ledger([worker(0, "ready", PREFILL), worker(0, "ready"), worker(1, "ready")], GPUS + 1)
     house = House(view, Looks(GpuSample(tuple(SimInventory(GPUS + 1).sample()))))
-    answer = await house.orders.scale_all({"PrefillWorker": 2, "VllmWorker": 1}, stimulus_id="planner:3")
+    answer = await house.commands.run(ScaleAll(stimulus_id="planner:3", targets={"PrefillWorker": 2, "VllmWorker": 1}))
     told = {
         component: [(each["kind"], each["watcher_name"]) for each in one["instructions"]]
         for component, one in answer.items()
@@ -168,8 +170,8 @@ async def test_a_lock_that_is_refused_takes_the_whole_decision_back() -> None:
     house = House(view, Looks(GpuSample(tuple(SimInventory(4).sample()))))
     house.effects.refuse_locks = [GpuLocked(first, "somebody") for _ in range(9)]
     with pytest.raises(NotEnoughGpus):
-        await house.orders.scale_all({"PrefillWorker": 2, "VllmWorker": 2}, stimulus_id="planner:3")
-    assert list(house.shell.fleet.workers) == list(view.workers)
+        await house.commands.run(ScaleAll(stimulus_id="planner:3", targets={"PrefillWorker": 2, "VllmWorker": 2}))
+    assert list(house.controller.fleet.workers) == list(view.workers)
     assert house.effects.locked == set()
 
 
@@ -192,7 +194,7 @@ def leaving() -> Fleet:
 
 async def test_a_cancel_is_answered_when_the_worker_has_registered_again() -> None:
     house = House(leaving(), answers={CallBack: answering(None)})
-    answer = await house.orders.drain("VllmWorker_1", cancel=True, stimulus_id="drain:1")
+    answer = await house.commands.run(Drain(stimulus_id="drain:1", name="VllmWorker_1", cancel=True))
     assert (answer["watcher_name"], answer["state"]) == (name(1), "ready")
     assert [each["kind"] for each in answer["instructions"]] == ["cancel_drain"]
 
@@ -200,20 +202,20 @@ async def test_a_cancel_is_answered_when_the_worker_has_registered_again() -> No
 async def test_what_the_worker_says_against_it_is_the_refusal() -> None:
     house = House(leaving(), answers={CallBack: answering("it is past the point of no return")})
     with pytest.raises(DrainNotCancellable, match=f"the drain of {name(1)} could not be taken back: it is past"):
-        await house.orders.drain(name(1), cancel=True, stimulus_id="drain:1")
-    assert house.shell.fleet.workers[name(1)].state is WorkerState.DRAINING
+        await house.commands.run(Drain(stimulus_id="drain:1", name=name(1), cancel=True))
+    assert house.controller.fleet.workers[name(1)].state is WorkerState.DRAINING
 
 
 async def test_the_answer_to_another_command_is_not_this_ones() -> None:
     """Ordered to leave again and called back once more, the worker answers the first call only now."""
     house = House(leaving(), answers={CallBack: None})
     late = partial(CalledBack, stimulus_id="control", name=name(1), pid=pid_of(1))
-    waiting = asyncio.ensure_future(house.orders.drain(name(1), cancel=True, stimulus_id="drain:2"))
+    waiting = asyncio.ensure_future(house.commands.run(Drain(stimulus_id="drain:2", name=name(1), cancel=True)))
     async with asyncio.timeout(10.0):
         while not house.effects.asked:
             await asyncio.sleep(0)
-    house.shell.feed(late(error="it has exited", asked_by="drain:1"))
-    house.shell.feed(late(asked_by="drain:2"))
+    house.controller.feed(late(error="it has exited", asked_by="drain:1"))
+    house.controller.feed(late(asked_by="drain:2"))
     assert (await waiting)["state"] == "ready"
 
 
@@ -223,10 +225,10 @@ def test_a_worker_that_does_not_answer_is_a_refusal_after_a_bounded_time() -> No
         house = House(leaving(), answers={CallBack: None})
         began_s = AsyncioClock().now_s()
         with pytest.raises(DrainNotCancellable, match=f"it did not answer within {CALL_BACK_TIMEOUT_S:g} s"):
-            await house.orders.drain(name(1), cancel=True, stimulus_id="drain:1")
+            await house.commands.run(Drain(stimulus_id="drain:1", name=name(1), cancel=True))
         waited_s = AsyncioClock().now_s() - began_s
-        house.shell.feed(CalledBack(stimulus_id="late", name=name(1), pid=pid_of(1), asked_by="drain:1"))
-        assert house.shell.fleet.workers[name(1)].ready
+        house.controller.feed(CalledBack(stimulus_id="late", name=name(1), pid=pid_of(1), asked_by="drain:1"))
+        assert house.controller.fleet.workers[name(1)].ready
         return waited_s
 
     assert run_virtual(scenario()) == pytest.approx(CALL_BACK_TIMEOUT_S)
@@ -234,19 +236,19 @@ def test_a_worker_that_does_not_answer_is_a_refusal_after_a_bounded_time() -> No
 
 async def test_a_worker_that_serves_is_not_called_back() -> None:
     house = House(fleet("ready", gpus=GPUS))
-    answer = await house.orders.drain(name(), cancel=True, stimulus_id="drain:1")
+    answer = await house.commands.run(Drain(stimulus_id="drain:1", name=name(), cancel=True))
     assert (answer["state"], answer["instructions"], house.effects.asked) == ("ready", [], [])
 
 
 async def test_a_worker_that_is_past_its_deadline_cannot_be_called_back() -> None:
     house = House(fleet("ready", "drain_timed_out", gpus=GPUS))
     with pytest.raises(DrainNotCancellable):
-        await house.orders.drain(name(1), cancel=True, stimulus_id="drain:1")
+        await house.commands.run(Drain(stimulus_id="drain:1", name=name(1), cancel=True))
     assert house.effects.asked == []
 
 
 async def test_an_answer_names_the_worker_by_its_whole_name() -> None:
     """`VllmWorker_1` will do on the command line."""
     house = House(fleet("ready", "ready", gpus=GPUS))
-    answer = await house.orders.drain("VllmWorker_1", stimulus_id="drain:1")
+    answer = await house.commands.run(Drain(stimulus_id="drain:1", name="VllmWorker_1"))
     assert (answer["watcher_name"], answer["state"]) == (name(1), "draining")

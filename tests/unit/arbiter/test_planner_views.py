@@ -1,4 +1,4 @@
-"""TensorBoard and Prometheus as the planner's onlookers: each reading and decision arrives once, acted upon or not."""
+"""TensorBoard and Prometheus as the planner's observers: each reading and decision arrives once, acted upon or not."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from dynamo_local.arbiter import tensorboard
-from dynamo_local.arbiter.planner_metrics import PlannerNow
-from dynamo_local.arbiter.planner_views import Board, PlannerMetrics
+from dynamo_local.arbiter.planner_metrics import PlannerMetrics, PlannerNow
+from dynamo_local.arbiter.tensorboard import Board
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import ConfigError
 from dynamo_local.planner.collector import LoopLatency

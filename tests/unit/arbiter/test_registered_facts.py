@@ -1,4 +1,4 @@
-"""What a worker's key in the registry may say, and what is taken from it."""
+"""Facts in a worker's registry key."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_a_key_that_says_nothing_makes_nobody_ready(registry: Registry, va
     await registry.etcd.put(registry.key, value)
     await registry.put(endpoints=[OWN])
     await registry.until(lambda worker: worker.ready)
-    assert [each.__name__ for each in registry.events] == ["Registered"]
+    assert registry.events == ["Registered"]
 
 
 async def test_where_the_frontend_listens_is_taken_from_its_key(registry: Registry) -> None:

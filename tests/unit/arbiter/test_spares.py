@@ -10,8 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from dynamo_local.arbiter.prewarmed import SparedHost, SpareRules, Spares
-from dynamo_local.arbiter.prewarmed_kinds import Kind
+from dynamo_local.arbiter.prewarmed import PrewarmedHost, PrewarmedKind, PrewarmedProcesses, PrewarmedRules
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.prewarmed import early, is_spare
 from dynamo_local.system import fd_messages
@@ -19,14 +18,14 @@ from dynamo_local.system.paths import Paths
 from dynamo_local.system.process_host import ExitCallback, ProcessSpec
 from tests.drivers.eventually import eventually
 
-KIND = Kind("sim", "/", (("PATH", "/bin"),))
-OTHER = Kind("vllm", "/", (("PATH", "/bin"),))
+KIND = PrewarmedKind("sim", "/", (("PATH", "/bin"),))
+OTHER = PrewarmedKind("vllm", "/", (("PATH", "/bin"),))
 GONE_PID = 2**22 + 1
 """More than the kernel gives: to end it ends nobody."""
 
 
 class Host:
-    """A `SpareHost`. `answers` is what each spare does with its end of the socket."""
+    """A `PrewarmingHost`. `answers` is what each spare does with its end of the socket."""
 
     def __init__(self, answers: Callable[[socket.socket], Coroutine[Any, Any, None]]) -> None:
         self.on_exit: ExitCallback | None = None
@@ -73,16 +72,20 @@ async def fails(connection: socket.socket) -> None:
         await fd_messages.asend(connection, {"error": "there is no vllm here"})
 
 
+async def nothing() -> None:
+    """Writes nothing down."""
+
+
 @asynccontextmanager
 async def pool(
     tmp_path: Path, host: Host, *, calm: Callable[[], bool] = lambda: True
-) -> AsyncIterator[tuple[Spares, list]]:
+) -> AsyncIterator[tuple[PrewarmedProcesses, list]]:
     told: list[str] = []
     tasks: set[asyncio.Future[None]] = set()
-    rules = SpareRules(1, lambda name: {"DYN_WATCHER_NAME": name}, None, None, None, 5.0)
+    rules = PrewarmedRules(1, lambda name: {"DYN_WATCHER_NAME": name}, None, None, None, 5.0)
     paths = Paths.of("dynamo", {"HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)})
     paths.logs.mkdir(parents=True)
-    spares = Spares(
+    spares = PrewarmedProcesses(
         host,
         paths,
         rules,
@@ -90,6 +93,7 @@ async def pool(
         wanted=lambda: (KIND,),
         calm=calm,
         background=lambda work: tasks.add(asyncio.ensure_future(work)),
+        on_change=nothing,
         tell=lambda text, about=None: told.append(text),
     )
     running = asyncio.create_task(spares.run())
@@ -110,7 +114,7 @@ async def test_a_spare_becomes_the_worker_and_the_next_one_is_started(tmp_path: 
     host = Host(obeys)
     async with pool(tmp_path, host) as (spares, told):
         await eventually(lambda: spares.counts()["sim", "warm"])
-        assert await SparedHost(host, spares, lambda name: KIND).start_process(spec(tmp_path)) == GONE_PID
+        assert await PrewarmedHost(host, spares, lambda name: KIND).start_process(spec(tmp_path)) == GONE_PID
         assert host.renamed == [("dynamo_spare", "dynamo_W")]
         await eventually(lambda: len(host.started) == 2)
         assert told == []
@@ -120,7 +124,7 @@ async def test_one_of_another_kind_is_not_taken(tmp_path: Path) -> None:
     host = Host(obeys)
     async with pool(tmp_path, host) as (spares, _):
         await eventually(lambda: spares.counts()["sim", "warm"])
-        starting = SparedHost(host, spares, lambda name: OTHER)
+        starting = PrewarmedHost(host, spares, lambda name: OTHER)
         pid = await starting.start_process(spec(tmp_path))
         assert (host.renamed, host.started[-1]) == ([], "dynamo_W")
         assert not starting.was_spare(pid)
@@ -130,7 +134,7 @@ async def test_one_that_refuses_is_ended_and_the_worker_is_started_anew(tmp_path
     host = Host(refuses)
     async with pool(tmp_path, host) as (spares, told):
         await eventually(lambda: spares.counts()["sim", "warm"])
-        starting = SparedHost(host, spares, lambda name: KIND)
+        starting = PrewarmedHost(host, spares, lambda name: KIND)
         assert not starting.was_spare(await starting.start_process(spec(tmp_path)))
         assert (host.renamed, host.started) == ([], ["dynamo_spare", "dynamo_W"])
         assert "9999 bytes" in told[0]

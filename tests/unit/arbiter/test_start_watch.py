@@ -1,4 +1,4 @@
-"""What a worker waits for that takes long to start is asked of it, for `dynamo status`."""
+"""The arbiter asks workers with a long start what they wait for."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ async def test_only_those_that_are_starting_are_asked_and_their_answer_is_shown(
 
     monkeypatch.setattr(WorkerAsks, "control", control)
     clock = HandClock()
-    shell = shell_of(fleet("starting", "starting", "ready"), FakeEffects(answers={}), clock)
-    clock.at_s = max(worker.since_s for worker in shell.fleet.workers.values())
-    watch = StartWatch("dynamo", shell, Links("dynamo", "01J"), clock)
+    controller = shell_of(fleet("starting", "starting", "ready"), FakeEffects(answers={}), clock)
+    clock.at_s = max(worker.since_s for worker in controller.fleet.workers.values())
+    watch = StartWatch("dynamo", controller, Links("dynamo", "01J"), clock)
     await watch.look()
     assert (asked, watch.waits_for) == ([], {})  # a short start has nothing to tell
     clock.at_s += 5.0
     await watch.look()
     assert sorted(asked) == [name(0), name(1)]
     assert watch.waits_for == {name(0): "a model"}
-    told = worker_status(shell.fleet.workers[name(0)], shell.fleet, tmp_path, 5.0, watch.waits_for[name(0)])
+    told = worker_status(controller.fleet.workers[name(0)], controller.fleet, tmp_path, 5.0, watch.waits_for[name(0)])
     assert told["reason"] == "waits for a model"
     silent.add(name(0))
     await watch.look()
     assert watch.waits_for == {name(0): "a model"}  # it ends just now, or is busy
-    shell.fleet = put(shell.fleet, name(0), state=WorkerState.START_TIMED_OUT)
+    controller.fleet = put(controller.fleet, name(0), state=WorkerState.START_TIMED_OUT)
     await watch.look()
     assert watch.waits_for == {name(0): "a model"}  # the report of its failure comes later, and quotes it
-    shell.fleet = put(shell.fleet, name(0), state=WorkerState.BACKING_OFF)
+    controller.fleet = put(controller.fleet, name(0), state=WorkerState.BACKING_OFF)
     await watch.look()
     assert watch.waits_for == {}
-    ready = worker_status(shell.fleet.workers[name(2)], shell.fleet, tmp_path, 5.0, "its registration")
+    ready = worker_status(controller.fleet.workers[name(2)], controller.fleet, tmp_path, 5.0, "its registration")
     assert ready["reason"] is None

@@ -14,8 +14,10 @@ import pytest
 from tensorboardX.event_file_writer import EventsWriter
 
 from dynamo_local.arbiter import tensorboard
+from dynamo_local.arbiter.request import ServeOptions, understand
 from dynamo_local.arbiter.tensorboard import ScalarFile, folder_for, missing_library
 from dynamo_local.errors import EXIT_BAD_INPUT, ConfigError
+from tests.tools.clean_imports import clean_imports
 from tests.tools.event_files import named, read_points
 
 NOW = datetime(2026, 3, 7, 14, 5, 9, tzinfo=UTC)
@@ -136,3 +138,25 @@ def test_without_the_extra_nothing_is_written_and_a_log_dir_says_what_to_install
         assert folder_for(log_dir, base=tmp_path, logs=tmp_path, now=NOW) is None
     assert missing_library(None) is None
     assert re.search(r"extra `tensorboard`.*'\.\[tensorboard\]'", missing_library(Path("tb")) or "")
+
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "llm"
+
+
+def _understand(tmp_path: Path, *overrides: str, planner: bool | None) -> None:
+    options = ServeOptions(
+        "graphs.agg:Frontend", file=EXAMPLE / "configs/agg.yaml", overrides=overrides, planner=planner
+    )
+    with clean_imports():
+        understand(options, {"HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)}, EXAMPLE)
+
+
+def test_without_the_extra_a_log_dir_does_not_stop_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorboard, "available", lambda: False)
+    _understand(tmp_path, "--Planner.log-dir=tb", planner=True)
+
+
+def test_without_the_extra_a_planner_without_a_log_dir_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorboard, "available", lambda: False)
+    _understand(tmp_path, planner=True)
+    _understand(tmp_path, "--Planner.log-dir=tb", planner=False)  # it does not start

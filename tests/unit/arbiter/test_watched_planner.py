@@ -8,7 +8,8 @@ import httpx
 
 from dynamo_local.arbiter.exporter import Exporter, Place
 from dynamo_local.arbiter.links import Links
-from dynamo_local.arbiter.planner_report import reports_folder
+from dynamo_local.arbiter.planner_report_schedule import reports_folder
+from dynamo_local.arbiter.planner_views import PlannerViews
 from dynamo_local.arbiter.sampler import Sampling
 from dynamo_local.arbiter.tasks import Tasks
 from dynamo_local.clock import AsyncioClock
@@ -22,15 +23,23 @@ async def test_gauges_follow_it_and_its_end_writes_a_report(tmp_path: Path) -> N
     await arbiter.statefile.create()
     tasks, socket = Tasks(clock, arbiter.told), tmp_path / "m.sock"
     exporter = Exporter(
-        arbiter.shell,
-        Sampling("dynamo", arbiter.shell, Links("dynamo", "01J"), clock),
+        arbiter.controller,
+        Sampling("dynamo", arbiter.controller, Links("dynamo", "01J"), clock),
         clock,
         components=("VllmWorker", "PrefillWorker"),
         state=lambda: "ready",
         tasks=tasks,
         place=Place(socket=socket),
     )
-    exporter.watch(arbiter.planning, tmp_path, tmp_path, arbiter.told)
+    views = PlannerViews(
+        arbiter.planning,
+        exporter.metrics.registry,
+        gpu_hours=exporter.gpu_hours,
+        base=tmp_path,
+        logs=tmp_path,
+        clock=clock,
+        tell=arbiter.told,
+    )
     await exporter.start()
 
     async def scraped() -> Samples:
@@ -51,6 +60,7 @@ async def test_gauges_follow_it_and_its_end_writes_a_report(tmp_path: Path) -> N
     }
     await arbiter.planning.stop()
     assert ("dynamo_planner_num_decode_replicas", ()) not in await scraped()
+    await views.reports.close()
     await exporter.stop()
     await auntil(lambda: not arbiter.tasks, what=lambda: arbiter.tasks)
     (report,) = reports_folder(tmp_path).iterdir()

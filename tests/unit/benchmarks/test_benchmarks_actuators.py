@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.actuators.facts import Facts, Kept, OfEngine
 from benchmarks.actuators.page import COMMAND, PAGE, p99, report, section, write
-from benchmarks.measured_pages import END
+from benchmarks.measured_pages import END, wrapped
 from dynamo_local.core.lead_times import Rung
 
 MACHINE = {
@@ -70,4 +70,4 @@ def test_the_page_has_a_place_for_it(facts: Facts, tmp_path: Path) -> None:
     begin = f"<!-- measured: {COMMAND} -->"
     assert after.partition(begin)[0] == before.partition(begin)[0]
     assert after.partition(END)[2] == before.partition(END)[2]
-    assert section(facts) in after
+    assert wrapped(section(facts)) in after

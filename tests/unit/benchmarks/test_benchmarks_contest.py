@@ -101,7 +101,7 @@ def test_the_page_says_who_won_and_what_was_missed() -> None:
     facts = Facts(None, [ROW, slo, load, replayed])
     text = section(facts)
     assert "`slo` **loses** to the fixed fleet 2P2D" in text
-    assert "`load` is beaten by no fixed fleet; it beats 2P2D." in text
+    assert "`load` loses to none and beats 2P2D." in text
     assert "≥ 96.3 %: **missed**" in text
     assert "≤ 1.07 |" in text
     assert len(ElementTree.fromstring(picture(facts)).findall(".//{*}polyline")) == 1

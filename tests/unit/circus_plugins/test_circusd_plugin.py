@@ -1,4 +1,4 @@
-"""What the plugin makes of its section and of the deployment's YAML, before anything starts."""
+"""The plugin's section of an ini becomes the options of `dynamo serve`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a guardian leaves behind of a run whose arbiter was killed: nothing but logs, and that it has ended."""
+"""A guardian ends a run, and writes that end."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,9 @@ import pytest
 from dynamo_local.arbiter.event_log import EventLog, aside_record, event_log_path, record_of, server_record
 from dynamo_local.arbiter.servers import ServerEvent
 from dynamo_local.cli.events import in_words
-from dynamo_local.core.fleet.effects import Aside
-from dynamo_local.core.fleet.lifecycle import (
-    BackoffStarted,
-    DrainDeadlinePassed,
-    DrainRequested,
-    Event,
-    ProcessExited,
-    Registered,
-    Spawned,
-)
+from dynamo_local.core.fleet.effects import Note
+from dynamo_local.core.fleet.lifecycle import Transition
+from dynamo_local.core.fleet.lifecycle import TransitionKind as K
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_NOT_RUNNING, EXIT_OK
 from tests.fakes.arbiter.scripted_arbiter import dynamo
@@ -36,13 +30,18 @@ from tests.fakes.arbiter.scripted_arbiter import dynamo
 NAME = "dynamo_VllmWorker"
 
 
-def record(event: Event, before: S, after: S, name: str = NAME, time_s: float | None = None) -> dict[str, Any]:
+def happened(kind: K, cause: str, **details: Any) -> Transition:
+    """Between states that `record` fills in."""
+    return Transition("", "VllmWorker", S.READY, S.READY, kind, cause, details)
+
+
+def record(event: Transition, before: S, after: S, name: str = NAME, time_s: float | None = None) -> dict[str, Any]:
     """As the supervisor makes it."""
     at_s = time.time() if time_s is None else time_s
-    return record_of(event, watcher_name=name, component="VllmWorker", before=before, after=after, time_s=at_s)
+    return record_of(replace(event, name=name, before=before, after=after), time_s=at_s)
 
 
-DRAIN = DrainRequested(stimulus_id="scale:ab12", reason="scale -1")
+DRAIN = happened(K.DRAIN_REQUESTED, "scale:ab12", reason="scale -1")
 DRAINED = (DRAIN, S.READY, S.DRAINING)
 
 
@@ -61,56 +60,56 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EventLog:
     [
         (DRAIN, S.READY, S.DRAINING, "ready -> draining (DrainRequested by scale:ab12: scale -1)"),
         (
-            Spawned(stimulus_id="spawn", pid=7, pid_start_time=1.5),
+            happened(K.SPAWNED, "spawn", pid=7, pid_start_time=1.5),
             S.STARTING,
             S.STARTING,
             "starting (Spawned by spawn: pid 7)",
         ),
         (
-            ProcessExited(stimulus_id="exit:7", exit_code=-signal.SIGKILL),
+            happened(K.PROCESS_EXITED, "exit:7", exit_code=-signal.SIGKILL),
             S.READY,
             S.CRASHED,
             "ready -> crashed (ProcessExited by exit:7: killed by SIGKILL)",
         ),
         (
-            ProcessExited(stimulus_id="exit:7", exit_code=0),
+            happened(K.PROCESS_EXITED, "exit:7", exit_code=0),
             S.DRAINING,
             S.EXITED,
             "draining -> exited (ProcessExited by exit:7: exit code 0)",
         ),
         (
-            ProcessExited(stimulus_id="exit:7", exit_code=None),
+            happened(K.PROCESS_EXITED, "exit:7", exit_code=None),
             S.READY,
             S.CRASHED,
             "ready -> crashed (ProcessExited by exit:7)",
         ),
         (
-            ProcessExited(stimulus_id="exit:7", exit_code=-40),
+            happened(K.PROCESS_EXITED, "exit:7", exit_code=-40),
             S.READY,
             S.CRASHED,
             "ready -> crashed (ProcessExited by exit:7: killed by signal 40)",
         ),
         (
-            Registered(stimulus_id="etcd:1f", lease="1f"),
+            happened(K.REGISTERED, "etcd:1f", lease="1f"),
             S.STARTING,
             S.READY,
             "starting -> ready (Registered by etcd:1f: lease 1f)",
         ),
         (
-            DrainDeadlinePassed(stimulus_id="deadline", deadline_s=600.0, requests_cut=2),
+            happened(K.DRAIN_DEADLINE_PASSED, "deadline", deadline_s=600.0, requests_cut=2),
             S.DRAINING,
             S.DRAIN_TIMED_OUT,
             "draining -> drain_timed_out (DrainDeadlinePassed by deadline: deadline 600 s, requests cut 2)",
         ),
         (
-            BackoffStarted(stimulus_id="exit:7", delay_s=1.25),
+            happened(K.BACKOFF_STARTED, "exit:7", delay_s=1.25),
             S.CRASHED,
             S.BACKING_OFF,
             "crashed -> backing_off (BackoffStarted by exit:7: delay 1.25 s)",
         ),
     ],
 )
-def test_an_event_is_told_in_words(event: Event, before: S, after: S, words: str) -> None:
+def test_an_event_is_told_in_words(event: Transition, before: S, after: S, words: str) -> None:
     assert in_words(record(event, before, after)) == f"{NAME} {words}"
 
 
@@ -206,11 +205,11 @@ def test_one_worker_s_events_say_where_its_runs_end(
 
 STORY = (
     (DRAIN, S.READY, S.DRAINING, ["revoke 1f"]),
-    (ProcessExited(stimulus_id="exit:7", exit_code=0), S.DRAINING, S.EXITED, ["sweep", "forget"]),
+    (happened(K.PROCESS_EXITED, "exit:7", exit_code=0), S.DRAINING, S.EXITED, ["sweep", "forget"]),
 )
 
 
-def told(event: Event, before: S, after: S, instructions: list[str], name: str = NAME) -> dict[str, Any]:
+def told(event: Transition, before: S, after: S, instructions: list[str], name: str = NAME) -> dict[str, Any]:
     """As the arbiter records an event, with what it did about that worker in the same step."""
     return {**record(event, before, after, name), "instructions": instructions}
 
@@ -236,7 +235,7 @@ def test_a_story_is_each_event_with_its_cause_and_what_was_done_about_it(
 def test_a_story_has_what_was_done_while_the_state_stayed_the_same(
     log: EventLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    aside = aside_record(Aside(NAME, "VllmWorker", S.DRAINING, "RevokeFailed", "etcd:1f"), time_s=time.time())
+    aside = aside_record(Note(NAME, "VllmWorker", S.DRAINING, "RevokeFailed", "etcd:1f"), time_s=time.time())
     log.append([told(*STORY[0]), {**aside, "instructions": ["SIGTERM 7"]}])
     assert dynamo(monkeypatch, "events", "--story", NAME, "-l", "1") == EXIT_OK
     first, second = capsys.readouterr().out.splitlines()

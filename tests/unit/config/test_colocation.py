@@ -12,9 +12,9 @@ from dynamo_local.config.loading import load_config
 from dynamo_local.core.fleet.fleet import Fleet
 from dynamo_local.core.types import GraphSpec
 from dynamo_local.errors import ConfigError, UnknownWorker
-from dynamo_local.sdk import links, service
+from dynamo_local.sdk import service
 from dynamo_local.sdk.loader import build_graph
-from dynamo_local.sdk.service import depends, endpoint
+from dynamo_local.sdk.service import depends, endpoint, recording
 from dynamo_local.system.paths import Paths
 
 
@@ -51,7 +51,7 @@ class Frontend:
 
 def run(text: str = "", *, colocate: bool = True, words: Sequence[str] = ()) -> GraphSpec:
     """The graph whose links propose to have all but the worker together."""
-    with links.recording() as edges:
+    with recording() as edges:
         Frontend.link(Processor, colocate=colocate).link(Router, colocate=colocate).link(VllmWorker)
     graph = build_graph(Frontend, tuple(edges), "tests:Frontend")
     return resolve(graph, load_config(None, env={"DYN_DEPLOYMENT_CONFIG": text}, overrides=words), namespace=None)

@@ -274,7 +274,7 @@ def test_a_planner_section_starts_it_unless_it_says_otherwise(
     [
         ([Role.PREFILL], "it has none"),
         ([Role.DECODE, Role.AGGREGATED], "it has S0, S1"),
-        ([Role.DECODE, Role.PREFILL, Role.PREFILL], "one prefill component; it has S1, S2"),
+        ([Role.DECODE, Role.PREFILL, Role.PREFILL], "one prefill component, but this one has S1, S2"),
     ],
 )
 def test_a_planner_needs_to_know_which_component_is_which(roles: list[Role], told: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -93,6 +94,15 @@ DISAGG, AGG = graph(Role.PREFILL, Role.DECODE), graph(Role.AGGREGATED)
 def test_what_the_graph_cannot_be_or_afford_is_refused(values: dict[str, Any], served: GraphSpec, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         check_planner(section(**values), served)
+
+
+def test_the_backend_sglang_is_refused_where_our_own_workers_serve() -> None:
+    own = GraphSpec("dynamo", "graphs:Graph", (ServiceSpec("VllmWorker", Role.AGGREGATED, resources=Resources(1)),))
+    with pytest.raises(ConfigError, match="backend is sglang, but VllmWorker runs vLLM or the sim engine"):
+        check_planner(section(backend="sglang"), own)
+    command = GraphSpec("dynamo", "graph.yaml", (replace(own.services[0], runtime="http"),))
+    check_planner(section(backend="sglang"), command)
+    check_planner(section(backend="vllm"), own)
 
 
 def sla(**values: object) -> PlannerConfig:

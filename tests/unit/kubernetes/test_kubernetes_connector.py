@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dynamo_local.core.types import Role
-from dynamo_local.kubernetes.changes import Expected
 from dynamo_local.kubernetes.connector import GraphUnfit
+from dynamo_local.kubernetes.graph import Requirements
 from dynamo_local.planner.connectors import Committed, Refused
 from tests.fakes.kubernetes.graphs import DECODE, PREFILL, alpha, beta
 from tests.fakes.kubernetes.planned import planned
@@ -112,7 +112,7 @@ async def test_a_missing_adapter_is_a_refusal_and_the_graph_stays_as_it_was() ->
 @on_virtual_time
 async def test_a_swap_takes_away_first_and_ends_where_that_fails() -> None:
     """lesson: ai-dynamo #12428: half of a swap failed, and the other half exceeded the budget."""
-    expected = Expected(max_gpus=4, floors={Role.PREFILL: 1, Role.DECODE: 1}, prefill=True)
+    expected = Requirements(max_gpus=4, floors={Role.PREFILL: 1, Role.DECODE: 1}, prefill=True)
     async with planned(beta(3, 1, adapters=True), expected) as world:
         world.kube.requests.clear()
         world.operator.stopped = True

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from dynamo_local.kubernetes.model import (
+from dynamo_local.kubernetes.manifests import (
     ComponentType,
     GraphV1Alpha1,
     GraphV1Beta1,

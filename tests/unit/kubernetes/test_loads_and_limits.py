@@ -1,4 +1,4 @@
-"""What is heard of single workers on Kubernetes: their engines' passes over NATS, and what they registered."""
+"""Loads and limits of single workers on Kubernetes, from their passes and registrations."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ import pytest
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.types import Missing
 from dynamo_local.kubernetes.api import ApiAway
-from dynamo_local.kubernetes.observation import LoadsOfPasses
-from dynamo_local.kubernetes.passes import LOOK_EVERY_S, HeardPasses, Registered, registered
+from dynamo_local.kubernetes.observation import (
+    LOOK_EVERY_S,
+    HeardPasses,
+    LoadsOfPasses,
+    WorkerRegistrations,
+    registered,
+)
 from dynamo_local.planner.values import Pool, WorkerPools
 from tests.fakes.kubernetes.workers import BLOCK, KV_BLOCKS, NAMESPACE, told_pass, worker_metadata
 from tests.fakes.planner.planner_loop import on_virtual_time
@@ -46,12 +51,12 @@ class Nats:
         return {subject.split(".")[1] for subject in self.subjects}
 
 
-async def heard(found: Registered = ALL) -> tuple[HeardPasses, LoadsOfPasses]:
+async def heard(found: WorkerRegistrations = ALL) -> tuple[HeardPasses, LoadsOfPasses]:
     """From now on; everybody is registered."""
     clock = AsyncioClock()
     passes = HeardPasses(clock, lambda: POOLS)
 
-    async def look() -> Registered:
+    async def look() -> WorkerRegistrations:
         return found
 
     await passes.follow(Nats(), NAMESPACE, look)
@@ -79,7 +84,7 @@ async def test_a_workers_load_is_its_kv_and_what_waits_for_a_prefill() -> None:
 
 @on_virtual_time
 async def test_whoever_was_not_heard_is_missing_and_not_idle() -> None:
-    """lesson 14: one of two prefill engines is silent, so nobody knows how much waits; a silent decode worker is one
+    """one of two prefill engines is silent, so nobody knows how much waits; a silent decode worker is one
     of those that are ready, and has no load."""
     passes, loads = await heard()
     now_s = AsyncioClock().now_s()
@@ -124,7 +129,7 @@ async def test_workers_of_a_rolling_update_are_heard_while_they_are_there() -> N
     passes = HeardPasses(clock, lambda: POOLS)
     there: list[Any] = [[worker_metadata("old", 1, namespace=f"{NAMESPACE}-00000001")]]
 
-    async def look() -> Registered:
+    async def look() -> WorkerRegistrations:
         if there[0] is None:
             raise ApiAway("away")
         return registered(there[0], NAMESPACE)

@@ -11,9 +11,8 @@ import pytest
 from kubernetes.config import incluster_config
 
 from dynamo_local.errors import ConfigError
-from dynamo_local.kubernetes import official_client as official
-from dynamo_local.kubernetes.api import ApiAway, KubeApi, NotThere
-from dynamo_local.kubernetes.official_client import connected, parent
+from dynamo_local.kubernetes import api as official
+from dynamo_local.kubernetes.api import ApiAway, KubeApi, NotThere, connected, parent
 from tests.drivers.kube_http import api_over_http, kubeconfig, serving
 from tests.fakes.kubernetes.api_server import Kube
 from tests.fakes.kubernetes.graphs import NAME

@@ -14,9 +14,9 @@ import zmq.asyncio
 
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.types import Missing
-from dynamo_local.kubernetes import passes as hearing
+from dynamo_local.kubernetes import observation as hearing
 from dynamo_local.kubernetes.api import ApiAway
-from dynamo_local.kubernetes.passes import Channel, HeardPasses, Registered, registered
+from dynamo_local.kubernetes.observation import Channel, HeardPasses, WorkerRegistrations, registered
 from dynamo_local.planner.values import Pool, WorkerPools
 from tests.fakes.kubernetes.workers import NAMESPACE, channel, framed, sealed, told_pass, worker_metadata
 
@@ -114,7 +114,7 @@ async def test_workers_are_heard_on_their_own_sockets_while_they_are_registered(
         there = [worker_metadata("d", 7, channels=channel(decode.address))]
         failing = list[bool]()
 
-        async def look() -> Registered:
+        async def look() -> WorkerRegistrations:
             if failing:
                 raise ApiAway("away")
             return registered(there, NAMESPACE)
@@ -144,7 +144,7 @@ async def test_nobody_waits_for_a_worker_that_cannot_be_reached(passes: HeardPas
             worker_metadata("d", 7, channels=channel(decode.address)),
         ]
 
-        async def look() -> Registered:
+        async def look() -> WorkerRegistrations:
             return registered(there, NAMESPACE)
 
         await passes.follow(None, NAMESPACE, look)

@@ -1,4 +1,4 @@
-"""What a planner in a pod is told: a file or JSON, words over it, and variables of its pod."""
+"""The options of a planner in a pod: `--config`, words over it, and the environment."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ import pytest
 
 from dynamo_local.core.types import Role
 from dynamo_local.errors import ConfigError
-from dynamo_local.kubernetes.options import METRICS_PORT, PodOptions, expected_of, read_config
-from dynamo_local.kubernetes.pod import dynamo_namespace, lease_name
+from dynamo_local.kubernetes.planner import (
+    METRICS_PORT,
+    PodOptions,
+    dynamo_namespace,
+    expected_of,
+    lease_name,
+    read_config,
+)
 
 PROFILE = "dynamo_H200_TP1P_TP1D"
 TEXTS = {

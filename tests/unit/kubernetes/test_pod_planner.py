@@ -15,13 +15,11 @@ from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.types import Role
 from dynamo_local.errors import ConfigError
 from dynamo_local.kubernetes.api import KubeApi
-from dynamo_local.kubernetes.changes import Expected
 from dynamo_local.kubernetes.connector import GraphUnfit, KubernetesConnector
 from dynamo_local.kubernetes.election import Election
-from dynamo_local.kubernetes.options import expected_of, read_config
-from dynamo_local.kubernetes.passes import HeardPasses, registered
-from dynamo_local.kubernetes.planner import PodPlanner
-from dynamo_local.kubernetes.pod import lease_name
+from dynamo_local.kubernetes.graph import Requirements
+from dynamo_local.kubernetes.observation import HeardPasses, registered
+from dynamo_local.kubernetes.planner import PodPlanner, expected_of, lease_name, read_config
 from dynamo_local.planner.forecasting.answers import InlineForecaster
 from dynamo_local.planner.loop import PlannerState
 from dynamo_local.planner.policies.slo import forecast as lengths
@@ -59,9 +57,9 @@ class Rig:
         config, _ = read_config(None, {"report_interval_hours": None, **options})
         kube, clock = self.world.kube, self.world.clock
         api = KubeApi(kube.client(), "default", NAME)
-        connector = KubernetesConnector(api, clock, expected_of(config), tell=self.told)
-        heard = HeardPasses(clock, connector.pools) if engines else None
         election = Election(api, clock, lease_name(NAME, expected_of(config).only), identity)
+        connector = KubernetesConnector(api, clock, expected_of(config), tell=self.told, follows=election.follows)
+        heard = HeardPasses(clock, connector.pools) if engines else None
         logs = self.folder / identity
         logs.mkdir(exist_ok=True)
         here = InlineForecaster()  # virtual time would run away from a process
@@ -229,7 +227,7 @@ async def test_a_graph_of_prefill_workers_alone_can_be_planned() -> None:
         graph = beta()
         graph["spec"]["components"] = [one for one in graph["spec"]["components"] if one["name"] != DECODE]
         world = await stack.enter_async_context(
-            planned(graph, Expected(max_gpus=8, floors={}, only=Role.PREFILL), start_s=5.0)
+            planned(graph, Requirements(max_gpus=8, floors={}, only=Role.PREFILL), start_s=5.0)
         )
         here = Rig(world, Demand(AsyncioClock(), lambda at_s: 50.0, isl=2000.0, osl=400.0), stack)
         await here.planner({**THROUGHPUT_LOAD, "mode": "prefill"})
@@ -244,7 +242,7 @@ async def test_a_mode_that_the_graph_is_not_is_refused() -> None:
             graph = beta()
             if mode == "prefill":
                 graph["spec"]["components"] = graph["spec"]["components"][:2]
-            world = await stack.enter_async_context(planned(graph, Expected(max_gpus=8, floors={})))
+            world = await stack.enter_async_context(planned(graph, Requirements(max_gpus=8, floors={})))
             here = Rig(world, Demand(AsyncioClock(), lambda at_s: 1.0, isl=2000.0, osl=400.0), stack)
             with pytest.raises(GraphUnfit, match=why):
                 await here.planner({**THROUGHPUT_LOAD, "mode": mode})

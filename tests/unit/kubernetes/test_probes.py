@@ -1,4 +1,4 @@
-"""What the kubelet is told of a planner's pod."""
+"""The answers of a planner's pod to the kubelet."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.kubernetes.pod import probes_app
+from dynamo_local.kubernetes.planner import probes_app
 
 
 async def asked(path: str, why: str | None, method: str = "GET") -> tuple[int, Any]:

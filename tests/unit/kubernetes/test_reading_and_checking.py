@@ -10,13 +10,12 @@ import pytest
 import yaml
 
 from dynamo_local.core.types import Role
-from dynamo_local.kubernetes.changes import Expected, FaultCode, Refusal, change, faults
-from dynamo_local.kubernetes.graph import Adapter, Seen
-from dynamo_local.kubernetes.reading import read_seen
+from dynamo_local.kubernetes.api import read_observed
+from dynamo_local.kubernetes.graph import Adapter, FaultCode, ObservedGraph, Refusal, Requirements, change, faults
 from tests.fakes.kubernetes.graphs import DECODE, PREFILL, alpha, beta, component, main
 from tests.tools.dynamos_files import dynamos_file
 
-EXPECTED = Expected(max_gpus=8, floors={})
+EXPECTED = Requirements(max_gpus=8, floors={})
 
 
 def with_components(*components: dict[str, Any]) -> dict[str, Any]:
@@ -25,15 +24,15 @@ def with_components(*components: dict[str, Any]) -> dict[str, Any]:
     return graph
 
 
-def codes(graph: dict[str, Any], expected: Expected = EXPECTED) -> set[FaultCode]:
-    return {fault.code for fault in faults(read_seen(graph), expected)}
+def codes(graph: dict[str, Any], expected: Requirements = EXPECTED) -> set[FaultCode]:
+    return {fault.code for fault in faults(read_observed(graph), expected)}
 
 
 @pytest.mark.parametrize("name", ["disagg_planner.yaml", "disagg_v1alpha1.yaml"])
 def test_dynamos_own_examples_can_be_planned(name: str) -> None:
     documents = yaml.safe_load_all(dynamos_file(name).read_text())
     (graph,) = [raw for raw in documents if raw["kind"] == "DynamoGraphDeployment"]
-    seen = read_seen(graph)
+    seen = read_observed(graph)
     assert faults(seen, EXPECTED) == ()
     assert seen.prefill is not None
     assert (seen.prefill.name, seen.decode.name) == (PREFILL, DECODE)
@@ -61,7 +60,7 @@ def test_dynamos_own_examples_can_be_planned(name: str) -> None:
     ],
 )
 def test_roles_by_type_then_command_then_name(components: list[dict[str, Any]], roles: dict[str, Role]) -> None:
-    seen = read_seen(with_components(component("Frontend", "frontend"), *components))
+    seen = read_observed(with_components(component("Frontend", "frontend"), *components))
     assert {one.name: one.role for one in seen.planned} == roles
 
 
@@ -73,15 +72,15 @@ def test_gpus_by_claims_are_counted_by_the_operator_or_said_by_an_option() -> No
         pod["containers"][0]["resources"] = {"claims": [{"name": "gpus"}]}
         pod["resourceClaims"] = [{"name": "gpus", "resourceClaimTemplateName": "two"}]
     assert codes(graph) == {FaultCode.GPUS_UNKNOWN}
-    (first, *_) = faults(read_seen(graph), EXPECTED)
+    (first, *_) = faults(read_observed(graph), EXPECTED)
     assert "resource claims" in first.text
     assert "prefill_engine_num_gpu" in first.text
-    said = Expected(max_gpus=8, floors={}, gpus={Role.PREFILL: 2, Role.DECODE: 2})
+    said = Requirements(max_gpus=8, floors={}, gpus={Role.PREFILL: 2, Role.DECODE: 2})
     assert codes(graph, said) == set()
     told = {"componentKind": "Deployment", "replicas": 1, "updatedReplicas": 1, "gpusPerReplica": 2}
     graph["status"] = {"state": "successful", "components": {PREFILL: told, DECODE: told}}
     assert codes(graph) == set()
-    assert {one.gpus for one in read_seen(graph).planned} == {2}
+    assert {one.gpus for one in read_observed(graph).planned} == {2}
 
 
 def test_gpus_are_counted_over_containers_and_nodes_and_in_both_versions() -> None:
@@ -91,10 +90,10 @@ def test_gpus_are_counted_over_containers_and_nodes_and_in_both_versions() -> No
     decode["podTemplate"]["spec"]["containers"].append(
         {"name": "side", "resources": {"requests": {"nvidia.com/gpu": 1}}}
     )
-    assert read_seen(graph).decode.gpus == 4
+    assert read_observed(graph).decode.gpus == 4
     old = alpha()
     old["spec"]["services"][DECODE] |= {"resources": {"requests": {"gpu": "4"}}, "multinode": {"nodeCount": 2}}
-    assert read_seen(old).decode.gpus == 8
+    assert read_observed(old).decode.gpus == 8
 
 
 def test_a_prefill_worker_that_would_register_as_a_decode_one_is_refused() -> None:
@@ -107,16 +106,16 @@ def test_a_prefill_worker_that_would_register_as_a_decode_one_is_refused() -> No
 def test_a_role_that_is_missing_or_there_twice_is_refused() -> None:
     lone = with_components(component("Frontend", "frontend"), component("P", "prefill"))
     assert FaultCode.ROLE_MISSING in codes(lone)
-    assert FaultCode.ROLE_MISSING in codes(with_components(component("D", "decode")), Expected(8, {}, prefill=True))
+    assert FaultCode.ROLE_MISSING in codes(with_components(component("D", "decode")), Requirements(8, {}, prefill=True))
     twice = with_components(component("P", "prefill"), component("D", "decode"), component("E", "decode"))
     assert codes(twice) == {FaultCode.ROLE_TWICE}
 
 
 def test_models_budget_and_options_must_agree() -> None:
-    assert codes(beta(), Expected(8, {}, model="another/model")) == {FaultCode.MODELS_DIFFER}
-    assert codes(beta(), Expected(1, {})) == {FaultCode.BUDGET}
-    assert codes(beta(), Expected(4, {Role.DECODE: 4})) == {FaultCode.BUDGET}
-    assert codes(beta(), Expected(8, {}, gpus={Role.DECODE: 2})) == {FaultCode.GPUS_DIFFER}
+    assert codes(beta(), Requirements(8, {}, model="another/model")) == {FaultCode.MODELS_DIFFER}
+    assert codes(beta(), Requirements(1, {})) == {FaultCode.BUDGET}
+    assert codes(beta(), Requirements(4, {Role.DECODE: 4})) == {FaultCode.BUDGET}
+    assert codes(beta(), Requirements(8, {}, gpus={Role.DECODE: 2})) == {FaultCode.GPUS_DIFFER}
 
 
 @pytest.mark.parametrize("adapters", [(), (PREFILL,), (DECODE,), (PREFILL, DECODE)])
@@ -138,7 +137,7 @@ def test_whatever_is_decided_the_budget_is_kept_in_between(adapters: tuple[str, 
             assert now == targets
 
 
-def ready_graph(prefill: int, decode: int, adapters: tuple[str, ...]) -> Seen:
+def ready_graph(prefill: int, decode: int, adapters: tuple[str, ...]) -> ObservedGraph:
     """With adapters for these components."""
     graph = beta(prefill, decode)
     for one in graph["spec"]["components"]:
@@ -147,4 +146,4 @@ def ready_graph(prefill: int, decode: int, adapters: tuple[str, ...]) -> Seen:
     graph["metadata"] |= {"resourceVersion": "1", "generation": 1}
     graph["status"] = {"state": "successful", "observedGeneration": 1}
     numbers = {PREFILL: prefill, DECODE: decode}
-    return replace(read_seen(graph), adapters={name: Adapter(name, numbers[name], "1") for name in adapters})
+    return replace(read_observed(graph), adapters={name: Adapter(name, numbers[name], "1") for name in adapters})

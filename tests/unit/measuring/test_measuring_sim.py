@@ -10,7 +10,7 @@ from dynamo_local.components.measurement import Measurable, MeasureRequest
 from dynamo_local.engines.sim.engine import SimEngine
 from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.errors import DeadlineExceeded, InvalidRequest
-from dynamo_local.measuring.session import Session
+from dynamo_local.measuring.profile import Session
 from dynamo_local.profile.document import resumed
 from dynamo_local.profile.interpolation import ProfileModel
 from dynamo_local.profile.points import Kind, Limits, Point, sweep

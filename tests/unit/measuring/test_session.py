@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from dynamo_local.measuring.graph import MeasuredGraph, Worker
-from dynamo_local.measuring.session import Session
+from dynamo_local.measuring.profile import Session
 from dynamo_local.profile.points import Kind, Limits, Point
 from dynamo_local.profile.repetitions import Progress, Rules
 

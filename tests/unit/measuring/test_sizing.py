@@ -1,4 +1,4 @@
-"""`dynamo plan`: the smallest fleet that keeps targets, in the twin with a profile."""
+"""`dynamo plan`: the smallest fleet that keeps targets, in the simulator with a profile."""
 
 from __future__ import annotations
 

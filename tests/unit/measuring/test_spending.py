@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo_local.measuring.session import spending
+from dynamo_local.measuring.profile import spending
 
 
 def test_a_quarter_of_an_hour_is_not_exceeded_by_engines_that_take_long_to_start():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo_local.core.fleet import lifecycle as lc
-from dynamo_local.core.fleet.effects import Transition
+from dynamo_local.core.fleet.lifecycle import Transition, TransitionKind
 from dynamo_local.core.types import WorkerState
 from dynamo_local.planner.policies.protocol import adapted_interval_s, steps_ahead
 from dynamo_local.planner.scaling_times import ScalingTimes
@@ -26,8 +25,10 @@ class Story:
         for after_s, state in steps:
             self.now_s += after_s
             after = WorkerState(state)
-            event = lc.SpawnRequested(stimulus_id="test")
-            self.times.on_transition(worker(1, "ready"), Transition("dynamo_W", DECODE, before, after, event))
+            self.times.on_transition(
+                worker(1, "ready"),
+                Transition("dynamo_W", DECODE, before, after, TransitionKind.SPAWN_REQUESTED, "test"),
+            )
             before = after
         return self.times.reported(worker_pools(1, 1))
 

@@ -73,7 +73,11 @@ PREFILL, DECODE = prefill_arrays(), decode_arrays()
 @pytest.mark.parametrize(
     ("prefill", "decode", "told"),
     [
-        ({k: v for k, v in PREFILL.items() if k != "prefill_ttft"}, None, "no array prefill_ttft; it has: prefill_isl"),
+        (
+            {k: v for k, v in PREFILL.items() if k != "prefill_ttft"},
+            None,
+            "no array prefill_ttft; the file has: prefill_isl",
+        ),
         (changed(PREFILL, prefill_ttft=[1.0, 2.0]), None, "prefill_ttft has 2 values and prefill_isl 4"),
         (changed(PREFILL, prefill_isl=[[100.0, 200.0]] * 2), None, "prefill_isl is no list of numbers"),
         (changed(PREFILL, prefill_isl=[]), None, "prefill_isl is empty"),
@@ -83,9 +87,9 @@ PREFILL, DECODE = prefill_arrays(), decode_arrays()
         ({k: v[:2] for k, v in PREFILL.items()}, None, "2 different lengths; 3 or more"),
         (changed(PREFILL, prefill_ttft=[0.012, 0.03, 0.09, 0.17]), None, "prefill_thpt_per_gpu is .* milliseconds"),
         (None, {k: v for k, v in DECODE.items() if k != "max_kv_tokens"}, "no array max_kv_tokens"),
-        (None, changed(DECODE, max_kv_tokens=[1, 2]), "max_kv_tokens has 2 values; it is one number"),
+        (None, changed(DECODE, max_kv_tokens=[1, 2]), "max_kv_tokens has 2 values, but must be one number"),
         (None, changed(DECODE, max_kv_tokens=[0]), "max_kv_tokens"),
-        (None, changed(DECODE, x_kv_usage=[100 * u for u in DECODE["x_kv_usage"]]), "no per cent"),
+        (None, changed(DECODE, x_kv_usage=[100 * u for u in DECODE["x_kv_usage"]]), "but must be a fraction"),
         (None, changed(DECODE, z_itl=[ms / 1000 for ms in DECODE["z_itl"]]), "z_thpt_per_gpu is .* milliseconds"),
         (None, changed(DECODE, y_context_length=[500.0] * len(DECODE["z_itl"])), "two context lengths or more"),
     ],

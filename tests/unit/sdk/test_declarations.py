@@ -11,7 +11,6 @@ from pydantic import BaseModel
 from dynamo_local.core.types import Resources, Role
 from dynamo_local.errors import GraphError
 from dynamo_local.sdk import service
-from dynamo_local.sdk.links import edges, reset_links
 from dynamo_local.sdk.service import (
     DynamoService,
     EndpointDecl,
@@ -19,8 +18,10 @@ from dynamo_local.sdk.service import (
     bind_dependencies,
     depends,
     dynamo_endpoint,
+    edges,
     endpoint,
     on_shutdown,
+    reset_links,
 )
 
 

@@ -13,7 +13,7 @@ from dynamo_local.sdk.loader import FILE_BYTES_MAX, FILES_MAX, graphs_below, loa
 from tests.tools.clean_imports import clean_imports
 
 COMPONENTS = """\
-from dynamo_local.sdk.service import depends, service
+from dynamo_local.sdk import depends, service
 
 
 @service
@@ -117,9 +117,7 @@ def test_same_module_name_in_another_folder_is_another_module(
 ) -> None:
     other = tmp_path_factory.mktemp("other")
     (other / "graphs").mkdir()
-    (other / "graphs" / "disagg.py").write_text(
-        "from dynamo_local.sdk.service import service\n@service\nclass Frontend: ...\n"
-    )
+    (other / "graphs" / "disagg.py").write_text("from dynamo_local.sdk import service\n@service\nclass Frontend: ...\n")
     load_graph("graphs.disagg:Frontend", base_dir=folder)
 
     assert list(load_graph("graphs.disagg:Frontend", base_dir=other).services) == ["Frontend"]
@@ -170,7 +168,7 @@ def test_dependency_on_a_twin_of_what_runs_is_two_services_of_one_name(folder: P
     """The linked VllmWorker is not the one that Processor depends on."""
     (folder / "graphs" / "twin.py").write_text(
         IMPORTS.replace("*", "Frontend, Processor")
-        + "from dynamo_local.sdk.service import service\n\n\n@service\nclass VllmWorker:\n    pass\n\n\n"
+        + "from dynamo_local.sdk import service\n\n\n@service\nclass VllmWorker:\n    pass\n\n\n"
         "Frontend.link(Processor).link(VllmWorker)\n"
     )
     with pytest.raises(GraphError, match=r"two services are named 'VllmWorker'.*twin\.py:5"):

@@ -19,8 +19,8 @@ from tests.tools.clean_imports import clean_imports
 WORKERS = """\
 from pydantic import BaseModel
 
-from dynamo_local.sdk.service import async_on_start, depends, dynamo_context, dynamo_endpoint, on_shutdown, service
-from dynamo_local.sdk.service_config import ServiceConfig
+from dynamo_local.sdk import async_on_start, depends, dynamo_context, dynamo_endpoint, on_shutdown, service
+from dynamo_local.sdk import ServiceConfig
 
 
 class Request(BaseModel):
@@ -69,8 +69,8 @@ FRONTEND = """\
 from pydantic import BaseModel
 
 from components.worker import Request, VllmWorker
-from dynamo_local.sdk.service import depends, endpoint, service
-from dynamo_local.sdk.service_config import ServiceConfig
+from dynamo_local.sdk import depends, endpoint, service
+from dynamo_local.sdk import ServiceConfig
 
 
 class FrontendConfig(BaseModel):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from dynamo_local.cli.simulate import with_defaults
 from dynamo_local.profile.document import write_document
 from dynamo_local.simulator.generator import generate, parse_generated
 from dynamo_local.simulator.trace import read_trace
@@ -135,6 +136,21 @@ def test_the_same_command_prints_the_same_bytes(more: tuple[str, ...], command: 
 def test_another_seed_gives_the_random_router_other_choices(command: Any) -> None:
     words = (*SMALL, "--static", "0,4", "--router", "random", "--json")
     assert command(*words, "--seed", "1") != command(*words, "--seed", "2")
+
+
+@pytest.mark.parametrize(
+    ("given", "dispatch", "router"),
+    [
+        ({}, "threshold", "least-loaded"),
+        ({"itl_ms": 25.0}, "slo", "slo"),
+        ({"ttft_ms": 200.0, "always_remote": True}, "threshold", "slo"),
+        ({"ttft_ms": 200.0, "disagg_policy": "threshold", "router": "random"}, "threshold", "random"),
+    ],
+)
+def test_dispatch_and_router_default_as_those_of_serve(given: dict[str, Any], dispatch: str, router: str) -> None:
+    words = {"ttft_ms": None, "itl_ms": None, "always_remote": False, "disagg_policy": None, "router": None, **given}
+    found = with_defaults(words)
+    assert (found["disagg_policy"], found["router"]) == (dispatch, router)
 
 
 @pytest.mark.full

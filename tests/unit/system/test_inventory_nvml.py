@@ -162,7 +162,7 @@ def test_cuda_visible_devices_is_honoured(
         ("GPU-", None, r"'GPU-' fits more than one GPU"),
         ("1,1", None, r"GPU 1 \(GPU-bbbbbbbb-0000\) is named twice"),
         ("0,GPU-a", None, r"GPU 0 .* is named twice"),
-        ("0", "1,2", r"your CUDA_VISIBLE_DEVICES hides 0 .*; it leaves 1 .*, 2 "),
+        ("0", "1,2", r"your CUDA_VISIBLE_DEVICES hides 0 .* and leaves 1 .*, 2 "),
         (None, "9", r"CUDA_VISIBLE_DEVICES=9: there is no GPU '9'; this host has 0 "),
         (None, "MIG-1", r"MIG slice; whole GPUs only"),
     ],

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dynamo_local.system.descriptors import SPARE, SpareDescriptors
+from dynamo_local.system.descriptors import SPARE, ReservedDescriptors
 from tests.fakes.arbiter.told import Told
 
 
@@ -18,8 +18,8 @@ def told() -> Told:
 
 
 @pytest.fixture
-def spare(told: Told) -> Iterator[SpareDescriptors]:
-    spare = SpareDescriptors(told)
+def spare(told: Told) -> Iterator[ReservedDescriptors]:
+    spare = ReservedDescriptors(told)
     yield spare
     spare.close()
 
@@ -31,7 +31,7 @@ def _free() -> int:
     return fd
 
 
-def test_they_are_let_go_when_there_are_no_others_and_taken_back(spare: SpareDescriptors, told: Told) -> None:
+def test_they_are_let_go_when_there_are_no_others_and_taken_back(spare: ReservedDescriptors, told: Told) -> None:
     """A limit at what the process has now; then as it was. Each is told once, however often it looks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert spare.held == SPARE
@@ -53,7 +53,7 @@ def test_they_are_let_go_when_there_are_no_others_and_taken_back(spare: SpareDes
     assert (notes, told.notes) == (told[:1], []), "the note is gone with its cause"
 
 
-def test_while_there_are_enough_nothing_is_told(spare: SpareDescriptors, told: Told) -> None:
+def test_while_there_are_enough_nothing_is_told(spare: ReservedDescriptors, told: Told) -> None:
     before = _free()
     spare.look()
     assert (spare.held, _free(), told) == (SPARE, before, [])

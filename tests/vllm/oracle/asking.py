@@ -13,12 +13,12 @@ from tests.vllm.oracle.comparing import difference, plain
 from tests.vllm.oracle.requests import Case, encoded
 
 TIMEOUT_S = 500.0
-"""Of one answer: the first one waits for vLLM's API, whose imports took more than two minutes on a busy host."""
+"""The first answer waits for vLLM's API, whose imports took more than two minutes on a busy host."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What both said, and the first difference."""
+    """Both answers, and the first difference."""
 
     case: Case
     ours: Any

@@ -85,7 +85,6 @@ def graph_of(host: VllmHost, setup: Setup, folder: Path) -> Served:
 
 
 async def compared(host: VllmHost, setup: Setup, folder: Path, cases: Sequence[Case]) -> list[Outcome]:
-    """What both have answered."""
     log = folder / "vllm.log"
     with vllm_serve(host, setup, free_port(), log) as url, graph_of(host, setup, folder / "graph") as served:
         served.start()
@@ -94,7 +93,7 @@ async def compared(host: VllmHost, setup: Setup, folder: Path, cases: Sequence[C
 
 
 def unexpected(outcomes: Sequence[Outcome]) -> list[str]:
-    """What differs without being meant to, or is the same and meant to differ."""
+    """Differences that are not meant, and equal answers that should differ."""
     return [
         f"{outcome.case}: {outcome.differs}"
         for outcome in outcomes

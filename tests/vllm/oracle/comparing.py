@@ -15,9 +15,9 @@ NAMES_AND_TIMES = frozenset(
 )
 _IDS = re.compile(r"\b(chatcmpl|cmpl|resp|msg|call|fc|chatcmpl-tool|tool|toolu)[-_][0-9A-Za-z_-]{6,}")
 _NAMES = re.compile(r"\['\w+'(?:, '\w+')+\]")
-"""Of a set: each process of vLLM's lists its tasks in an order of its own."""
+"""Members of a set: each process of vLLM's lists its tasks in its own order."""
 CLOSE = 1e-4
-"""What else is in a batch may change the last digits of a log-probability."""
+"""Other requests in a batch may change the last digits of a log-probability."""
 ADDED = frozenset(
     {"text", "delta", "content", "arguments", "reasoning", "reasoning_content", "partial_json", "thinking"}
 )
@@ -26,7 +26,6 @@ THOUGHTS = frozenset({"reasoning", "reasoning_content", "thinking"})
 
 
 def plain(status: int, body: bytes, kind: str) -> dict[str, Any]:
-    """A response as something that can be compared."""
     if kind.startswith("text/event-stream"):
         return {"status": status, "events": _thought(_summed(list(_events(body))))}
     try:
@@ -69,7 +68,6 @@ def _nameless(value: Any) -> Any:
 
 
 def _summed(events: list[tuple[str, Any]]) -> list[Any]:
-    """Neighbours that say "more of the same" as one."""
     if events and isinstance(events[0][1], dict) and "choices" in events[0][1]:
         return _choices([event for _, event in events])
     found: list[Any] = []
@@ -88,7 +86,7 @@ def _unnumbered(event: Any) -> Any:
 
 
 def _choices(events: list[Any]) -> list[Any]:
-    """Of OpenAI's chunks: per choice, all of it added up; what is beside the choices, each form once; and the end."""
+    """OpenAI's chunks: each choice added up, each form of the rest once, and the end."""
     choices: dict[int, Any] = {}
     beside: list[Any] = []
     for event in events:

@@ -1,4 +1,4 @@
-"""What is asked of models that do more than generate, or something else: adapters, reasoning, vectors, scores."""
+"""Requests to models that do more than generate, or something else: adapters, reasoning, vectors, scores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ BAD_BODIES: tuple[tuple[str, Any], ...] = (
 
 
 def numbered(cases: Iterator[Case]) -> list[Case]:
-    """All of them."""
     return [replace(case, number=number) for number, case in enumerate(cases)]
 
 
@@ -179,7 +178,6 @@ def _bad(path: str) -> Iterator[Case]:
 
 
 def _refused_elsewhere() -> Iterator[Case]:
-    """What this model cannot do."""
     asked, why = {"model": MODEL, **GREEDY}, "a model that does not generate"
     yield from _both("/v1/chat/completions", why, {**asked, **CONVERSATION})
     yield from _both("/v1/completions", why, {**asked, "prompt": PROMPT})
@@ -214,7 +212,6 @@ def _texts(path: str) -> Iterator[Case]:
 
 
 def of_vectors() -> Iterator[Case]:
-    """Of a model that embeds."""
     path = "/v1/embeddings"
     yield from _texts(path)
     for name, values in {
@@ -271,7 +268,6 @@ def of_scores() -> Iterator[Case]:
 
 
 def of_classes() -> Iterator[Case]:
-    """Of a model that classifies."""
     yield from _texts("/classify")
     yield from _texts("/pooling")
     for task in ("classify", "token_classify", "embed", None):

@@ -1,4 +1,4 @@
-"""What the oracle has found, as docs/api.md shows it: `docs/vllm_oracle.json`, a table by docs/generate.py."""
+"""The oracle's findings, as docs/api.md shows them: `docs/vllm_oracle.json`, a table by docs/generate.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WRITE = "DYN_ORACLE_WRITE"
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """By path: how many requests, which parameters, and how the answers differ, if they do."""
+    """For each path: requests, parameters, and the differences between the answers."""
     paths: dict[str, Any] = {}
     for outcome in outcomes:
         case = outcome.case
@@ -31,7 +31,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def write_if_asked(part: Literal["graphs", "models"], name: str, outcomes: Sequence[Outcome]) -> None:
-    """Of one graph, or of one kind of model; what was found with the others stays."""
+    """For one graph or one kind of model; the other results stay."""
     if not os.environ.get(WRITE):
         return
     import vllm

@@ -1,4 +1,4 @@
-"""What is asked of `vllm serve` and of a graph: parameters of every endpoint, good, bad and null; streamed and not.
+"""Requests to `vllm serve` and to a graph: parameters of every endpoint, good, bad and null; streamed and not.
 
 Each answer is decided: greedy, or sampled from a seed.
 """
@@ -51,7 +51,6 @@ class Case:
 
     @property
     def stream(self) -> bool:
-        """Whether it asks for server-sent events."""
         return isinstance(self.body, dict) and self.body.get("stream") is True
 
     def __str__(self) -> str:
@@ -170,7 +169,6 @@ COMPLETIONS_TOGETHER: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def cases() -> list[Case]:
-    """All of them, numbered."""
     found = [*_chat(), *_completions(), *_others(), *_meant_to_differ()]
     return [replace(case, number=number) for number, case in enumerate(found)]
 
@@ -292,5 +290,4 @@ def _meant_to_differ() -> Iterator[Case]:
 
 
 def encoded(case: Case) -> bytes:
-    """The body as it is sent."""
     return case.body if isinstance(case.body, bytes) else json.dumps(case.body).encode()

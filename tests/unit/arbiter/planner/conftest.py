@@ -1,4 +1,4 @@
-"""What tests of the planner in its arbiter share."""
+"""Fixtures for tests of the planner in its arbiter."""
 
 from __future__ import annotations
 

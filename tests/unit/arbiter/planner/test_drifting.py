@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from dynamo_local.arbiter.profile_check import EVERY_S, DriftCheck
+from dynamo_local.arbiter.profile_check import EVERY_S, ProfileDrift
 from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.passes import EngineId, ForwardPass, Requests
 from dynamo_local.errors import NatsUnavailable
@@ -33,7 +33,7 @@ class Engined:
         self._clock = clock
 
     async def passes(self, tracker: PassTracker) -> Engines:
-        """See `ArbiterObserver`."""
+        """See `ObservationSources`."""
         self.asked += 1
         if self.asked == 2:
             raise NatsUnavailable("it is away")
@@ -55,7 +55,7 @@ async def test_engines_that_become_slower_than_their_profile_are_told_of_and_whe
     write_document(tmp_path, document())
     clock, told = QuickClock(), Told()
     engine = Engined(profile, clock)
-    drifting = DriftCheck(engine.passes, clock, told)
+    drifting = ProfileDrift(engine.passes, clock, told)
     assert drifting.status() == {"profile": None, "drift": []}
     drifting.follow(PlannerConfig(policy="slo", profile_results_dir=profile))
     await engine.after(10)
@@ -81,7 +81,7 @@ async def test_what_is_noted_ends_with_the_planner_and_another_profile_begins_an
     clock, told = QuickClock(), Told()
     engine = Engined(DEFAULT_PROFILE, clock)
     engine.factor = 2.0
-    drifting = DriftCheck(engine.passes, clock, told)
+    drifting = ProfileDrift(engine.passes, clock, told)
     drifting.follow(PlannerConfig(policy="slo"))
     await engine.after(10)
     assert drifting.status()["profile"] == {"name": DEFAULT_PROFILE, "measured": False, "certificate": None}

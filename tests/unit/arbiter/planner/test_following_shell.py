@@ -11,8 +11,9 @@ import pytest
 
 from dynamo_local.arbiter import planner_following as following
 from dynamo_local.arbiter.controller import Waiting
-from dynamo_local.arbiter.planner_following import Following
+from dynamo_local.arbiter.planner_following import DecisionFollower
 from dynamo_local.clock import AsyncioClock
+from dynamo_local.core.fleet.events import Command, Scale
 from dynamo_local.core.virtual import Layout
 from dynamo_local.errors import NotEnoughGpus
 from dynamo_local.planner.values import Pool, WorkerPools
@@ -39,25 +40,26 @@ class Arbiter:
         self.pools = {P: Pool(P, 1, ready=1), D: Pool(D, 1, ready=1)}
         self.gpus = 8
         self.scaled: list[tuple[str, str]] = []
-        self.options: dict[str, Any] = {}
+        self.last: Scale | None = None
         self.told = Told()
         self.fails: list[Exception] = []
-        self.following = Following(
+        self.following = DecisionFollower(
             self.etcd,
             "dynamo",
             layout,
             fleet=lambda: WorkerPools(self.pools[P], self.pools[D]),
             waiting=self.waiting,
             record=self.record,
-            scaler=self,
+            run=self.run,
             clock=clock,
             tell=self.told,
         )
 
-    async def scale(self, component: str, target: str, **options: Any) -> dict[str, Any]:
+    async def run(self, command: Command) -> dict[str, Any]:
         """As the arbiter's: whole, or refused."""
+        assert isinstance(command, Scale)
+        self.last, component, target = command, command.component, str(command.target)
         self.scaled.append((component, target))
-        self.options = options
         if self.fails:
             raise self.fails.pop(0)
         pool, wanted = self.pools[component], int(target.removeprefix("="))
@@ -107,7 +109,8 @@ async def test_a_decision_is_carried_out_and_acknowledged_when_it_is(arbiter: Ar
     await arbiter.planner.decide(prefill=1, decode=3)
     status = await arbiter.phase("under_way", 0)
     assert arbiter.scaled == [(D, "=3")]
-    assert arbiter.options == {"stimulus_id": "virtual:0", "by_person": False, "wait_for_gpus": True}
+    assert arbiter.last is not None
+    assert (arbiter.last.stimulus_id, arbiter.last.by_person, arbiter.last.wait_for_gpus) == ("virtual:0", False, True)
     assert await arbiter.planner.get("scaled_decision_id") == -1
     arbiter.arrive()
     status = await arbiter.until(lambda status: status["scaled_decision_id"] == 0)

@@ -1,19 +1,18 @@
-"""What the arbiter asks of its workers for a planner: over a NATS in memory, with a fleet as a value."""
+"""The arbiter asks its workers for the planner's observations: requests, passes and benchmarks."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dynamo_local.arbiter.planner_observation import ArbiterObserver
+from dynamo_local.arbiter.planner_observation import ObservationSources
 from dynamo_local.clock import AsyncioClock, run_virtual
 from dynamo_local.config.planner import PlannerConfig
-from dynamo_local.core.fleet.fleet import Fleet, Worker
+from dynamo_local.core.fleet.fleet import Fleet, Registration, Worker
 from dynamo_local.core.passes import EngineId
 from dynamo_local.core.traffic import RecentRequests
 from dynamo_local.core.types import GraphSpec, Missing, Role, ServiceSpec, WorkerState
@@ -39,14 +38,14 @@ class Graph:
         self.asked = 0
         self.clients: dict[str, Any] = {}
         links: Any = SimpleNamespace(nats=self.nats.client())
-        shell: Any = self
-        self.observing = ArbiterObserver(lambda: graph, shell, links, AsyncioClock(), self._background, Told())
+        controller: Any = self
+        self.observing = ObservationSources(lambda: graph, controller, links, AsyncioClock(), self._background, Told())
 
     async def add(self, name: str, state: WorkerState = WorkerState.READY, **tells: Any) -> Any:
         """One more worker; the connection by which it answers."""
         component, _, n = name.partition("_")
         lease = f"{len(self.fleet.workers) + 1:x}"
-        worker = Worker(name, component, ROLES[component], int(n or 0), state, lease=lease)
+        worker = Worker(name, component, ROLES[component], int(n or 0), state, registration=Registration(lease))
         self.fleet = Fleet("dynamo", (), {**self.fleet.workers, name: worker})
         client = self.clients[name] = self.nats.client()
         server = ObservationServer(client, "dynamo", name, component, lambda: str(int(lease, 16)), **tells)
@@ -55,7 +54,7 @@ class Graph:
 
     def changed(self, name: str, **fields: Any) -> None:
         """That worker, with other values."""
-        worker = replace(self.fleet.workers[name], **fields)
+        worker = self.fleet.workers[name].changed(**fields)
         self.fleet = Fleet("dynamo", (), {**self.fleet.workers, name: worker})
 
     def counting(self, **counters: float) -> tuple[dict[str, float], Callable[[], Any]]:

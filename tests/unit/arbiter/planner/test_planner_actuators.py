@@ -1,4 +1,4 @@
-"""By what a planner may carry its decisions out: the option `actuators`."""
+"""The actuators that may carry out a planner's decisions."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ async def test_whoever_looks_on_may_refuse_a_start(arbiter: Arbiter) -> None:
     async def no(_: PlannerConfig) -> None:
         raise ConfigError("log_dir: no such disk")
 
-    arbiter.planning.before_start = no
+    arbiter.planning.subscribe(on_start=no)
     with pytest.raises(ConfigError, match="no such disk"):
         await arbiter.planning.start({"max_gpu_budget": 5})
     assert arbiter.planning.status()["state"] == "stopped"
@@ -286,7 +286,7 @@ async def test_a_virtual_environment_without_etcd_is_no_start(arbiter: Arbiter) 
 
 
 async def test_it_stays_stopped_where_another_planner_is_followed(arbiter: Arbiter) -> None:
-    arbiter.planning.follows = lambda: {"phase": "waiting"}
+    arbiter.planning = arbiter.made(PlannerConfig(), follows=lambda: {"phase": "waiting"})
     with pytest.raises(DynamoError, match="carries out another planner's decisions"):
         await arbiter.planning.start({})
     assert arbiter.planning.status()["follow"] == {"phase": "waiting"}

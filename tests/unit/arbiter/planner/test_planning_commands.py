@@ -1,4 +1,4 @@
-"""What waits for a prefill where prefill workers are commands: in them, and in the frontends' routers."""
+"""Requests that wait for a prefill where prefill workers are commands."""
 
 from __future__ import annotations
 
@@ -51,12 +51,13 @@ async def waiting(loads: dict[str, tuple[Load, float]], failed: Missing | None =
     async def sample() -> LoadsSample:
         return LoadsSample(loads, failed)
 
-    shell: Any = SimpleNamespace(fleet=Fleet("dynamo", (), {w.name: w for w in FLEET}))
+    controller: Any = SimpleNamespace(fleet=Fleet("dynamo", (), {w.name: w for w in FLEET}))
     sampling: Any = SimpleNamespace(loads=sample)
     nothing: Any = None
     clock = HandClock()
-    world = ArbiterWorld(shell, sampling, nothing, "Prefill", "Decode", clock, ScalingTimes(clock.now_s))
-    world.waiting_in = prefills_wait_in(GRAPH, "Prefill")
+    waiting_in = prefills_wait_in(GRAPH, "Prefill")
+    times = ScalingTimes(clock.now_s)
+    world = ArbiterWorld(controller, sampling, nothing, "Prefill", "Decode", clock, times, waiting_in=waiting_in)
     return await world.depth()
 
 

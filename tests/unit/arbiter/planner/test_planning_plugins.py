@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dynamo_local.arbiter.planner_plugins import PlannerPlugins
+from dynamo_local.arbiter.planning import PlannerPlugins
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.errors import BadInput, ConfigError

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_local.arbiter.planner_report import reports_folder, writing
-from dynamo_local.arbiter.planner_report.schedule import ReportSchedule
-from dynamo_local.arbiter.planner_report.writing import write_next, write_report
+from dynamo_local.arbiter import planner_report_page
+from dynamo_local.arbiter.planner_report_page import write_next, write_report
+from dynamo_local.arbiter.planner_report_schedule import ReportSchedule, reports_folder
 from dynamo_local.errors import BadInput, NotRunning
 from dynamo_local.planner.records.decision_log import DecisionLog, decision_log_path
 from tests.drivers.served import auntil
@@ -58,7 +58,7 @@ def test_rotated_logs_are_read_oldest_first(tmp_path: Path) -> None:
 
 
 def test_only_our_oldest_reports_go(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "KEPT", 2)
+    monkeypatch.setattr(planner_report_page, "REPORTS_KEPT", 2)
     folder = reports_folder(tmp_path)
     folder.mkdir()
     (folder / "mine.html").write_text("a user's own")
@@ -148,6 +148,6 @@ async def test_a_report_that_cannot_be_written_is_told(planner: Planner) -> None
 
 
 def test_the_arbiter_loads_nothing_of_what_writes_pages() -> None:
-    code = "import sys, dynamo_local.arbiter.exporter; print({'jinja2', 'matplotlib'} & set(sys.modules))"
+    code = "import sys, dynamo_local.arbiter.composition; print({'jinja2', 'matplotlib'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

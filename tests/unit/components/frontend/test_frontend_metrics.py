@@ -74,6 +74,24 @@ async def test_the_exposition_has_dynamos_names(house: Make):
     assert "_created" not in response.text
 
 
+async def test_a_request_that_a_router_placed_counts_under_dynamos_router_names(house: Make):
+    script = [[{**prompt(40), "kv_hit_rate": 0.25}], *([text(piece)] for piece in "abc"), [last(prompt_tokens=40)]]
+    made = house(FakeEndpoint(script))
+    async with made.client() as client:
+        await client.post(CHAT_URL, json=CHAT)
+    found, name = scrape(made), "dynamo_component_router"
+    assert found.value("dynamo_component_router_kv_hit_rate_sum", model=MODEL) == 0.25
+    for counted, value in (("requests", 1), ("requests_started", 1)):
+        assert found.value(f"{name}_{counted}_total", model=MODEL) == value
+    counts = {"time_to_first_token_seconds": 1, "request_duration_seconds": 1, "inter_token_latency_seconds": 2}
+    for histogram, count in counts.items():
+        assert found.value(f"{name}_{histogram}_count", model=MODEL) == count
+    for histogram, total in (("input_sequence_tokens", 40), ("output_sequence_tokens", 3)):
+        assert found.value(f"{name}_{histogram}_sum", model=MODEL) == total
+    told = made.deps.metrics.counters()
+    assert (told["hit_rate_sum"], told["hit_rate_count"]) == (0.25, 1.0)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_is_measured(house: Make, stream: bool):
     made = house(FakeEndpoint(answer("a", "b", "c", prompt_tokens=70)))

@@ -101,6 +101,14 @@ async def test_a_prefill_computes_one_token_and_hands_over_its_kv(bench: Bench) 
     assert bench.subject.counts.done == 1
 
 
+async def test_tokens_that_only_the_decode_worker_has_are_counted_as_computed_again(bench: Bench) -> None:
+    asked = EngineRequest("r", [1, 2, 3], SamplingParams(max_tokens=9))
+    with bench.decode.expect("r") as expected:
+        await bench.ask("r", messages.prefill_entry(asked, "decode", cached_tokens=2))
+        await expected.wait(5)
+    assert bench.subject.counts.recomputed_tokens == 2
+
+
 async def test_only_what_can_start_now_is_pulled(bench: Bench) -> None:
     bench.engine.gate.clear()
     for n in range(3):

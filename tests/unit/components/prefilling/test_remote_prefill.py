@@ -184,6 +184,18 @@ async def test_what_stays_local_is_never_enqueued(options: dict[str, Any], hit_r
     assert not queue.server.seen
 
 
+async def test_the_entry_says_how_much_of_the_prompt_the_decode_worker_has() -> None:
+    queue = FakePrefillQueue()
+    remote, _ = make(queue, settings=lambda: DisaggSettings(5, 2))
+    asked = asyncio.create_task(remote.prefill(request(), 0.25))
+    pulled = await queue.pull(5)
+    assert pulled is not None
+    assert messages.parse_prefill_entry(pulled.task.payload).cached_tokens == 25
+    asked.cancel()
+    await asyncio.wait([asked])
+    await remote.finish()
+
+
 async def test_each_decision_is_logged_with_its_numbers(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     remote, _ = make(FakePrefillQueue(), settings=lambda: DisaggSettings(50, 2))

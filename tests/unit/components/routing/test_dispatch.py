@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -47,11 +46,17 @@ def dispatcher(client: FakeEndpointClient, max_tries: int = 3) -> Dispatcher:
 
 async def collect(subject: Dispatcher, timeout_s: float | None = 5) -> list[int]:
     """All tokens of one request."""
+    return await pumped(subject, {}, timeout_s)
+
+
+async def pumped(subject: Dispatcher, payload: dict[str, Any], timeout_s: float | None = 5) -> list[int]:
     tokens: list[int] = []
-    async with contextlib.aclosing(subject.send({}, request_id="r", tokens=9, timeout_s=timeout_s)) as batches:
-        async for batch in batches:
-            for item in batch:
-                tokens += item["token_ids"]
+
+    def take(batch: list[Any]) -> None:
+        for item in batch:
+            tokens.extend(item["token_ids"])
+
+    await subject.pump(payload, take, request_id="r", tokens=9, timeout_s=timeout_s)
     return tokens
 
 
@@ -140,7 +145,7 @@ async def test_deadline_reaches_the_worker_and_shrinks() -> None:
     assert 0 < second <= first <= 5
 
 
-async def test_closing_cancels_the_handler_and_frees_its_place() -> None:
+async def test_a_cancelled_request_ends_its_handler_and_frees_its_place() -> None:
     ended = asyncio.Event()
 
     async def endless(payload: Any, _context: Any) -> AsyncIterator[Any]:
@@ -153,10 +158,12 @@ async def test_closing_cancels_the_handler_and_frees_its_place() -> None:
 
     client, picker = FakeEndpointClient({1: endless}), LeastLoaded()
     subject = Dispatcher(client, picker, lambda ids: {})
-    batches = subject.send({}, request_id="r", tokens=9, timeout_s=None)
-    assert await anext(batches)
+    begun = asyncio.Event()
+    pumping = asyncio.create_task(subject.pump({}, lambda _: begun.set(), request_id="r", tokens=9, timeout_s=None))
+    await begun.wait()
     assert picker.in_flight(1) == (1, 9)
-    await batches.aclose()
+    pumping.cancel()
+    await asyncio.wait([pumping])
     assert ended.is_set()
     assert picker.in_flight(1) == (0, 0)
 
@@ -167,18 +174,18 @@ class Noted:
     def __init__(self, *answers: Routed | None) -> None:
         self.answers = list(answers)
         self.avoided: list[tuple[int, ...]] = []
+        self.adapters: list[int] = []
 
-    async def choose(self, token_ids: Any, request_id: str, tokens: int, avoid: Any) -> Routed | None:
+    async def choose(self, token_ids: Any, request_id: str, tokens: int, avoid: Any, lora_id: int = 0) -> Routed | None:
         self.avoided.append(tuple(avoid))
+        self.adapters.append(lora_id)
         return self.answers.pop(0)
 
 
 async def routed(client: FakeEndpointClient, router: Noted) -> list[int]:
     """Tokens of one request through a dispatcher with that Router."""
     subject = Dispatcher(client, RoundRobin(), lambda ids: {}, router=router)
-    sending = subject.send({"token_ids": [1]}, request_id="r", tokens=9, timeout_s=5)
-    async with contextlib.aclosing(sending) as batches:
-        return [token for batch in [b async for b in batches] for item in batch for token in item["token_ids"]]
+    return await pumped(subject, {"token_ids": [1]})
 
 
 async def test_the_routers_worker_gets_the_request_with_its_hit_rate() -> None:
@@ -187,6 +194,13 @@ async def test_the_routers_worker_gets_the_request_with_its_hit_rate() -> None:
     assert await routed(client, Noted(Routed(2, 0.75))) == [1, 2]
     (call,) = client.calls
     assert (call.instance_id, call.payload) == (2, {"token_ids": [1], "prefix_hit_rate": 0.75})
+
+
+async def test_the_router_is_told_the_adapter_whose_blocks_count() -> None:
+    client, router = FakeEndpointClient({1: good}), Noted(Routed(1, 0.5))
+    subject = Dispatcher(client, RoundRobin(), lambda ids: {}, router=router)
+    assert await pumped(subject, {"token_ids": [1], "lora_id": 3}) == [1, 2]
+    assert router.adapters == [3]
 
 
 @pytest.mark.parametrize("answer", [None, Routed(9, 0.75)])

@@ -11,9 +11,13 @@ import pytest
 
 from dynamo_local.components.prefill_worker import PrefillWorker, PrefillWorkerConfig
 from dynamo_local.components.processor import Processor, ProcessorConfig
+from dynamo_local.components.sim_api.choices import Choice, Choices
 from dynamo_local.components.sim_api.requests import Extras, Form, FunctionTool, Tools
+from dynamo_local.components.text.prepare import Prepared
+from dynamo_local.components.text.tokenizer import load_tokenizer
 from dynamo_local.components.vllm_worker import VllmWorker, VllmWorkerConfig
 from dynamo_local.errors import EngineDead
+from dynamo_local.ports import SamplingParams
 from tests.fakes.data_plane.worker_context import FakeCluster
 
 FAST = {"speed": 200.0, "num_gpu_blocks": 4096, "block_size": 16}
@@ -74,3 +78,25 @@ async def test_a_worker_that_dies_at_once_changes_no_answer(cluster: FakeCluster
     assert [await ask(cluster, extras) for extras in REQUESTS] == expected
     died = await asyncio.gather(*bad.context.vital_tasks, return_exceptions=True)
     assert any(isinstance(error, EngineDead) for error in died)
+
+
+async def test_a_consumer_that_was_full_when_a_worker_was_lost_is_given_the_next_workers_items():
+    room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    taken: list[Any] = []
+
+    def full_once(items: list[Any]) -> Any:
+        taken.extend(items)
+        return room if len(taken) == 1 else None
+
+    async def generate(_payload: Any, _answer: Any, take: Any) -> None:
+        first = asyncio.ensure_future(take([{"usage": None}]))
+        await asyncio.sleep(0)
+        first.cancel()  # the first worker is lost, and its stream ends
+        await asyncio.wait([first])
+        if (second := take([{"usage": None}])) is not None:
+            await asyncio.wait_for(second, 1.0)
+
+    prepared = Prepared("r", [1], SamplingParams(max_tokens=1), ())
+    choice = Choice(0, True, prepared, (), "", False)
+    await Choices([choice], Extras(), "r", load_tokenizer(None), generate).pump(full_once)
+    assert len(taken) == 3

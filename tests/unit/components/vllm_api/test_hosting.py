@@ -50,9 +50,8 @@ class FakeApi:
     async def app(self) -> Any:
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             tokens: list[int] = []
-            call = SimpleNamespace(
-                token_ids=[5, 6], sampling=SamplingParams(max_tokens=4), core=CORE, prefill_here="a salt"
-            )
+            sampling = SamplingParams(max_tokens=4)
+            call = SimpleNamespace(token_ids=[5, 6], sampling=sampling, core=CORE, prefill_here="a salt", lora_id=7)
             async for batch in self._send(call):
                 for item in batch:
                     tokens += item["token_ids"]
@@ -108,6 +107,7 @@ async def test_a_request_goes_to_a_worker_in_vllms_own_words():
     (call,) = client.calls
     assert call.payload["core"] == CORE
     assert (call.payload["token_ids"], call.payload["prefill_here"]) == ([5, 6], "a salt")
+    assert call.payload["lora_id"] == 7
     assert call.request_id == "r1"
     assert FakeApi.made.engine == (["--model=m"], 4096, ["generate"], "0.32.0")
     assert FakeApi.made.serve_words == ["--tool-call-parser=hermes"]

@@ -7,23 +7,23 @@ from typing import Any
 import pytest
 
 from dynamo_local.core.fleet import step as machine
-from dynamo_local.core.fleet.events import CancelDrain, Drain, Scale
+from dynamo_local.core.fleet.events import Drain, Scale, parse_target
 from dynamo_local.core.fleet.fleet import Fleet
-from dynamo_local.core.fleet.moves import BeginDrain, Move, ScalingDecision
-from dynamo_local.core.fleet.scaling import decide, decide_cancel, decide_drain, parse_target
+from dynamo_local.core.fleet.moves import BeginDrain, Move
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.errors import DrainNotCancellable, LastReadyWorker, UnknownWorker
+from tests.fakes.arbiter.decided import Decided, cancelled, drained, scaled_to
 from tests.fakes.arbiter.fleet_views import fleet, name, worker
 
 
-def scale(view: Fleet, text: str, component: str = "VllmWorker", **more: Any) -> ScalingDecision:
+def scale(view: Fleet, text: str, component: str = "VllmWorker", **more: Any) -> Decided:
     """`dynamo scale <component> <text>`"""
-    return decide(view, component, parse_target(text), stimulus_id="t", **more)
+    return scaled_to(view, component, parse_target(text), **more)
 
 
 def scaled(view: Fleet, text: str, now_s: float, **more: Any) -> Fleet:
     """The fleet after `dynamo scale VllmWorker <text>`."""
-    order = Scale(stimulus_id="t", component="VllmWorker", change=parse_target(text), **more)
+    order = Scale(stimulus_id="t", component="VllmWorker", target=parse_target(text), **more)
     return machine.step(view, order, now_s)[0]
 
 
@@ -36,37 +36,37 @@ def brief(moves: tuple[Move, ...]) -> list[tuple[str, str]]:
 
 
 def test_a_named_worker_is_drained() -> None:
-    decision = decide_drain(fleet("ready", "ready"), name(), stimulus_id="t")
+    decision = drained(fleet("ready", "ready"), name())
     assert decision.or_raise() == (BeginDrain(name(), "drain"),)
 
 
 @pytest.mark.parametrize("state", ["draining", "drain_timed_out", "exited", "crashed/leaving"])
 def test_a_drain_of_what_leaves_already_does_nothing(state: str) -> None:
-    assert decide_drain(fleet("ready", state), name(1), stimulus_id="t") == ScalingDecision("t")
+    assert drained(fleet("ready", state), name(1)) == Decided()
 
 
 @pytest.mark.parametrize("state", ["pending", "starting", "backing_off", "crashed", "faulted", "draining/restarting"])
 def test_a_drain_of_what_does_not_serve_takes_it_back(state: str) -> None:
-    decision = decide_drain(fleet("ready", state), name(1), stimulus_id="t")
+    decision = drained(fleet("ready", state), name(1))
     assert brief(decision.or_raise()) == [("TakeBack", "VllmWorker_1")]
 
 
 def test_the_last_ready_worker_is_drained_by_force_only() -> None:
     view = fleet("ready")
-    assert isinstance(decide_drain(view, name(), stimulus_id="t").refused, LastReadyWorker)
-    assert brief(decide_drain(view, name(), stimulus_id="t", force=True).or_raise()) == [("BeginDrain", "VllmWorker")]
+    assert isinstance(drained(view, name()).refused, LastReadyWorker)
+    assert brief(drained(view, name(), force=True).or_raise()) == [("BeginDrain", "VllmWorker")]
 
 
 def test_the_bare_worker_is_found_without_its_namespace() -> None:
     """`dynamo drain VllmWorker`, as `dynamo drain VllmWorker_1`."""
-    moves = decide_drain(fleet("ready", "ready"), "VllmWorker", stimulus_id="t").or_raise()
+    moves = drained(fleet("ready", "ready"), "VllmWorker").or_raise()
     assert brief(moves) == [("BeginDrain", "VllmWorker")]
 
 
 def test_an_unknown_worker_is_refused_with_those_there_are() -> None:
     for decision in (
-        decide_drain(fleet("ready"), "VllmWorker_7", stimulus_id="t"),
-        decide_cancel(fleet("ready"), "VllmWorker_7", stimulus_id="t"),
+        drained(fleet("ready"), "VllmWorker_7"),
+        cancelled(fleet("ready"), "VllmWorker_7"),
     ):
         assert isinstance(decision.refused, UnknownWorker)
         assert name() in str(decision.refused)
@@ -74,13 +74,13 @@ def test_an_unknown_worker_is_refused_with_those_there_are() -> None:
 
 @pytest.mark.parametrize("state", ["draining", "draining/restarting"])
 def test_a_drain_is_taken_back(state: str) -> None:
-    decision = decide_cancel(fleet("ready", state), name(1), stimulus_id="t")
+    decision = cancelled(fleet("ready", state), name(1))
     assert brief(decision.or_raise()) == [("CancelDrain", "VllmWorker_1")]
 
 
 @pytest.mark.parametrize("state", ["ready", "draining/returning"])
 def test_taking_back_what_is_back_does_nothing(state: str) -> None:
-    assert decide_cancel(fleet("ready", state), name(1), stimulus_id="t") == ScalingDecision("t")
+    assert cancelled(fleet("ready", state), name(1)) == Decided()
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_taking_back_what_is_back_does_nothing(state: str) -> None:
     ],
 )
 def test_what_cannot_be_taken_back_says_why(sibling: object, why: str) -> None:
-    refused = decide_cancel(fleet("ready", sibling), name(1), stimulus_id="t").refused  # type: ignore[arg-type]
+    refused = cancelled(fleet("ready", sibling), name(1)).refused  # type: ignore[arg-type]
     assert isinstance(refused, DrainNotCancellable)
     assert why in str(refused)
     assert name(1) in str(refused)
@@ -113,17 +113,17 @@ def test_a_decision_on_the_committed_intent_goes_on_from_it() -> None:
 def test_a_worker_that_never_was_ready_is_gone_at_once_where_it_has_no_process() -> None:
     view = fleet("faulted", "backing_off", "starting")
     for n in range(3):
-        view, _ = machine.step(view, Drain(stimulus_id="t", name=name(n), force=True), 1.0)
+        view, _, _ = machine.step(view, Drain(stimulus_id="t", name=name(n), force=True), 1.0)
     assert [(w.n, w.state) for w in view.of("VllmWorker")] == [(0, S.EXITED), (2, S.DRAINING)]
     assert not any(w.cancellable or w.counts for w in view.of("VllmWorker"))
 
 
 def test_a_crashed_worker_that_is_taken_back_waits_for_its_process_to_end() -> None:
-    view, _ = machine.step(fleet("ready", "crashed"), Drain(stimulus_id="t", name=name(1)), 1.0)
+    view, _, _ = machine.step(fleet("ready", "crashed"), Drain(stimulus_id="t", name=name(1)), 1.0)
     assert [(w.state, w.counts) for w in view.of("VllmWorker")] == [(S.READY, True), (S.CRASHED, False)]
 
 
-@pytest.mark.parametrize("order", [Drain, CancelDrain])
-def test_a_command_for_an_unknown_worker_changes_nothing(order: type[Drain] | type[CancelDrain]) -> None:
+@pytest.mark.parametrize("cancel", [False, True])
+def test_a_command_for_an_unknown_worker_changes_nothing(cancel: bool) -> None:
     with pytest.raises(UnknownWorker, match=name(3)):
-        machine.step(fleet("ready"), order(stimulus_id="t", name=name(3)), 1.0)
+        machine.step(fleet("ready"), Drain(stimulus_id="t", name=name(3), cancel=cancel), 1.0)

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo_local.core.fleet import lifecycle as lc
-from dynamo_local.core.fleet.fleet import Course
-from dynamo_local.core.fleet.moves import BeginDrain, CancelDrain, Revive, SpawnWorker, TakeBack, course_after, intent
-from dynamo_local.core.fleet.scaling import decide_drain
+from dynamo_local.core.fleet.fleet import Intent
+from dynamo_local.core.fleet.lifecycle import NEXT
+from dynamo_local.core.fleet.lifecycle import TransitionKind as K
+from dynamo_local.core.fleet.moves import (
+    BeginDrain,
+    CancelDrain,
+    Revive,
+    SpawnWorker,
+    TakeBack,
+    intent_after,
+    transition_for,
+)
 from dynamo_local.core.gpus import GpuAsk, GpuLedger, shortage
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.system.gpus import SimInventory
+from tests.fakes.arbiter.decided import drained
 from tests.fakes.arbiter.fleet_views import PREFILL, fleet, name, on_ledger, worker
 
 
@@ -52,41 +61,38 @@ def test_a_worker_is_found_by_its_name_with_and_without_the_namespace() -> None:
     assert view.worker(name(1)) is view.worker("VllmWorker_1") is view.find("VllmWorker_1")
     assert view.find("VllmWorker_2") is None
     assert view.find("VllmWorker") is view.worker(name(0))
-    drain = decide_drain(view, "VllmWorker_1", stimulus_id="test")
+    drain = drained(view, "VllmWorker_1")
     assert [step.name for step in drain.moves] == [name(1)]
 
 
 @pytest.mark.parametrize(
     ("move", "state", "event", "course"),
     [
-        (Revive(name(), "VllmWorker", 1), S.FAULTED, lc.RestartRequested, Course.STEADY),
-        (BeginDrain(name(), "why"), S.READY, lc.DrainRequested, Course.STEADY),
-        (BeginDrain(name(), restart=True), S.READY, lc.DrainRequested, Course.RESTARTING),
-        (BeginDrain(name()), S.DRAINING, None, Course.STEADY),
-        (CancelDrain(name()), S.DRAINING, None, Course.RETURNING),
-        (TakeBack(name()), S.STARTING, lc.DrainRequested, Course.STEADY),
-        (TakeBack(name()), S.PENDING, lc.Removed, Course.STEADY),
-        (TakeBack(name()), S.BACKING_OFF, lc.Removed, Course.STEADY),
-        (TakeBack(name()), S.FAULTED, lc.Removed, Course.STEADY),
-        (TakeBack(name()), S.CRASHED, None, Course.LEAVING),
-        (TakeBack(name()), S.START_TIMED_OUT, None, Course.LEAVING),
-        (TakeBack(name()), S.DRAINING, None, Course.STEADY),
-        (SpawnWorker(name(), "VllmWorker", 0, 1), S.PENDING, None, Course.STEADY),
+        (Revive(name(), "VllmWorker", 1), S.FAULTED, K.RESTART_REQUESTED, Intent.STEADY),
+        (BeginDrain(name(), "why"), S.READY, K.DRAIN_REQUESTED, Intent.STEADY),
+        (BeginDrain(name(), restart=True), S.READY, K.DRAIN_REQUESTED, Intent.RESTARTING),
+        (BeginDrain(name()), S.DRAINING, None, Intent.STEADY),
+        (CancelDrain(name()), S.DRAINING, None, Intent.RETURNING),
+        (TakeBack(name()), S.STARTING, K.DRAIN_REQUESTED, Intent.STEADY),
+        (TakeBack(name()), S.PENDING, K.REMOVED, Intent.STEADY),
+        (TakeBack(name()), S.BACKING_OFF, K.REMOVED, Intent.STEADY),
+        (TakeBack(name()), S.FAULTED, K.REMOVED, Intent.STEADY),
+        (TakeBack(name()), S.CRASHED, None, Intent.LEAVING),
+        (TakeBack(name()), S.START_TIMED_OUT, None, Intent.LEAVING),
+        (TakeBack(name()), S.DRAINING, None, Intent.STEADY),
+        (SpawnWorker(name(), "VllmWorker", 0, 1), S.PENDING, None, Intent.STEADY),
     ],
 )
 def test_a_move_has_one_event_and_one_course(
     move: SpawnWorker | Revive | BeginDrain | CancelDrain | TakeBack,
     state: S,
-    event: type[lc.Event] | None,
-    course: Course,
+    event: K | None,
+    course: Intent,
 ) -> None:
-    """What is committed before it is acted on; the event is legal in that state and carries the cause."""
-    made = intent(move, state, "scale-7")
-    assert (None if made is None else type(made)) == event
-    assert course_after(worker(0, state), move) is course
-    if made is not None:
-        assert made.stimulus_id == "scale-7"
-        assert (state, type(made)) in lc.NEXT
+    """It is committed before it is acted on, and legal in that state."""
+    assert transition_for(move, state) == event
+    assert intent_after(worker(0, state), move) is course
+    assert event is None or (state, event) in NEXT
 
 
 def test_capacity_is_what_serves_or_will() -> None:

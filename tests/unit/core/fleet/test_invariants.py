@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.core.fleet.fleet import Course, Fleet, FlipTarget, GpuReturn, Leaving
+from dynamo_local.core.fleet.fleet import Fleet, FlipTarget, GpusPendingRelease, Intent, Leaving
 from dynamo_local.core.fleet.invariants import Violated, validate
 from dynamo_local.core.types import WorkerState
 from tests.fakes.arbiter.fleet_views import fleet, name, on_ledger, put, worker
@@ -45,21 +45,33 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("starting", {"process": None}, "has no process, and none is being made"),
     ("starting", {"spawning": True}, "has a process and another one is being made"),
     ("ready", {"sweeping": True}, "has a process while the last one's remains are cleared"),
-    ("starting", {"returning": GpuReturn(0.0)}, "has a process while the last one's remains are cleared"),
+    (
+        "starting",
+        {"gpus_pending_release": GpusPendingRelease(0.0)},
+        "has a process while the last one's remains are cleared",
+    ),
     ("ready", {"served": False}, "serves and never was ready"),
-    ("ready", {"course": Course.RETURNING}, "is called back from no drain"),
-    ("backing_off", {"course": Course.RETURNING}, "is called back from no drain"),
-    ("ready", {"course": Course.LEAVING}, "is waited for, though nothing of it is being ended"),
+    ("ready", {"intent": Intent.RETURNING}, "is called back from no drain"),
+    ("backing_off", {"intent": Intent.RETURNING}, "is called back from no drain"),
+    ("ready", {"intent": Intent.LEAVING}, "is waited for, though nothing of it is being ended"),
     ("starting", {"due_s": None}, "is forgotten: no deadline for its start"),
     ("draining", {"due_s": None}, "is forgotten: no deadline for its drain"),
     ("backing_off", {"due_s": None}, "is forgotten: nothing starts it"),
-    ("backing_off", {"due_s": None, "held_back": True}, "is forgotten: it waits for etcd and NATS, which answer"),
+    (
+        "backing_off",
+        {"due_s": None, "waiting_for_infra": True},
+        "is forgotten: it waits for etcd and NATS, which answer",
+    ),
     ("crashed", {"sweeping": False}, "is forgotten: its process is gone and nothing follows"),
     ("start_timed_out", {"sweeping": False}, "is forgotten: its process is gone and nothing follows"),
     ("falling_asleep", {"due_s": None}, "is forgotten: no deadline for its order"),
     ("waking", {"due_s": None}, "is forgotten: no deadline for its order"),
     ("sleeping", {"gpus": ("one",)}, "is booked as asleep"),
-    ("exited", {"returning": GpuReturn(0.0)}, "is forgotten: nobody looks whether its GPUs come back"),
+    (
+        "exited",
+        {"gpus_pending_release": GpusPendingRelease(0.0)},
+        "is forgotten: nobody looks whether its GPUs come back",
+    ),
     ("flipping", {"flip": None}, "is flipping, and becomes None"),
     ("flipping", {"process": None}, "has no process, and none is being made"),
     ("flipping", {"flip": FlipTarget(name(1, "PrefillWorker"), "PrefillWorker", 1)}, "nobody asks how far its change"),
@@ -70,7 +82,7 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
 def test_a_process_in_two_roles_is_found() -> None:
     begun = fleet("ready", "ready")
     with pytest.raises(Violated, match="two workers have the same name at birth"):
-        validate(put(begun, name(1), born=name()))
+        validate(put(begun, name(1), spawned_as=name()))
     with pytest.raises(Violated, match="two workers have the same pid"):
         validate(put(begun, name(1), process=begun.workers[name()].process))
 
@@ -151,7 +163,7 @@ def test_a_fault_that_keeps_its_devices_is_found() -> None:
     begun = on_ledger([worker(0, "ready"), worker(1, "faulted", gpus=("one",))], 2)
     with pytest.raises(Violated, match="holds GPUs that it does not give back"):
         validate(begun)
-    validate(replace(put(begun, name(1), returning=GpuReturn(0.0)), looking=True))
+    validate(replace(put(begun, name(1), gpus_pending_release=GpusPendingRelease(0.0)), looking=True))
 
 
 def test_every_broken_rule_is_named() -> None:

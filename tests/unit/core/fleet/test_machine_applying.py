@@ -114,7 +114,7 @@ def test_what_cannot_be_is_refused_with_all_reasons() -> None:
     assert f"{name(1)} needs 2 GPUs, 1 more than there will be" in why
     assert "VllmWorker: " in refusal(view, order(OLD, *TEMPLATES[1:], counts={"VllmWorker": 0}))
     life = Life(view)
-    life.feed(st.Restart(stimulus_id="restart:1", target="VllmWorker"))
+    life.feed(st.Restart(stimulus_id="restart:1", name="VllmWorker"))
     assert "restart:1 is under way, and has not come to" in refusal(life.fleet, order())
 
 
@@ -144,7 +144,7 @@ def test_a_configuration_that_does_not_start_stops_at_the_first_worker() -> None
     assert life.feed(order(OLD, *TEMPLATES[1:], counts={"VllmWorker": 2}))[-1] == "spawn VllmWorker_1"
     life.up(1, 99)
     assert life.states() == ["ready", "ready"]
-    assert life.worker().starts == 1
+    assert life.worker().start.starts == 1
 
 
 def test_workers_of_an_older_arbiter_are_not_called_outdated() -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from dynamo_local.core.fleet import effects as ins
 from dynamo_local.core.fleet import events as st
+from dynamo_local.core.fleet.events import Change
 from dynamo_local.core.fleet.fleet import Template
-from dynamo_local.core.fleet.scaling import Change
 from tests.fakes.arbiter.fleet_views import DECODE, FRONTEND, fleet, name, worker
 from tests.fakes.arbiter.machine import Life
 
@@ -15,7 +15,7 @@ from tests.fakes.arbiter.machine import Life
 def scale(life: Life, count: int) -> list[str]:
     """`dynamo scale VllmWorker`; what follows."""
     change = Change(count, relative=True)
-    return life.feed(st.Scale(stimulus_id=f"scale {count:+d}", component="VllmWorker", change=change))
+    return life.feed(st.Scale(stimulus_id=f"scale {count:+d}", component="VllmWorker", target=change))
 
 
 def test_up_down_and_up_again_at_once_finds_its_gpu() -> None:
@@ -60,7 +60,7 @@ def test_one_that_is_to_be_restarted_is_ordered_anew(template: Template) -> None
     entry = worker(0, "pending", template)
     life = Life(fleet(entry))
     life.feed(st.StartAll(stimulus_id="serve"))
-    life.feed(st.Restart(stimulus_id="restart", target=entry.name))
+    life.feed(st.Restart(stimulus_id="restart", name=entry.name))
     did = [type(each).__name__ for each in life.last if isinstance(each, ins.CallOff | ins.Spawn | ins.LookAtGpus)]
     assert did == ["CallOff", "LookAtGpus" if template is DECODE else "Spawn"]
     if template is DECODE:

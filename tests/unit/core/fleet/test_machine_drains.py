@@ -6,8 +6,7 @@ import pytest
 
 from dynamo_local.core.fleet import effects as ins
 from dynamo_local.core.fleet import events as st
-from dynamo_local.core.fleet.lifecycle import DrainDeadlinePassed
-from dynamo_local.core.fleet.scaling import Change
+from dynamo_local.core.fleet.events import Change
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import DrainNotCancellable, LastReadyWorker
 from tests.fakes.arbiter.fleet_views import FRONTEND, PREFILL, fleet, lease_of, load, name, on_ledger, pid_of, worker
@@ -22,14 +21,14 @@ def drain(n: int = 1, *, force: bool = False) -> st.Drain:
     return st.Drain(stimulus_id="drain:1", name=name(n), force=force)
 
 
-def cancel(n: int = 1) -> st.CancelDrain:
+def cancel(n: int = 1) -> st.Drain:
     """`dynamo drain --cancel`"""
-    return st.CancelDrain(stimulus_id="cancel:1", name=name(n))
+    return st.Drain(cancel=True, stimulus_id="cancel:1", name=name(n))
 
 
 def scale(count: int) -> st.Scale:
     """`dynamo scale VllmWorker`"""
-    return st.Scale(stimulus_id="scale:1", component="VllmWorker", change=Change(count, relative=True))
+    return st.Scale(stimulus_id="scale:1", component="VllmWorker", target=Change(count, relative=True))
 
 
 def draining() -> Life:
@@ -55,9 +54,9 @@ def test_a_drain_from_the_word_to_the_end() -> None:
     assert life.feed(drain()) == [ONE]
     assert [type(each).__name__ for each in life.last] == ["Commit", "Revoke", "WaitUntil"]
     assert (life.events(), life.state(1)) == (["DrainRequested"], "draining")
-    assert (life.worker(1).asked_s, life.worker(1).due_s) == (life.now_s, life.now_s + 600.0)
+    assert (life.worker(1).leave.requested_at_s, life.worker(1).due_s) == (life.now_s, life.now_s + 600.0)
     assert life.key_gone(1) == []
-    assert (life.state(1), life.worker(1).lease, life.worker(1).lease_gone) == ("draining", None, False)
+    assert (life.state(1), life.worker(1).lease, life.worker(1).leave.lease_gone) == ("draining", None, False)
     assert life.gone(1) == ["sweep VllmWorker_1"]
     assert life.swept(1) == ["look at GPUs"]
     assert life.gpus() == ["forget VllmWorker_1"]
@@ -102,7 +101,7 @@ def test_the_last_ready_worker_is_not_drained_unforced() -> None:
 def test_however_it_ends_it_has_left(code: int | None, reason: str) -> None:
     life = draining()
     life.gone(1, code)
-    assert (life.state(1), life.worker(1).reason, life.worker(1).failure) == ("exited", reason, None)
+    assert (life.state(1), life.worker(1).reason, life.worker(1).ended.failure) == ("exited", reason, None)
 
 
 def test_a_lease_revoked_from_outside_is_an_order_to_leave() -> None:
@@ -110,7 +109,7 @@ def test_a_lease_revoked_from_outside_is_an_order_to_leave() -> None:
     assert life.key_gone(1) == []
     assert (life.events(), life.state(1)) == (["LeaseRevoked"], "draining")
     gone = life.worker(1)
-    assert (gone.lease_gone, gone.asked_s, gone.due_s) == (True, None, None)
+    assert (gone.leave.lease_gone, gone.leave.requested_at_s, gone.due_s) == (True, None, None)
     assert gone.reason == "its lease was revoked or has expired"
     life.gone(1, 1)
     life.swept(1)
@@ -123,7 +122,7 @@ def test_a_lease_that_had_only_expired_comes_back() -> None:
     life.key_gone(1)
     life.registered(1, "beef")
     assert (life.events(), life.state(1), life.worker(1).lease) == (["DrainCancelled"], "ready", "beef")
-    assert not life.worker(1).lease_gone
+    assert not life.worker(1).leave.lease_gone
 
 
 def test_one_that_hangs_after_its_lease_expired_is_a_crash() -> None:
@@ -164,15 +163,14 @@ def test_past_its_deadline_it_is_asked_what_that_cuts_and_then_ended() -> None:
     life = draining()
     assert life.after(599.9) == []
     assert life.after(0.1) == ["count requests VllmWorker_1"]
-    assert (life.state(1), life.worker(1).counting) == ("draining", True)
+    assert (life.state(1), life.worker(1).leave.counting) == ("draining", True)
     ids = [f"r{n}" for n in range(25)]
     cut = "was not gone 600 s after it was asked to leave; 25 requests were cut"
     told = f"{name(1)} {cut}: {', '.join(ids[:20])} and 5 more"
     assert life.feed(counted(1, 25, *ids)) == [f"tell: {told}", f"end session {PID} VllmWorker_1"]
     assert (life.state(1), life.worker(1).reason) == ("drain_timed_out", cut)
-    (event,) = (each.event for each in life.did(ins.Commit)[0].transitions)
-    assert isinstance(event, DrainDeadlinePassed)
-    assert (event.deadline_s, event.requests_cut) == (600.0, 25)
+    (transition,) = life.did(ins.Commit)[0].transitions
+    assert (transition.kind, transition.details) == ("DrainDeadlinePassed", {"deadline_s": 600.0, "requests_cut": 25})
     life.gone(1, -9)
     assert (life.state(1), life.worker(1).reason) == ("exited", cut)
 
@@ -229,13 +227,19 @@ def test_a_drain_is_taken_back() -> None:
     life = draining()
     before = life.worker(1)
     assert life.feed(cancel()) == ["call back VllmWorker_1"]
-    assert life.did(ins.CallBack) == [ins.CallBack(name(1), PID, told=True, asked_by="cancel:1")]
+    assert life.did(ins.CallBack) == [ins.CallBack(name(1), PID, signalled=True, asked_by="cancel:1")]
     assert life.state(1) == "draining/returning"
     life.key_gone(1)
     assert life.called_back(1, asked_by="cancel:1") == []
     assert (life.events(), life.state(1)) == (["DrainCancelled"], "ready")
     after = life.worker(1)
-    assert (after.pid, after.gpus, after.asked_s, after.due_s, after.told) == (PID, before.gpus, None, None, False)
+    assert (after.pid, after.gpus, after.leave.requested_at_s, after.due_s, after.leave.signalled) == (
+        PID,
+        before.gpus,
+        None,
+        None,
+        False,
+    )
 
 
 @pytest.mark.parametrize("first", ["key", "answer"])
@@ -347,12 +351,12 @@ def test_a_sign_that_could_not_be_given_does_not_follow_a_call_back() -> None:
 
 
 @pytest.mark.parametrize(("order", "after"), [(cancel(), "draining"), (scale(1), "draining/returning")])
-def test_one_that_could_neither_be_told_nor_called_back_is_told_then(order: st.Stimulus, after: str) -> None:
+def test_one_that_could_neither_be_told_nor_called_back_is_told_then(order: st.Event, after: str) -> None:
     """etcd and NATS are away: it would serve on, unaware, until its deadline cuts what it streams."""
     life = draining()
     life.feed(order)
     life.feed(st.RevokeFailed(stimulus_id="etcd", name=name(1), lease=lease_of(1), why="etcd is away"))
-    asked_by = order.stimulus_id if isinstance(order, st.CancelDrain) else None
+    asked_by = order.stimulus_id if isinstance(order, st.Drain) and order.cancel else None
     assert life.called_back(1, "NATS is away", asked_by=asked_by)[0] == f"SIGTERM {PID} VllmWorker_1"
     assert life.state(1) == after
     assert f"SIGTERM {PID} VllmWorker_1" not in life.called_back(1, "NATS is away"), "once is enough"
@@ -370,7 +374,7 @@ def test_a_drain_taken_back_takes_devices_from_who_waits_for_them() -> None:
     prefill = name(1, "PrefillWorker")
     life.feed(st.Drain(stimulus_id="d", name=prefill))
     order = scale(1)
-    life.feed(st.Scale(stimulus_id="s", component=order.component, change=order.change, wait_for_gpus=True))
+    life.feed(st.Scale(stimulus_id="s", component=order.component, target=order.target, wait_for_gpus=True))
     assert life.state(1) == "pending"
-    life.feed(st.CancelDrain(stimulus_id="c", name=prefill))
+    life.feed(st.Drain(cancel=True, stimulus_id="c", name=prefill))
     assert life.state(1) == "gone"

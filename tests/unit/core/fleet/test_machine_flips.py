@@ -8,8 +8,8 @@ import pytest
 
 from dynamo_local.core.fleet import effects as ins
 from dynamo_local.core.fleet import events as st
+from dynamo_local.core.fleet.events import Change
 from dynamo_local.core.fleet.fleet import Fleet, Worker
-from dynamo_local.core.fleet.scaling import Change
 from dynamo_local.core.types import Role
 from dynamo_local.errors import (
     BeingRestarted,
@@ -104,7 +104,7 @@ def test_a_flip_from_the_word_to_the_end() -> None:
     assert life.state(1) == "gone"
     now = prefiller(life)
     assert (now.component, now.role, now.n, now.state) == ("PrefillWorker", Role.PREFILL, 1, "ready")
-    assert (now.pid, now.gpus, now.lease, now.born, now.flip) == (PID, gpus, LEASE, name(1), None)
+    assert (now.pid, now.gpus, now.lease, now.start.spawned_as, now.flip) == (PID, gpus, LEASE, name(1), None)
     assert life.feed(answered()) == []  # its answer comes later: nothing is new
     assert life.key_gone(1) == []  # and so is the end of its old key
 
@@ -131,8 +131,8 @@ def test_the_bare_worker_leaves_its_entry_as_a_template() -> None:
     life.feed(key(pid=pid_of(0)))
     rest = life.fleet.workers[name()]
     assert (rest.state, rest.pid, rest.gpus, rest.component) == ("exited", None, (), "VllmWorker")
-    assert prefiller(life).born == name()
-    scaled = life.feed(st.Scale(stimulus_id="s", component="VllmWorker", change=Change(1, relative=True)))
+    assert prefiller(life).start.spawned_as == name()
+    scaled = life.feed(st.Scale(stimulus_id="s", component="VllmWorker", target=Change(1, relative=True)))
     assert "spawn VllmWorker_2" in scaled  # not the bare name, under which the process was made that prefills now
 
 
@@ -142,7 +142,7 @@ def test_back_again_it_has_the_name_of_its_birth() -> None:
     assert name(1) in life.fleet.reserved()
     life.feed(flip(NEW))
     life.feed(key(name(1), "cafe"))
-    assert (life.worker(1).born, life.worker(1).lease, life.worker(1).pid) == (None, "cafe", PID)
+    assert (life.worker(1).start.spawned_as, life.worker(1).lease, life.worker(1).pid) == (None, "cafe", PID)
     assert life.fleet.reserved() == frozenset()
 
 
@@ -161,7 +161,7 @@ def test_who_serves_with_a_fingerprint_has_that_of_its_new_component() -> None:
     life = Life(begun)
     life.feed(flip())
     life.feed(key(name(0, "PrefillWorker")))
-    assert life.fleet.workers[name(0, "PrefillWorker")].launched == "p"
+    assert life.fleet.workers[name(0, "PrefillWorker")].start.launched == "p"
 
 
 # --- not there -----------------------------------------------------------------------------------------
@@ -195,8 +195,8 @@ def test_while_nobody_can_tell_it_is_asked_again() -> None:
 def test_a_flip_is_taken_back() -> None:
     """At once: it does not wait for the answer to the flip. What became of it that answer says."""
     life = flipping()
-    assert life.feed(st.CancelFlip(stimulus_id="c", name=name(1))) == ["call off flip VllmWorker_1"]
-    assert life.feed(st.CancelFlip(stimulus_id="c", name=name(1))) == []
+    assert life.feed(st.Flip(cancel=True, stimulus_id="c", name=name(1))) == ["call off flip VllmWorker_1"]
+    assert life.feed(st.Flip(cancel=True, stimulus_id="c", name=name(1))) == []
     life.feed(answered("it was taken back"))
     assert life.state(1) == "ready"
     assert life.told == []
@@ -204,12 +204,12 @@ def test_a_flip_is_taken_back() -> None:
 
 def test_a_cancel_may_come_too_late() -> None:
     life = flipping()
-    life.feed(st.CancelFlip(stimulus_id="c", name=name(1)))
+    life.feed(st.Flip(cancel=True, stimulus_id="c", name=name(1)))
     life.feed(key())
     assert prefiller(life).ready
     assert "taken back too late" in life.told[0]
     with pytest.raises(FlipNotCancellable):
-        life.feed(st.CancelFlip(stimulus_id="c", name=NEW))
+        life.feed(st.Flip(cancel=True, stimulus_id="c", name=NEW))
 
 
 @pytest.mark.parametrize("code", [0, 1, -9])
@@ -246,7 +246,7 @@ def test_its_end_may_be_heard_under_its_old_name() -> None:
     life.feed(key())
     sweep = life.feed(st.ProcessGone(stimulus_id=f"exit:{PID}", name=name(1), pid=PID, code=-9, unit=0.0))
     assert sweep == [f"revoke {LEASE} PrefillWorker_1", "sweep PrefillWorker_1"]
-    assert life.did(ins.Sweep)[0].born == name(1)
+    assert life.did(ins.Sweep)[0].spawned_as == name(1)
     assert prefiller(life).state == "crashed"
     assert name(1) in life.fleet.reserved()  # what it has left behind is still being ended
     life.feed(st.Swept(stimulus_id="sweep", name=NEW))
@@ -269,13 +269,13 @@ def test_down_meets_a_flip_as_a_drain() -> None:
     ("order", "refusal"),
     [
         (st.Drain(stimulus_id="d", name=name(1), force=True), FlipUnderWay),
-        (st.Restart(stimulus_id="r", target=name(1)), FlipUnderWay),
-        (st.Restart(stimulus_id="r", target="VllmWorker"), FlipUnderWay),
+        (st.Restart(stimulus_id="r", name=name(1)), FlipUnderWay),
+        (st.Restart(stimulus_id="r", name="VllmWorker"), FlipUnderWay),
         (st.Apply(stimulus_id="a", templates=TEMPLATES), NotApplicable),
         (flip(name(0)), LastReadyWorker),
     ],
 )
-def test_what_waits_until_a_flip_is_over(order: st.Stimulus, refusal: type[DynamoError]) -> None:
+def test_what_waits_until_a_flip_is_over(order: st.Event, refusal: type[DynamoError]) -> None:
     life = flipping()
     before = life.fleet
     with pytest.raises(refusal):
@@ -285,7 +285,7 @@ def test_what_waits_until_a_flip_is_over(order: st.Stimulus, refusal: type[Dynam
 
 def test_a_scale_down_leaves_alone_who_is_about_to_come() -> None:
     life = flipping()
-    fewer = st.Scale(stimulus_id="s", component="PrefillWorker", change=Change(-1, relative=True), force=True)
+    fewer = st.Scale(stimulus_id="s", component="PrefillWorker", target=Change(-1, relative=True), force=True)
     assert life.feed(fewer) == [f"SIGTERM {pid_of(0, PREFILL)} PrefillWorker"]
     with pytest.raises(FlipUnderWay):
         life.feed(fewer)
@@ -295,7 +295,7 @@ def test_names_that_are_promised_go_to_nobody_else() -> None:
     life = Life(on_ledger([worker(n, "ready") for n in range(3)] + [worker(0, "ready", PREFILL)], 6))
     life.feed(flip(name(1)))
     life.feed(flip(name(2)))
-    life.feed(st.Scale(stimulus_id="s", component="PrefillWorker", change=Change(1, relative=True)))
+    life.feed(st.Scale(stimulus_id="s", component="PrefillWorker", target=Change(1, relative=True)))
     becomes = [each.flip.name for each in life.fleet.workers.values() if each.flip is not None]
     assert becomes == [NEW, name(2, "PrefillWorker")]
     assert name(3, "PrefillWorker") in life.fleet.workers
@@ -346,11 +346,11 @@ def test_nobody_becomes_what_is_wanted_no_more() -> None:
 def test_who_is_still_to_be_restarted_does_not_flip() -> None:
     """Its new process would be of the old role. A template whose name is a live process's is not brought back."""
     life = Life(two_and_one())
-    life.feed(st.Restart(stimulus_id="r", target="VllmWorker"))
+    life.feed(st.Restart(stimulus_id="r", name="VllmWorker"))
     with pytest.raises(BeingRestarted):
         life.feed(flip(name(0)))
     life = Life(two_and_one())
     life.feed(flip(name()))
     life.feed(key(pid=pid_of(0)))
     with pytest.raises(NotRestartable, match="has another role now"):
-        life.feed(st.Restart(stimulus_id="r", target=name()))
+        life.feed(st.Restart(stimulus_id="r", name=name()))

@@ -8,7 +8,7 @@ import pytest
 
 from dynamo_local.core.fleet import effects as ins
 from dynamo_local.core.fleet import events as st
-from dynamo_local.core.fleet.scaling import Change
+from dynamo_local.core.fleet.events import Change
 from dynamo_local.core.fleet.step import step
 from dynamo_local.core.gpus import GpuDevice
 from tests.fakes.arbiter.fleet_views import PREFILL, fleet, name, on_ledger, worker
@@ -26,7 +26,7 @@ def busy(life: Life, *indices: int) -> tuple[GpuDevice, ...]:
 def scale(count: int, *, wait: bool = False) -> st.Scale:
     """`dynamo scale VllmWorker`; a planner's with `wait`."""
     change = Change(count, relative=True)
-    return st.Scale(stimulus_id="scale:1", component="VllmWorker", change=change, wait_for_gpus=wait)
+    return st.Scale(stimulus_id="scale:1", component="VllmWorker", target=change, wait_for_gpus=wait)
 
 
 def leaving() -> Life:
@@ -93,7 +93,7 @@ def test_a_device_that_nobody_could_look_at_is_quarantined_until_it_is_seen_empt
 
 def test_a_restart_on_memory_that_never_returns_looks_for_another_device() -> None:
     life = Life(fleet("ready", gpus=2))
-    life.feed(st.Restart(stimulus_id="r", target=name(), force=True))
+    life.feed(st.Restart(stimulus_id="r", name=name(), force=True))
     life.gone()
     life.swept()
     assert life.state() == "pending"
@@ -105,7 +105,7 @@ def test_a_restart_on_memory_that_never_returns_looks_for_another_device() -> No
 
 def test_a_restart_on_its_own_device_keeps_the_lock() -> None:
     life = Life(fleet("ready", gpus=1))
-    life.feed(st.Restart(stimulus_id="r", target=name(), force=True))
+    life.feed(st.Restart(stimulus_id="r", name=name(), force=True))
     life.gone()
     life.swept()
     assert life.did(ins.Lock) == [ins.Lock(name(), (life.device(0).uuid,))]
@@ -188,10 +188,12 @@ def test_a_restart_whose_device_was_taken_meanwhile_gives_it_up_and_looks_for_ot
     life.gone(0, 1)
     life.swept()
     life.now_s = life.worker().due_s or 0.0
-    refused, _ = step(life.fleet, st.Tick(), life.now_s)
-    assert refused.workers[name()].returning is not None, "this step asks for the lock; say that it was refused"
+    refused, _, _ = step(life.fleet, st.Tick(), life.now_s)
+    assert refused.workers[name()].ended.gpus_pending_release is not None, (
+        "this step asks for the lock; say that it was refused"
+    )
     life.feed(st.GpuReserved(stimulus_id="clock", uuid=life.device(0).uuid, who=OTHER))
-    assert (life.worker().gpus, life.worker().returning) == ((), None)
+    assert (life.worker().gpus, life.worker().ended.gpus_pending_release) == ((), None)
     assert life.after(0.0)[0] == "spawn VllmWorker"
     assert life.worker().gpus == (life.device(1).uuid,)
 

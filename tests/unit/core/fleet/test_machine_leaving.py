@@ -5,7 +5,7 @@ from __future__ import annotations
 from dynamo_local.core.fleet import effects as ins
 from dynamo_local.core.fleet import events as st
 from dynamo_local.core.fleet.draining import has_left
-from dynamo_local.core.fleet.scaling import Change
+from dynamo_local.core.fleet.events import Change
 from dynamo_local.core.types import Missing
 from tests.fakes.arbiter.fleet_views import FRONTEND, PREFILL, lease_of, load, name, on_ledger, pid_of, put, worker
 from tests.fakes.arbiter.machine import Life
@@ -61,7 +61,7 @@ def test_a_run_without_processes_has_left_at_once() -> None:
 def test_nothing_is_started_while_the_run_leaves() -> None:
     """Neither what waits for a device, nor what backs off, nor what was to be restarted, nor what crashes now."""
     life = Life(on_ledger([worker(0, "ready"), worker(1, "pending"), worker(2, "backing_off", due_s=105.0)], 4))
-    life.feed(st.Restart(stimulus_id="r", target=name()))
+    life.feed(st.Restart(stimulus_id="r", name=name()))
     life.feed(DOWN)
     life.gpus()
     life.after(10.0)
@@ -138,7 +138,7 @@ def test_a_process_that_is_made_after_now_is_ended_at_once() -> None:
 def test_one_that_is_called_back_leaves_all_the_same() -> None:
     life = graph()
     life.feed(st.Drain(stimulus_id="d", name=name(), force=True))
-    life.feed(st.CancelDrain(stimulus_id="c", name=name()))
+    life.feed(st.Drain(cancel=True, stimulus_id="c", name=name()))
     life.feed(DOWN)
     assert gone(life, FRONT, F) == [f"SIGTERM {D} VllmWorker"]
     assert life.state() == "draining"
@@ -148,7 +148,7 @@ def test_one_that_never_answered_leaves_with_an_unknown_cut() -> None:
     life = graph()
     life.fleet = put(life.fleet, FRONT, load=Missing("no answer"))
     life.feed(NOW)
-    cuts = [getattr(each.event, "requests_cut", None) for each in life.did(ins.Commit)[0].transitions]
+    cuts = [each.details.get("requests_cut") for each in life.did(ins.Commit)[0].transitions]
     assert cuts == [None, Missing("no answer")]
 
 
@@ -166,7 +166,7 @@ def test_one_that_was_wanted_again_and_taken_back_keeps_no_devices() -> None:
     life.feed(st.Drain(stimulus_id="d", name=name(), force=True))
     life.gone(0, 0)
     for change in (1, -1):
-        order = st.Scale(stimulus_id="s", component="VllmWorker", change=Change(change, relative=True), force=True)
+        order = st.Scale(stimulus_id="s", component="VllmWorker", target=Change(change, relative=True), force=True)
         life.feed(order)
     life.feed(DOWN)
     life.swept(0)

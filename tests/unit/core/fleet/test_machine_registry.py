@@ -136,7 +136,7 @@ def test_a_silent_one_that_ended_in_order_has_left(code: int | None) -> None:
 def test_a_silent_one_that_registers_again_is_ready() -> None:
     life = silent_and_gone()
     life.registered(1, "beef")
-    assert (life.state(1), life.worker(1).lapsed) == ("ready", False)
+    assert (life.state(1), life.worker(1).leave.silent_at_expiry) == ("ready", False)
 
 
 def test_one_that_has_crashed_so_is_drained_as_any_other_that_crashed() -> None:
@@ -171,7 +171,7 @@ def test_a_lease_revoked_while_etcd_could_not_be_watched_is_noticed() -> None:
     assert life.after(0.1) == []
     assert life.states() == ["ready", "draining"]
     gone = life.worker(1)
-    assert (gone.lease, gone.lease_gone) == (None, True)
+    assert (gone.lease, gone.leave.lease_gone) == (None, True)
     assert gone.reason == "its lease was revoked, or expired, while etcd could not be watched"
 
 
@@ -271,7 +271,7 @@ def test_failures_before_the_outage_was_noticed_are_forgiven() -> None:
     life.infra(ok=False)
     assert len(life.worker(0).history.failures_s) == 1, "of long before"
     assert life.worker(1).history.failures_s == ()
-    assert (life.worker(1).held_back, life.worker(1).due_s) == (True, None)
+    assert (life.worker(1).ended.waiting_for_infra, life.worker(1).due_s) == (True, None)
     life.infra(ok=True)
     assert life.worker(1).due_s == life.now_s + 1.0 + 2.5
 
@@ -282,9 +282,9 @@ def test_a_back_off_that_ends_in_an_outage_waits_for_its_end() -> None:
     die(life, 0, 0.0)
     life.now_s += 15.0
     life.infra(ok=False)
-    assert (len(life.worker().history.failures_s), life.worker().held_back) == (1, False)
+    assert (len(life.worker().history.failures_s), life.worker().ended.waiting_for_infra) == (1, False)
     assert life.until_due() == []
-    assert life.worker().held_back
+    assert life.worker().ended.waiting_for_infra
     life.infra(ok=True)
     assert life.worker().due_s == life.now_s + 30.0
 

@@ -6,7 +6,7 @@ import pytest
 
 from dynamo_local.core.fleet import effects as ins
 from dynamo_local.core.fleet import events as st
-from dynamo_local.core.fleet.scaling import Change
+from dynamo_local.core.fleet.events import Change
 from dynamo_local.errors import LastReadyWorker, NotRestartable
 from tests.fakes.arbiter.fleet_views import fleet, lease_of, name
 from tests.fakes.arbiter.machine import Life
@@ -14,7 +14,7 @@ from tests.fakes.arbiter.machine import Life
 
 def restart(target: str = "VllmWorker", *, force: bool = False, cause: str = "restart:1") -> st.Restart:
     """`dynamo restart`"""
-    return st.Restart(stimulus_id=cause, target=target, force=force)
+    return st.Restart(stimulus_id=cause, name=target, force=force)
 
 
 def renew(life: Life, n: int, pid: int) -> list[str]:
@@ -121,7 +121,7 @@ def test_a_restart_that_a_person_calls_off_is_skipped(how: str) -> None:
     life = Life(fleet("ready", "ready", "ready"))
     life.feed(restart())
     if how == "cancelled":
-        life.feed(st.CancelDrain(stimulus_id="c", name=name(2)))
+        life.feed(st.Drain(cancel=True, stimulus_id="c", name=name(2)))
         life.called_back(2, asked_by="t")
         assert life.states() == ["ready", "draining/restarting", "ready"]
     else:
@@ -132,7 +132,7 @@ def test_a_restart_that_a_person_calls_off_is_skipped(how: str) -> None:
 def test_a_restart_that_is_scaled_away_does_not_come_back() -> None:
     life = Life(fleet("ready", "ready"))
     life.feed(restart(name(1)))
-    life.feed(st.Scale(stimulus_id="s", component="VllmWorker", change=Change(-1, relative=True)))
+    life.feed(st.Scale(stimulus_id="s", component="VllmWorker", target=Change(-1, relative=True)))
     assert life.state(1) == "draining"
     life.leaves(1)
     assert (life.states(), life.fleet.restarts) == (["ready"], ())

@@ -22,8 +22,13 @@ def adopted(n: int, state: str, *, lives: bool = True) -> Worker:
     found = worker(n, state)
     asked_s = 90.0 if found.state is WorkerState.DRAINING else None
     process = found.process or (worker(n, "ready").process if found.state.endswith(("crashed", "timed_out")) else None)
-    return replace(
-        found, due_s=None, sweeping=False, told=False, asked_s=asked_s, process=process if lives else None, starts=1
+    return found.changed(
+        due_s=None,
+        sweeping=False,
+        signalled=False,
+        requested_at_s=asked_s,
+        process=process if lives else None,
+        starts=1,
     )
 
 
@@ -101,12 +106,12 @@ def test_a_process_that_ended_while_nobody_watched_is_a_process_that_ended(befor
 
 
 def test_leases_of_those_that_are_gone_are_revoked() -> None:
-    life = resume(replace(adopted(1, "ready", lives=False), other_leases=("abc",)), gone=(1,))
+    life = resume(adopted(1, "ready", lives=False).changed(other_leases=("abc",)), gone=(1,))
     assert {each.lease for each in life.did(ins.Revoke)} == {lease_of(1), "abc"}
 
 
 def test_a_worker_that_the_registry_does_not_know_has_left_routing() -> None:
-    life = resume(replace(adopted(1, "ready"), lease=None))
+    life = resume(adopted(1, "ready").changed(lease=None))
     assert life.state(1) == "draining"
     assert "while nobody watched" in (life.worker(1).reason or "")
 
@@ -125,13 +130,13 @@ def test_a_restart_goes_on_with_the_next() -> None:
 
 
 def test_a_faulted_workers_devices_go_back() -> None:
-    life = resume(replace(adopted(1, "faulted", lives=False), gpus=("one",)))
+    life = resume(adopted(1, "faulted", lives=False).changed(gpus=("one",)))
     life.gpus()
     assert (life.worker(1).gpus, life.state(1)) == ((), "faulted")
 
 
 def test_a_worker_that_was_to_have_its_devices_again_waits_for_their_memory() -> None:
-    life = resume(replace(adopted(1, "pending", lives=False), gpus=("one",)))
+    life = resume(adopted(1, "pending", lives=False).changed(gpus=("one",)))
     assert (life.state(1), done(life)) == ("pending", ["look at GPUs"])
     busy = tuple(replace(device, memory_used_bytes=2**36) for device in life.fleet.gpus.devices)
     assert life.gpus(devices=busy) == []
@@ -139,7 +144,7 @@ def test_a_worker_that_was_to_have_its_devices_again_waits_for_their_memory() ->
 
 
 def test_a_back_off_whose_device_was_taken_meanwhile_looks_for_another() -> None:
-    life = resume(replace(adopted(1, "backing_off", lives=False), gpus=("one",)))
+    life = resume(adopted(1, "backing_off", lives=False).changed(gpus=("one",)))
     life.feed(st.GpuReserved(stimulus_id="x", uuid=life.worker(1).gpus[0], who="namespace other"))
     assert life.worker(1).gpus == ()
     assert life.gpus(elsewhere={life.device(1).uuid: "namespace other"}) == ["spawn VllmWorker_1"]

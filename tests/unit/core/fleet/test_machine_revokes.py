@@ -8,8 +8,8 @@ import pytest
 
 from dynamo_local.core.fleet import events as st
 from dynamo_local.core.fleet.degraded import lacking, shown_state
+from dynamo_local.core.fleet.events import Change
 from dynamo_local.core.fleet.fleet import Fleet
-from dynamo_local.core.fleet.scaling import Change
 from tests.fakes.arbiter.fleet_views import fleet, name
 from tests.fakes.arbiter.machine import Life
 
@@ -78,7 +78,7 @@ def test_with_restart_one_that_is_revoked_again_and_again_is_left_alone_in_the_e
     assert life.worker(1).reason == "5 failures within 600 s, the last: its lease was revoked or has expired"
     life.gpus()
     assert life.worker(1).gpus == ()
-    life.feed(st.Restart(stimulus_id="command:1", target=name(1)))
+    life.feed(st.Restart(stimulus_id="command:1", name=name(1)))
     assert life.state(1) == "starting"
 
 
@@ -88,14 +88,14 @@ def test_with_restart_one_that_is_revoked_during_an_outage_waits_for_its_end() -
     life.infra(False)
     life.gone(1)
     life.swept(1)
-    assert (life.state(1), life.worker(1).held_back) == ("backing_off", True)
+    assert (life.state(1), life.worker(1).ended.waiting_for_infra) == ("backing_off", True)
     assert life.worker(1).history.failures_s == ()
 
 
 def test_with_restart_a_scale_down_during_the_pause_is_obeyed() -> None:
     life = Life(restarting("ready", "ready"))
     left(life, 1)
-    life.feed(st.Scale(stimulus_id="command:1", component="VllmWorker", change=Change(1, relative=False)))
+    life.feed(st.Scale(stimulus_id="command:1", component="VllmWorker", target=Change(1, relative=False)))
     life.gpus()
     assert life.states() == ["ready"]
 
@@ -163,7 +163,7 @@ def test_a_command_decides_anew_how_many_there_are() -> None:
     life = Life(fleet("ready", "ready", "ready"))
     left(life, 1)
     left(life, 2)
-    life.feed(st.Scale(stimulus_id="command:1", component="VllmWorker", change=Change(1, relative=True)))
+    life.feed(st.Scale(stimulus_id="command:1", component="VllmWorker", target=Change(1, relative=True)))
     assert life.fleet.revoked == {}
 
 

@@ -39,7 +39,7 @@ def test_both_components_move_in_one_commit_by_any_number() -> None:
     assert counts(life.fleet) == {P: 4, D: 2}
     (commit,) = [each for each in life.last if isinstance(each, ins.Commit)]
     assert set(commit.names) == {name(2), name(3), *(name(n, P) for n in (1, 2, 3))}
-    assert {transition.event.stimulus_id for transition in commit.transitions} == {"planner:7"}
+    assert {transition.stimulus_id for transition in commit.transitions} == {"planner:7"}
 
 
 def test_a_swap_drains_first_and_the_up_waits_for_the_gpu_that_is_really_freed() -> None:

@@ -87,7 +87,7 @@ def test_one_that_will_not_sleep_serves_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("life", "stimulus", "error", "why"),
+    ("life", "event", "error", "why"),
     [
         (some("ready"), sleep(0), LastReadyWorker, "the last ready worker of VllmWorker"),
         (Life(fleet("ready", "ready")), sleep(), NotSleepable, "set `ServiceArgs.standby` of VllmWorker"),
@@ -98,10 +98,10 @@ def test_one_that_will_not_sleep_serves_on() -> None:
         (asleep("ready", "ready", max_workers=1), wake(), TooManyWorkers, "its class allows 1"),
     ],
 )
-def test_refusals_change_nothing(life: Life, stimulus: st.Stimulus, error: type[DynamoError], why: str) -> None:
+def test_refusals_change_nothing(life: Life, event: st.Event, error: type[DynamoError], why: str) -> None:
     before = life.fleet
     with pytest.raises(error, match=why):
-        life.feed(stimulus)
+        life.feed(event)
     assert life.fleet is before
 
 

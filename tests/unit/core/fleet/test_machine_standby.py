@@ -76,7 +76,7 @@ def test_a_drain_of_one_on_standby_is_not_taken_back(state: str) -> None:
     life.feed(st.Drain(stimulus_id="drain:1", name=name(1)))
     assert life.state(1) == "draining"
     with pytest.raises(DrainNotCancellable, match="it was asleep"):
-        life.feed(st.CancelDrain(stimulus_id="cancel:1", name=name(1)))
+        life.feed(st.Drain(cancel=True, stimulus_id="cancel:1", name=name(1)))
     assert life.feed(scale(1)) == ["spawn VllmWorker_2"]
     life.gone(1, 0)
     life.swept(1)
@@ -101,7 +101,7 @@ def test_a_lease_that_expired_comes_back_under_another_number() -> None:
     life = asleep("ready", "ready")
     life.key_gone(1)
     life.registered(1, "abc", standby=StandbyFacts(order=order(life), asleep=True))
-    assert (life.state(1), life.worker(1).lease, life.worker(1).lease_gone) == ("sleeping", "abc", False)
+    assert (life.state(1), life.worker(1).lease, life.worker(1).leave.lease_gone) == ("sleeping", "abc", False)
 
 
 # --- kept ------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_a_process_that_has_grown_is_replaced(is_asleep: bool) -> None:
 
 def test_a_rolling_restart_comes_to_sleepers_and_waits_for_none() -> None:
     life = asleep("ready", "ready", "ready")
-    life.feed(st.Restart(stimulus_id="restart:1", target="VllmWorker"))
+    life.feed(st.Restart(stimulus_id="restart:1", name="VllmWorker"))
     assert life.states() == ["ready", "draining/restarting", "draining/restarting"]
 
 
@@ -193,7 +193,7 @@ def test_one_that_starts_only_to_sleep_is_nobody_who_serves_meanwhile() -> None:
     life = some("ready", "starting", "starting", standby=1)
     sleeper = replace(life.worker(1), standby=Standby(wanted=True))
     life.fleet = life.fleet.with_workers({**life.fleet.workers, name(1): sleeper})
-    life.feed(st.Restart(stimulus_id="restart:1", target=name()))
+    life.feed(st.Restart(stimulus_id="restart:1", name=name()))
     assert told(life) == ["order to sleep at level 1 VllmWorker_1"]
     assert life.states() == ["ready", "falling_asleep", "starting"]
     life.registered(2)

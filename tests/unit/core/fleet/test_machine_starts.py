@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 
 import pytest
 
 from dynamo_local.core.fleet import effects as ins
 from dynamo_local.core.fleet import events as st
 from dynamo_local.core.fleet.backoff import RestartHistory, RestartPolicy
-from dynamo_local.core.fleet.scaling import Change
+from dynamo_local.core.fleet.events import Change
 from dynamo_local.core.types import lease_hex
 from tests.fakes.arbiter.fleet_views import fleet, lease_of, load, name, pid_of, put, worker
 from tests.fakes.arbiter.machine import Life
 
-PLUS_ONE = st.Scale(stimulus_id="scale:1", component="VllmWorker", change=Change(1, relative=True))
-MINUS_ONE = st.Scale(stimulus_id="scale:2", component="VllmWorker", change=Change(-1, relative=True))
+PLUS_ONE = st.Scale(stimulus_id="scale:1", component="VllmWorker", target=Change(1, relative=True))
+MINUS_ONE = st.Scale(stimulus_id="scale:2", component="VllmWorker", target=Change(-1, relative=True))
 
 
 def fragile(*states: str, failures_max: int = 3) -> Life:
@@ -47,7 +48,13 @@ def test_a_worker_is_ready_when_it_says_so() -> None:
     assert (life.events(), life.state()) == (["Registered"], "ready")
     ready = life.worker()
     assert (ready.lease, ready.endpoints, ready.other_leases) == (lease_of(0), ("e",), ("abc",))
-    assert (ready.served, ready.ready_s, ready.heard_s, ready.due_s) == (True, life.now_s, life.now_s, None)
+    health = ready.health
+    assert (health.served, health.ready_s, health.heard_s, ready.due_s) == (
+        True,
+        life.now_s,
+        life.now_s,
+        None,
+    )
 
 
 @pytest.mark.parametrize(("starts", "first"), [(0, True), (1, False)])
@@ -265,7 +272,7 @@ def test_a_worker_wanted_again_before_its_last_process_was_swept_waits_for_that(
 
 def test_a_worker_taken_back_before_its_last_process_was_swept_is_gone_after_that() -> None:
     life = Life(fleet("ready", "ready", "ready"))
-    life.feed(st.Restart(stimulus_id="restart", target=name(2)))
+    life.feed(st.Restart(stimulus_id="restart", name=name(2)))
     life.gone(2)
     assert life.state(2) == "exited/restarting"
     life.feed(MINUS_ONE)
@@ -284,7 +291,7 @@ def test_an_entry_does_not_go_while_its_remains_are_cleared() -> None:
     life.feed(st.Drain(stimulus_id="drain", name=name(), force=True))
     assert life.state() == "exited"
     assert life.gpus() == []
-    assert life.worker().sweeping
+    assert life.worker().ended.sweeping
     assert life.swept() == ["look at GPUs"], "it holds them still"
     assert life.gpus() == ["forget VllmWorker"]
 
@@ -313,7 +320,7 @@ def test_silence_counts_only_while_the_arbiter_asked(silent_s: float) -> None:
     life.now_s += silent_s
     assert life.heard({}) == []
     assert life.state() == "ready"
-    assert life.worker().silent_s == 3.0
+    assert life.worker().health.silent_s == 3.0
 
 
 def test_silence_is_nobodys_fault_while_nobody_can_be_asked() -> None:
@@ -322,7 +329,7 @@ def test_silence_is_nobodys_fault_while_nobody_can_be_asked() -> None:
     for blameless in [False] * 20 + [True] + [False] * 20:
         life.now_s += 1.0
         assert life.heard({}, blameless=blameless) == []
-    assert life.worker().silent_s == 20.0
+    assert life.worker().health.silent_s == 20.0
 
 
 def test_a_load_that_is_too_old_is_none() -> None:
@@ -354,9 +361,14 @@ def test_deadlines_move_when_the_arbiter_stood_still() -> None:
     life.feed(st.Stalled(for_s=42.0))
 
     def moved(n: int, field: str) -> float:
-        return float(getattr(life.worker(n), field) - getattr(before.workers[name(n)], field))
+        return float(attrgetter(field)(life.worker(n)) - attrgetter(field)(before.workers[name(n)]))
 
-    assert [moved(0, "due_s"), moved(1, "due_s"), moved(1, "asked_s"), moved(2, "due_s")] == [42.0, 42.0, 42.0, 0.0]
+    assert [moved(0, "due_s"), moved(1, "due_s"), moved(1, "leave.requested_at_s"), moved(2, "due_s")] == [
+        42.0,
+        42.0,
+        42.0,
+        0.0,
+    ]
 
 
 def test_a_stalled_arbiter_waits_as_long_for_memory_as_one_that_ran() -> None:

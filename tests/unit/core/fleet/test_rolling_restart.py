@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from dynamo_local.core.fleet.fleet import Course, Fleet, RestartPlan
+from dynamo_local.core.fleet.events import Restart
+from dynamo_local.core.fleet.fleet import Fleet, Intent, RestartPlan
 from dynamo_local.core.fleet.moves import BeginDrain, Revive, SpawnWorker, TakeBack
 from dynamo_local.core.fleet.restarting import Done, Stopped, Wait, next_step, plan_restart
 from dynamo_local.core.types import WorkerState as S
@@ -17,22 +17,22 @@ from tests.fakes.arbiter.fleet_views import DECODE, FRONTEND, fleet, name, on_le
 
 def put(view: Fleet, n: int, **changes: Any) -> Fleet:
     """The view with that worker changed."""
-    return view.with_workers({**view.workers, name(n): replace(view.workers[name(n)], **changes)})
+    return view.with_workers({**view.workers, name(n): view.workers[name(n)].changed(**changes)})
 
 
 def drained(view: Fleet, n: int) -> Fleet:
     """Its drain for a restart is committed."""
-    return put(view, n, state=S.DRAINING, course=Course.RESTARTING)
+    return put(view, n, state=S.DRAINING, intent=Intent.RESTARTING)
 
 
 def anew(view: Fleet, n: int, state: S = S.READY) -> Fleet:
     """Its new process is in that state."""
-    return put(view, n, state=state, course=Course.STEADY, starts=2)
+    return put(view, n, state=state, intent=Intent.STEADY, starts=2)
 
 
 def plan(view: Fleet, target: str, **more: Any) -> RestartPlan:
     """`dynamo restart <target>`"""
-    return plan_restart(view, target, stimulus_id="t", **more)
+    return plan_restart(view, Restart(stimulus_id="t", name=target, **more))
 
 
 def served(*states: str) -> Fleet:
@@ -48,7 +48,7 @@ def test_workers_are_restarted_one_after_the_other() -> None:
     assert next_step(view, left) == (Wait(name(1), "it is draining"), left)
     view = put(view, 1, state=S.EXITED)
     assert next_step(view, left) == (Wait(name(1), "it is exited"), left)
-    view = put(view, 1, state=S.PENDING, course=Course.STEADY)
+    view = put(view, 1, state=S.PENDING, intent=Intent.STEADY)
     assert next_step(view, left) == (Wait(name(1), "it is pending"), left)
     view = anew(view, 1, S.STARTING)
     assert next_step(view, left) == (Wait(name(1), "it is starting, started anew"), left)
@@ -121,7 +121,7 @@ def test_a_replacement_that_somebody_calls_off_is_skipped(who: str) -> None:
     if who == "old":
         view = fleet(worker(0, "ready", starts=1), worker(1, "ready", starts=1))
         _, left = next_step(view, left)
-        view = put(view, 0, state=S.DRAINING, course=Course.RETURNING)
+        view = put(view, 0, state=S.DRAINING, intent=Intent.RETURNING)
     step, left = next_step(view, left)
     assert (step, left.skipped) == (Done(), (name(),))
 
@@ -173,9 +173,9 @@ def test_a_new_process_that_crashes_is_waited_for() -> None:
     "meanwhile",
     [
         {"state": S.READY},
-        {"state": S.DRAINING, "course": Course.RETURNING},
-        {"state": S.DRAINING, "course": Course.STEADY},
-        {"state": S.EXITED, "course": Course.STEADY},
+        {"state": S.DRAINING, "intent": Intent.RETURNING},
+        {"state": S.DRAINING, "intent": Intent.STEADY},
+        {"state": S.EXITED, "intent": Intent.STEADY},
     ],
 )
 def test_a_restart_that_was_called_off_is_skipped(meanwhile: dict[str, Any]) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from dynamo_local.core.fleet import step as machine
-from dynamo_local.core.fleet.events import Scale
+from dynamo_local.core.fleet.events import Change, Scale, VictimPolicy, parse_target
 from dynamo_local.core.fleet.fleet import Fleet, RestartPlan
-from dynamo_local.core.fleet.moves import Move, ScalingDecision, SpawnWorker
-from dynamo_local.core.fleet.scaling import Change, VictimPolicy, decide, decide_cancel, decide_drain, parse_target
+from dynamo_local.core.fleet.moves import Move, SpawnWorker
 from dynamo_local.errors import (
     BadTarget,
     BeingRestarted,
@@ -21,17 +20,18 @@ from dynamo_local.errors import (
     UnknownWorker,
     WorkerFaulted,
 )
+from tests.fakes.arbiter.decided import Decided, cancelled, drained, scaled_to
 from tests.fakes.arbiter.fleet_views import DECODE, FRONTEND, PREFILL, fleet, load, name, on_ledger, worker
 
 
-def scale(view: Fleet, text: str, component: str = "VllmWorker", **more: Any) -> ScalingDecision:
+def scale(view: Fleet, text: str, component: str = "VllmWorker", **more: Any) -> Decided:
     """`dynamo scale <component> <text>`"""
-    return decide(view, component, parse_target(text), stimulus_id="t", **more)
+    return scaled_to(view, component, parse_target(text), **more)
 
 
 def scaled(view: Fleet, text: str, now_s: float, **more: Any) -> Fleet:
     """The fleet after `dynamo scale VllmWorker <text>`."""
-    order = Scale(stimulus_id="t", component="VllmWorker", change=parse_target(text), **more)
+    order = Scale(stimulus_id="t", component="VllmWorker", target=parse_target(text), **more)
     return machine.step(view, order, now_s)[0]
 
 
@@ -211,7 +211,7 @@ def test_a_drain_taken_back_cancels_who_waits_for_its_devices() -> None:
     )
     expected = [("CancelDrain", "PrefillWorker_1"), ("TakeBack", "VllmWorker_1")]
     assert brief(scale(view, "+1", "PrefillWorker").or_raise()) == expected
-    assert brief(decide_cancel(view, name(1, "PrefillWorker"), stimulus_id="t").or_raise()) == expected
+    assert brief(cancelled(view, name(1, "PrefillWorker")).or_raise()) == expected
 
 
 def test_the_only_worker_of_a_component_goes_on_waiting() -> None:
@@ -275,7 +275,7 @@ def test_the_last_ready_worker_is_kept(text: str) -> None:
 
 
 def test_a_worker_that_starts_does_not_stand_in_for_a_ready_one() -> None:
-    decision = decide_drain(fleet("ready", "starting"), name(), stimulus_id="t")
+    decision = drained(fleet("ready", "starting"), name())
     assert isinstance(decision.refused, LastReadyWorker)
     assert f"wait until {name(1)} (starting) is ready" in str(decision.refused)
 
@@ -315,7 +315,7 @@ def test_a_policy_chooses_among_ready_workers() -> None:
 
 
 def test_nothing_is_decided_where_it_is_so_already() -> None:
-    assert scale(fleet("ready", "starting", "draining"), "=2") == ScalingDecision("t")
+    assert scale(fleet("ready", "starting", "draining"), "=2") == Decided()
 
 
 def test_a_planner_takes_nobody_from_a_component_that_is_restarted() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo_local.core.fleet.lifecycle import NEXT, LeaseRevoked, Registered
+from dynamo_local.core.fleet.lifecycle import NEXT
+from dynamo_local.core.fleet.lifecycle import TransitionKind as K
 from dynamo_local.core.fleet.states import TRAITS, UNKNOWN, HasProcess, states_with, traits_of
 from dynamo_local.core.types import WorkerState as S
 
@@ -24,8 +25,8 @@ def test_every_state_can_be_come_to_and_left() -> None:
 def test_registration_is_possible_where_the_row_says_so(state: S) -> None:
     """`observing` applies these events to whoever `registers`; where the table had none they would raise."""
     if TRAITS[state].registers:
-        assert (state, Registered) in NEXT
-        assert (state, LeaseRevoked) in NEXT
+        assert (state, K.REGISTERED) in NEXT
+        assert (state, K.LEASE_REVOKED) in NEXT
 
 
 @pytest.mark.parametrize("state", S)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo_local.core.fleet.scaling import VictimPolicy, arrivals, cache_at_stake, parse_policy, victims
+from dynamo_local.core.fleet.events import VictimPolicy, parse_policy
+from dynamo_local.core.fleet.scaling import arrivals, cache_at_stake, victims
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import BadTarget
 from tests.fakes.arbiter.fleet_views import NO_LOAD, load, worker
@@ -50,8 +51,7 @@ def test_what_is_furthest_from_serving_is_taken_back_first() -> None:
 
 
 def test_a_policy_is_read_by_its_name() -> None:
-    """None is the default, anything else is refused with those there are."""
+    """Anything else is refused with those there are."""
     assert parse_policy("coldest") is VictimPolicy.COLDEST
-    assert parse_policy(None) is VictimPolicy.HIGHEST_SUFFIX
     with pytest.raises(BadTarget, match="'oldest' is not known; there are: highest-suffix, least-loaded, coldest"):
         parse_policy("oldest")

@@ -51,7 +51,7 @@ def test_keys_that_are_not_ours_become_vllm_arguments() -> None:
             quantization=None,
         )
         .vllm_options(0)
-        .words()
+        .arguments()
     )
     assert option(words, "model") == "/models/llama"
     assert option(words, "max-model-len") == "4096"
@@ -75,7 +75,7 @@ def test_keys_that_are_not_ours_become_vllm_arguments() -> None:
     ],
 )
 def test_tensor_parallelism_follows_the_gpus_of_a_worker(gpus: int, args: dict[str, Any], size: str | None) -> None:
-    assert option(VllmOptions("m", gpus=gpus, args=args).words(), "tensor-parallel-size") == size
+    assert option(VllmOptions("m", gpus=gpus, args=args).arguments(), "tensor-parallel-size") == size
 
 
 @pytest.mark.parametrize(
@@ -91,18 +91,18 @@ def test_tensor_parallelism_follows_the_gpus_of_a_worker(gpus: int, args: dict[s
 )
 def test_what_cannot_be_is_refused_before_vllm_is_asked(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        VllmOptions("m", **options).words()
+        VllmOptions("m", **options).arguments()
 
 
 def test_each_side_of_a_hand_off_gets_its_connector() -> None:
     decode = section(model="m", remote_prefill=True, kv_transfer_config={"kv_buffer_size": 1})
     prefill = validate_section(PrefillWorkerConfig, "PrefillWorker", {"model": "m"})
-    asked = [json.loads(option(c.vllm_options(1).words(), "kv-transfer-config") or "") for c in (decode, prefill)]
+    asked = [json.loads(option(c.vllm_options(1).arguments(), "kv-transfer-config") or "") for c in (decode, prefill)]
     assert [config["kv_role"] for config in asked] == ["kv_consumer", "kv_producer"]
     assert {config["kv_connector"] for config in asked} == {"NixlConnector"}
     assert {config["kv_load_failure_policy"] for config in asked} == {"fail"}
     assert asked[0]["kv_buffer_size"] == 1
-    assert option(section(model="m").vllm_options(1).words(), "kv-transfer-config") is None
+    assert option(section(model="m").vllm_options(1).arguments(), "kv-transfer-config") is None
 
 
 def test_a_longer_lease_allows_a_longer_wait() -> None:

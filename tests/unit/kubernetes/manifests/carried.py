@@ -10,22 +10,22 @@ import yaml
 from dynamo_local.components.commands.graph import with_commands
 from dynamo_local.config import resolve
 from dynamo_local.config.loading import load_config
-from dynamo_local.kubernetes.export import Exported, Wish, export
-from dynamo_local.kubernetes.import_graph import Imported, import_graph
-from dynamo_local.kubernetes.import_words import read_documents
-from dynamo_local.kubernetes.manifests import Note
-from dynamo_local.kubernetes.model import document
+from dynamo_local.kubernetes.export import ExportRequest, ExportResult, export
+from dynamo_local.kubernetes.import_graph import ImportResult, import_graph, read_documents
+from dynamo_local.kubernetes.manifests import Note, document
 from dynamo_local.sdk.loader import load_graph
 
 ROOT = Path(__file__).parents[4]
 EXAMPLES = ROOT / "examples"
-WISH = Wish("graph", "image:1", "graph-secrets", planner_image=None)
-PLANNED = Wish("graph", "image:1", "graph-secrets", planner_image="planner:1")
+WISH = ExportRequest("graph", "image:1", "graph-secrets", planner_image=None)
+PLANNED = ExportRequest("graph", "image:1", "graph-secrets", planner_image="planner:1")
 VLLM = ["python3", "-m", "dynamo.vllm"]
 BESIDE = {"name": "frontend", "command": ["python3"], "args": ["-m", "dynamo.frontend", "--router-mode", "direct"]}
 
 
-def exported(text: str, wish: Wish = WISH, *, target: str | None = None, cwd: Path = EXAMPLES / "llm") -> Exported:
+def exported(
+    text: str, wish: ExportRequest = WISH, *, target: str | None = None, cwd: Path = EXAMPLES / "llm"
+) -> ExportResult:
     """The graph of this configuration, and of a Python graph where there is one."""
     python = load_graph(target, base_dir=cwd) if target is not None else None
     config = load_config(None, env={"DYN_DEPLOYMENT_CONFIG": text})
@@ -33,12 +33,12 @@ def exported(text: str, wish: Wish = WISH, *, target: str | None = None, cwd: Pa
     return export(loaded, resolve(loaded, config, namespace=None), config, wish)
 
 
-def imported(text: str) -> Imported:
+def imported(text: str) -> ImportResult:
     """The configuration of this manifest."""
     return import_graph(read_documents(text, "test"), "test")
 
 
-def components(found: Exported) -> dict[str, dict[str, Any]]:
+def components(found: ExportResult) -> dict[str, dict[str, Any]]:
     """The manifest's components by name."""
     return {one["name"]: one for one in document(found.graph)["spec"]["components"]}
 

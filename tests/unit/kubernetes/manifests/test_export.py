@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from dynamo_local.kubernetes.export import Wish
-from dynamo_local.kubernetes.manifests import NotCarried, as_v1alpha1
-from dynamo_local.kubernetes.model import document
+from dynamo_local.kubernetes.export import ExportRequest
+from dynamo_local.kubernetes.manifests import NotCarried, as_v1alpha1, document
 from tests.tools.clean_imports import clean_imports
 from tests.tools.crd_schemas import schema_faults
 from tests.unit.kubernetes.manifests.carried import (
@@ -91,7 +90,7 @@ def test_roles_workers_gpus_and_words_are_those_of_the_configuration() -> None:
         ("llm/configs/qwen3-32b-disagg.yaml", "graphs.disagg:Frontend"),
     ],
 )
-def test_every_example_is_valid_by_dynamos_own_schemas(file: str, target: str | None, wish: Wish) -> None:
+def test_every_example_is_valid_by_dynamos_own_schemas(file: str, target: str | None, wish: ExportRequest) -> None:
     found = exported((EXAMPLES / file).read_text(), wish, target=target)
     types = {one["type"] for one in components(found).values()}
     assert "frontend" in types

@@ -1,4 +1,4 @@
-"""What a file of manifests holds: one graph, several, or what is none."""
+"""Files of manifests: one graph, and other objects beside it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from dynamo_local.errors import BadInput, ConfigError
-from dynamo_local.kubernetes.import_words import read_documents
+from dynamo_local.kubernetes.import_graph import read_documents
 from tests.unit.kubernetes.manifests.carried import manifest, worker
 
 
@@ -40,5 +40,5 @@ def test_of_several_graphs_one_is_chosen_by_name_and_lists_are_opened() -> None:
     both = [yaml.safe_load(manifest(worker()).replace("name: g", f"name: {name}")) for name in ("g", "h")]
     text = yaml.safe_dump({"apiVersion": "v1", "kind": "List", "items": both})
     assert read_documents(text, "test", "h").graph.metadata.name == "h"
-    with pytest.raises(ConfigError, match="no DynamoGraphDeployment 'x' in it; it holds g, h"):
+    with pytest.raises(ConfigError, match="no DynamoGraphDeployment 'x' in it, but g, h"):
         read_documents(text, "test", "x")

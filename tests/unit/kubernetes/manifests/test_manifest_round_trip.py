@@ -13,10 +13,8 @@ from dynamo_local.components.commands.graph import with_commands
 from dynamo_local.components.commands.launch import words_of
 from dynamo_local.config import resolve
 from dynamo_local.config.loading import load_config
-from dynamo_local.kubernetes.import_graph import import_graph
-from dynamo_local.kubernetes.import_words import read_documents
-from dynamo_local.kubernetes.manifests import NotCarried, as_v1alpha1
-from dynamo_local.kubernetes.model import document, without_env
+from dynamo_local.kubernetes.import_graph import import_graph, read_documents
+from dynamo_local.kubernetes.manifests import NotCarried, as_v1alpha1, document, without_env
 from tests.tools.clean_imports import clean_imports
 from tests.tools.crd_schemas import schema_faults
 from tests.tools.dynamos_files import dynamos_file, dynamos_manifests

@@ -1,4 +1,4 @@
-"""What Dynamo's webhook and its planner ask of a graph, each rule by itself: however the graph was made."""
+"""The rules of Dynamo's webhook and planner for a graph."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.kubernetes.manifests import COMPONENTS_MAX, NAMES_MAX, faults
-from dynamo_local.kubernetes.model import Component
+from dynamo_local.kubernetes.manifests import COMPONENTS_MAX, NAMES_MAX, Component, faults
 from tests.unit.kubernetes.manifests.carried import VLLM, component
 
 PREFILL = component("P", "prefill", command=VLLM, args=["--disaggregation-mode", "prefill"])

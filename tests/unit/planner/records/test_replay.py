@@ -25,7 +25,7 @@ from dynamo_local.planner.records import ticks
 from dynamo_local.planner.records.ticks import Replay
 from dynamo_local.planner.values import Capabilities, Decision, EngineSeen, Observation, Reading, Traffic
 from dynamo_local.profile.reading import DEFAULT_PROFILE
-from dynamo_local.simulator.options import FleetShape, TwinOptions
+from dynamo_local.simulator.options import FleetShape, SimulationOptions
 from dynamo_local.simulator.simulation import Simulation
 from dynamo_local.simulator.trace import TraceRequest
 from dynamo_local.system.json_lines import Record
@@ -81,7 +81,7 @@ class Recorded:
 def of_the_twin(options: PlannerConfig) -> list[dict[str, Any]]:
     recorder = Recorded()
     driver = PolicyDriver(policy_of(options), 0.0, forecaster=InlineForecaster(), recorder=recorder)
-    Simulation(TwinOptions(shape=FleetShape(1, 1), sim=SIM, gpus=8), BURST, planner=driver).run()
+    Simulation(SimulationOptions(shape=FleetShape(1, 1), sim=SIM, gpus=8), BURST, planner=driver).run()
     return recorder.records
 
 

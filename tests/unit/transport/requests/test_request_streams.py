@@ -18,7 +18,7 @@ from dynamo_local.transport.requests.frames import (
     frame,
 )
 from dynamo_local.transport.requests.responses import FLUSH_ITEMS, ResponseSender
-from dynamo_local.transport.requests.stream import READ_AHEAD_BYTES, InboundStream, ResponseStream
+from dynamo_local.transport.requests.stream import READ_AHEAD_BYTES, InboundStream, ResponseStream, pump
 
 
 class FakeSocket:
@@ -165,7 +165,9 @@ async def test_a_half_received_large_frame_does_not_stop_reading() -> None:
 async def test_frames_that_waited_are_read_as_one_batch() -> None:
     inbound, _ = make_inbound()
     inbound.data_received(data(0, 1, 2) + data(2, 3) + data(3, 4) + frame(FrameKind.END, 4))
-    assert [batch async for batch in ResponseStream(1, inbound).batches()] == [[1, 2, 3, 4]]
+    batches: list[list[int]] = []
+    await pump(ResponseStream(1, inbound), batches.append)
+    assert batches == [[1, 2, 3, 4]]
 
 
 async def test_an_injected_gap_ends_the_stream_typed() -> None:

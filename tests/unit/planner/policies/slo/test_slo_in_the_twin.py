@@ -9,7 +9,7 @@ import pytest
 from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.policies.slo import forecast as lengths
 from dynamo_local.simulator.metrics import within
-from dynamo_local.simulator.options import FleetShape, Slo, TwinOptions
+from dynamo_local.simulator.options import FleetShape, SimulationOptions, Slo
 from dynamo_local.simulator.simulation import Case, Run, run_case
 from dynamo_local.simulator.trace import TraceRequest
 from tests.fakes.planner.options import slo_options
@@ -35,7 +35,7 @@ def came(*stretches: tuple[float, float]) -> list[TraceRequest]:
 
 
 def planned(requests: list[TraceRequest], start_up_s: float, *, conditional: bool) -> Run:
-    options = TwinOptions(
+    options = SimulationOptions(
         shape=FleetShape(1, 1), gpus=8, start_up_s=start_up_s, conditional=conditional, max_num_waiting=10_000
     )
     policy = slo_options(ttft_ms=400, itl_ms=12, max_gpu_budget=BUDGET)
