@@ -256,7 +256,7 @@ def section(facts: Facts) -> str:
 
 
 def _table(facts: Facts, load: Load) -> Iterator[str]:
-    yield "| Scaling options | `thrift` | Missed | GPU-hours | Starts, wakes, flips | Fewer missed (least, most) |"
+    yield "| Scaling options | `cost-factor` | Missed | GPU-hours | Starts, wakes, flips | Fewer missed (least, most) |"
     yield "|---|--:|--:|--:|--:|--:|"
     for name, _, thrift in _runs():
         rows = [row for row in facts.of(load.name, name) if row.thrift == thrift]

@@ -29,7 +29,7 @@ def bounds(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "min_endpoint": floor,
         "max_gpu_budget": floor * (of_prefill + of_decode) + draw(st.integers(0, 60)),
-        "max_step": draw(st.integers(1, 30)),
+        "max_throughput_scaling_replicas": draw(st.integers(1, 30)),
         "itl_ms": draw(st.floats(1, 100)),
         "ttft_ms": draw(st.floats(1, 1000)),
         "gpus": (of_prefill, of_decode),
@@ -69,7 +69,7 @@ def test_what_is_not_known_changes_nothing(there: tuple[int, int], seen: Any) ->
 
 @given(requests, requests, lengths, lengths, st.floats(1, 100))
 def test_more_requests_never_need_fewer_workers(one: float, two: float, isl: float, osl: float, itl_ms: float) -> None:
-    free = policy(itl_ms=itl_ms, max_gpu_budget=10**9, max_step=10**9)
+    free = policy(itl_ms=itl_ms, max_gpu_budget=10**9, max_throughput_scaling_replicas=10**9)
     found = [targets_of(decided(free, observation(traffic(n, isl=isl, osl=osl)))) for n in sorted((one, two))]
     assert found[0][0] <= found[1][0]
     assert found[0][1] <= found[1][1]
@@ -79,7 +79,7 @@ def test_more_requests_never_need_fewer_workers(one: float, two: float, isl: flo
 def test_a_stricter_itl_never_needs_fewer_workers(num_req: float, isl: float, osl: float, a: float, b: float) -> None:
     seen = observation(traffic(num_req, isl=isl, osl=osl))
     found = [
-        targets_of(decided(policy(itl_ms=itl_ms, max_gpu_budget=10**9, max_step=10**9), seen))
+        targets_of(decided(policy(itl_ms=itl_ms, max_gpu_budget=10**9, max_throughput_scaling_replicas=10**9), seen))
         for itl_ms in sorted((a, b), reverse=True)
     ]
     assert found[0][1] <= found[1][1]

@@ -116,7 +116,7 @@ def test_never_above_the_budget_and_never_below_the_floors(
         wanted = sum(targets[name] * one.gpus_per_worker for name, one in pools.items())
         assert wanted <= max(options.max_gpu_budget, held)
         widest = max(one.gpus_per_worker for one in pools.values())
-        assert wanted >= min(options.gpus_min, held, options.max_gpu_budget - widest + 1)
+        assert wanted >= min(options.gpus_floor, held, options.max_gpu_budget - widest + 1)
         for role, one in seen.pools.by_role.items():
             assert targets[one.component] >= min(options.floor(role), one.capacity)
         if not seen.pools.adjusting:
@@ -159,9 +159,8 @@ def test_what_is_not_known_changes_nothing(pulls: tuple[Observation, ...], optio
     some_options(),
 )
 def test_more_load_never_gives_fewer(queues: list[int], kvs: list[int], more: int, options: PlannerConfig) -> None:
-    given_options = replace(
-        options, enable_throughput_scaling=False, enable_load_scaling=True, max_gpu_budget=99, min_gpu_budget=-1
-    )
+    load_alone = {"enable_throughput_scaling": False, "enable_load_scaling": True}
+    given_options = options.model_copy(update={**load_alone, "max_gpu_budget": 99, "min_gpu_budget": -1})
     low, high = (
         drive(
             given_options,
@@ -231,11 +230,14 @@ def crowd(drives: PolicyDriver, workers: int) -> Observation:
 def test_a_tick_of_64_workers_takes_less_than_5_ms() -> None:
     """32 prefill and 32 decode workers; both loops due, 4096 passes, both models fitted. The best of 20, since others
     use this machine, too."""
-    drives = driver(both_loops(throughput_adjustment_interval_seconds=5.0, load_adjustment_interval_seconds=5.0))
+    drives = driver(both_loops(throughput_adjustment_interval_seconds=10.0, load_adjustment_interval_seconds=5.0))
     took = []
-    for _ in range(20):
+    for _ in range(40):
         seen = crowd(drives, 32)
+        both_due = drives.needs.traffic_window_s is not None
         began = time.process_time()
         assert drives.tick_now(seen) is not None
-        took.append(time.process_time() - began)
+        if both_due:
+            took.append(time.process_time() - began)
+    assert len(took) == 20
     assert min(took) < 0.005

@@ -78,7 +78,7 @@ def worlds(draw: st.DrawFn) -> tuple[SimulationOptions, PlannerConfig | None]:
         standby=draw(st.sampled_from([None, None, FleetShape(1, 1)])),
     )
     planner = load_options(
-        adjustment_interval_s=12 * TICK_S,
+        adjustment_interval=12 * TICK_S,
         metric_pulling_interval=3 * TICK_S,
         max_gpu_budget=draw(st.sampled_from([6, 8])),
         min_gpu_budget=draw(st.sampled_from([1, 2])),

@@ -119,7 +119,7 @@ def test_a_planner_is_told_what_there_is_and_how_long_it_takes() -> None:
     assert pools.prefill is not None
     assert (pools.prefill.flippable, pools.decode.flippable) == (1, 1)
     assert (pools.prefill.asleep, pools.decode.asleep) == (0, 1)
-    assert pools.decode.leads == {"flip_to_decode": 0.5, "wake_1": 2.0, "cold": 30.0}
+    assert pools.decode.lead_times == {"flip_to_decode": 0.5, "wake_1": 2.0, "cold": 30.0}
     assert pools.decode.start_up_s == 30.0
 
 
