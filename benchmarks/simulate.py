@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from benchmarks.harness import Report, at_most
 from benchmarks.traces import SINUSOID, Requests, conversation, generated
-from dynamo_local.planner.policies.options import LoadOptions
 from dynamo_local.simulator.options import FleetShape, SimulationOptions
 from dynamo_local.simulator.simulation import Case, run_case
+from tests.fakes.planner.options import load_options
 
 TARGET_S = 20.0
 
@@ -32,8 +32,8 @@ def run(short: bool) -> Report:
 
     cases = (
         ("hour of conversations, 4P4D", hour, Case("", SimulationOptions(shape=FleetShape(4, 4)))),
-        ("hour of conversations, planner from 1P1D", hour, Case("", SimulationOptions(), LoadOptions())),
-        ("sinusoid, planner from 1P1D", sinusoid, Case("", SimulationOptions(), LoadOptions())),
+        ("hour of conversations, planner from 1P1D", hour, Case("", SimulationOptions(), load_options())),
+        ("sinusoid, planner from 1P1D", sinusoid, Case("", SimulationOptions(), load_options())),
     )
     for name, make, case in cases:
         walls, cpus = zip(*(_timed(make, case) for _ in range(rounds)), strict=True)

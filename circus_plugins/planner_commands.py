@@ -104,7 +104,7 @@ class _WithOptions(_Changed):
 
     def words(self, args: Sequence[str]) -> dict[str, Any]:
         """`{"options": {...}}`"""
-        from dynamo_local.config.planner_words import parse_settings
+        from dynamo_local.config.planner_section import parse_settings
 
         try:
             return {"options": parse_settings(args)}

@@ -9,12 +9,11 @@ import tempfile
 from pathlib import Path
 
 from dynamo_local.arbiter.planner_report_page import write_report
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.engines.sim.options import SimOptions
-from dynamo_local.planner.policies.sla_sizing import SlaOptions
-from dynamo_local.planner.predictors import PredictorOptions
 from dynamo_local.planner.records.decision_log import DecisionLog, as_json
 from dynamo_local.simulator.generator import generate, parse_generated
-from dynamo_local.simulator.options import FleetShape, TwinOptions
+from dynamo_local.simulator.options import FleetShape, SimulationOptions
 from dynamo_local.simulator.records import recorded
 from dynamo_local.simulator.simulation import Case
 
@@ -23,19 +22,20 @@ BEGAN_S = 1_767_268_800.0
 """2026-01-01 12:00 UTC."""
 LOAD = "sin,rate=9,amplitude=0.85,period=1500,duration=3000,isl=3000,osl=300,seed=7"
 SIM = SimOptions()
-OPTIONS = SlaOptions(
-    SIM.profile,
+OPTIONS = PlannerConfig(
+    policy="sla",
+    profile_results_dir=SIM.profile,
     ttft_ms=400.0,
     itl_ms=12.0,
-    adjustment_interval_s=60.0,
-    predictor=PredictorOptions(load_predictor="kalman"),
+    throughput_adjustment_interval_seconds=60.0,
+    load_predictor="kalman",
     max_gpu_budget=8,
 )
 
 
 def drawn(folder: Path) -> bytes:
     """The picture, made in that folder."""
-    case = Case("sla", TwinOptions(shape=FleetShape(1, 1), sim=SIM, gpus=8), planner=OPTIONS)
+    case = Case("sla", SimulationOptions(shape=FleetShape(1, 1), sim=SIM, gpus=8), planner=OPTIONS)
     trace = list(generate(parse_generated(LOAD).options))
     log, picture = folder / "decisions.jsonl", folder / PICTURE.name
     DecisionLog(log).append(as_json(record) for record in recorded(trace, case, began_s=BEGAN_S))

@@ -9,26 +9,26 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.policies.slo.ladder import SloOptions
-from dynamo_local.planner.queueing import Demand, Engine, Evaluator, Shares
+from dynamo_local.planner.queueing import Demand, Engine, EngineOptions, Evaluator, Shares
 from dynamo_local.planner.queueing_task import passes_of
 from dynamo_local.planner.values import (
     ComponentTarget,
     Decision,
     Forecasts,
     ForecastTask,
+    Needs,
+    Observation,
     Override,
+    PolicyStatus,
     Prediction,
     Proposal,
-    Pull,
     Reason,
-    Standing,
-    Wants,
 )
 from dynamo_local.simulator.trace import TraceRequest
 
@@ -43,9 +43,9 @@ GIVEN_UP = 0.005
 Fleet = tuple[int, int]
 
 
-def schedule(requests: Sequence[TraceRequest], options: SloOptions) -> tuple[Fleet, ...]:
+def schedule(requests: Sequence[TraceRequest], options: PlannerConfig, speed: float) -> tuple[Fleet, ...]:
     """The fleet that is needed in each `STEP_S` of these requests, within the budget."""
-    engine = Engine(passes_of(options.profile, options.speed), options.engine)
+    engine = Engine(passes_of(str(options.profile_results_dir), speed), EngineOptions())
     evaluator = Evaluator(engine, options.ttft_ms / 1000, options.itl_ms / 1000)
     times = [each.at_s for each in requests]
     before_s = BEFORE_S + LIVES * fmean(each.output_length for each in requests) * options.itl_ms / 1000
@@ -83,8 +83,9 @@ def _smallest(shares: Shares, cap: int) -> Fleet:
 class Clairvoyant:
     """`planner.policies.protocol.Policy` of the time of its next decision: it goes by `needed` and looks at nothing."""
 
-    options: SloOptions
+    options: PlannerConfig
     needed: tuple[Fleet, ...]
+    start_up_s: float
 
     @property
     def start(self) -> Fleet:
@@ -94,7 +95,7 @@ class Clairvoyant:
     def needed_from(self, now_s: float) -> Fleet:
         """What is needed at that time, or before a worker that is ordered later could serve."""
         first = int(now_s / STEP_S)
-        ahead = self.needed[first : first + int((self.options.start_up_s + STEP_S) / STEP_S) + 1] or self.needed[-1:]
+        ahead = self.needed[first : first + int((self.start_up_s + STEP_S) / STEP_S) + 1] or self.needed[-1:]
         return max(each[0] for each in ahead), max(each[1] for each in ahead)
 
     def first(self, now_s: float) -> float:
@@ -109,28 +110,30 @@ class Clairvoyant:
         """Every `STEP_S`."""
         return state
 
-    def wants(self, state: float) -> Wants:
+    def needs(self, state: float) -> Needs:
         """Nothing."""
-        return Wants()
+        return Needs()
 
-    def standing(self, state: float) -> Standing:
+    def status(self, state: float) -> PolicyStatus:
         """When it decides next."""
-        return Standing(state)
+        return PolicyStatus(state)
 
-    def forecasting(self, state: float, pull: Pull) -> ForecastTask | None:
+    def forecasting(self, state: float, observation: Observation) -> ForecastTask | None:
         """It knows."""
         return None
 
     def predicted(
-        self, state: float, pull: Pull, forecasts: Forecasts | Missing | None
+        self, state: float, observation: Observation, forecasts: Forecasts | Missing | None
     ) -> tuple[float, Prediction | None]:
         """It knows."""
         return state, None
 
-    def propose(self, state: float, pull: Pull, prediction: Prediction | None) -> tuple[float, tuple[Proposal, ...]]:
+    def propose(
+        self, state: float, observation: Observation, prediction: Prediction | None
+    ) -> tuple[float, tuple[Proposal, ...]]:
         """What is needed until a worker that is ordered later could be there; shrunk to the budget."""
-        prefill, decode = self.needed_from(pull.at_s)
-        now = self.needed[min(int(pull.at_s / STEP_S), len(self.needed) - 1)]
+        prefill, decode = self.needed_from(observation.at_s)
+        now = self.needed[min(int(observation.at_s / STEP_S), len(self.needed) - 1)]
         while prefill + decode > self.options.max_gpu_budget:
             if prefill > now[0]:
                 prefill -= 1
@@ -139,22 +142,26 @@ class Clairvoyant:
         targets = (ComponentTarget("prefill", prefill), ComponentTarget("decode", decode))
         return state, (Proposal("clairvoyant", 0, Override(targets, "known")),)
 
-    def settle(self, state: float, pull: Pull, targets: tuple[ComponentTarget, ...]) -> tuple[float, Decision | None]:
+    def settle(
+        self, state: float, observation: Observation, targets: tuple[ComponentTarget, ...]
+    ) -> tuple[float, Decision | None]:
         """As proposed."""
         wanted = {target.sub_component_type: target.replicas for target in targets}
-        found = {pool.component: wanted[role] for role, pool in pull.pools.by_role.items()}
-        after = pull.at_s + STEP_S
+        found = {pool.component: wanted[role] for role, pool in observation.pools.by_role.items()}
+        after = observation.at_s + STEP_S
         reasons = tuple(
-            Reason(pool.component, found[pool.component] - pool.capacity, "scale", {}) for pool in pull.pools.all
+            Reason(pool.component, found[pool.component] - pool.capacity, "scale", {}) for pool in observation.pools.all
         )
         ordered = tuple(sorted(reasons, key=lambda reason: reason.step >= 0))
-        return after, Decision(now_s=pull.at_s, targets=found, reasons=ordered, next_tick_at=after)
+        return after, Decision(now_s=observation.at_s, targets=found, reasons=ordered, next_tick_at=after)
 
     def manual(self, state: float, now_s: float) -> float:
         """Nobody else scales."""
         return state
 
 
-def clairvoyant(requests: Sequence[TraceRequest], options: SloOptions) -> Clairvoyant:
+def clairvoyant(
+    requests: Sequence[TraceRequest], options: PlannerConfig, start_up_s: float, speed: float = 1.0
+) -> Clairvoyant:
     """For these requests; its start-up is the options'."""
-    return Clairvoyant(replace(options), schedule(requests, options))
+    return Clairvoyant(options, schedule(requests, options, speed), start_up_s)

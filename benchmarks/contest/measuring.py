@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,12 +20,12 @@ from benchmarks.contest.kept import KeptRows
 from benchmarks.contest.trials import TRIALS, Fleet, Trial
 from benchmarks.harness import machine, machine_line
 from benchmarks.traces import Requests
-from dynamo_local.arbiter.planner_options import policy_options
-from dynamo_local.config.planner import planner_section
+from dynamo_local.config.planner import PlannerConfig
+from dynamo_local.config.planner_section import planner_section
 from dynamo_local.engines.sim.options import SimOptions
+from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
-from dynamo_local.planner.policies.options import PolicyOptions
-from dynamo_local.planner.policies.slo.ladder import SloOptions
+from dynamo_local.planner.policies.protocol import Policy
 from dynamo_local.planner.queueing import Demand, Engine, decode_share, done_at, prefill_share
 from dynamo_local.planner.queueing_task import passes_of
 from dynamo_local.profile.reading import DEFAULT_PROFILE, read_profile
@@ -139,7 +139,7 @@ def _runs(trial: Trial, requests: Requests, facts: Facts, cases: Sequence[str]) 
 def frontier(trial: Trial, requests: Requests) -> list[Fleet]:
     """The best split of each number of GPUs up to the cap, by the queueing twin on the whole trace: all splits of all
     numbers would be a hundred runs. Those are left out that it takes for hopeless."""
-    options = slo_options(trial)
+    options = slo_of(trial)
     engine = Engine(passes_of(options.profile, options.speed), options.engine)
     rows = requests.rows
     rate = len(rows) / max(rows[-1].at_s, 1.0)
@@ -175,13 +175,16 @@ def _made(run: Run, requests: Requests) -> Row:
     if run.case == FIXED:
         done = run_case(requests.rows, Case("", options))
     elif run.case == CLAIRVOYANT:
-        knows = clairvoyant(requests.rows, slo_options(trial))
+        knows = clairvoyant(requests.rows, slo_of(trial), trial.start_up_s, trial.speed)
         fleet = knows.start
         begun = replace(options, shape=FleetShape(*fleet))
         done = Simulation(begun, requests.rows, planner=PolicyDriver(knows, 0.0)).run()
     else:
         with TemporaryDirectory() as folder:
-            done = run_case(requests.rows, Case("", options, planner=planner_options(trial, run.case, Path(folder))))
+            done = run_case(
+                requests.rows,
+                Case("", options, planner=planner_options(trial, run.case, Path(folder)), make_policy=_maker(trial)),
+            )
     return _row(run, fleet, measure(done, trial.slo), requests, time.monotonic() - began_s)
 
 
@@ -205,6 +208,10 @@ def _row(run: Run, fleet: Fleet, metrics: Metrics, requests: Requests, took_s: f
     )
 
 
+def _maker(trial: Trial) -> Callable[[PlannerConfig], Policy[Any]]:
+    return partial(policy_of, start_up_s=trial.start_up_s, speed=trial.speed)
+
+
 def today() -> str:
     """For a row."""
     return f"{datetime.now(UTC):%Y-%m-%d}"
@@ -215,29 +222,28 @@ def here() -> str:
     return machine_line(machine()).partition("  ")[2].partition(", load")[0]
 
 
-def slo_options(trial: Trial) -> SloOptions:
+def slo_of(trial: Trial) -> PlannerConfig:
     """What the policy `slo` is asked for, with the profile of its engines."""
-    return SloOptions(
-        DEFAULT_PROFILE,
+    return PlannerConfig(
+        policy="slo",
+        profile_results_dir=Path(DEFAULT_PROFILE),
         ttft_ms=trial.slo.ttft_ms or 500.0,
         itl_ms=trial.slo.itl_ms or 50.0,
         max_gpu_budget=trial.cap,
-        start_up_s=trial.start_up_s,
-        speed=trial.speed,
     )
 
 
-def planner_options(trial: Trial, policy: str, folder: Path) -> PolicyOptions:
+def planner_options(trial: Trial, policy: str, folder: Path) -> PlannerConfig:
     """That policy with its defaults: targets, cap and the profile of these engines (written to `folder`) are given."""
     if policy == "slo":
-        return slo_options(trial)
+        return slo_of(trial)
     given: dict[str, object] = {"policy": policy, "max_gpu_budget": trial.cap}
     if policy != "load":
         given |= {"ttft_ms": trial.slo.ttft_ms, "itl_ms": trial.slo.itl_ms, "profile_results_dir": folder}
         write_profile(folder, trial.speed)
     if policy == "throughput-load":
         given["optimization_target"] = "sla"
-    return policy_options(planner_section("Planner", given))
+    return planner_section("Planner", given)
 
 
 def write_profile(folder: Path, speed: float) -> None:

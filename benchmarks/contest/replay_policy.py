@@ -12,15 +12,16 @@ decided is the same object's as in the arbiter, driven by the same driver. Nothi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.forecasting.answers import InlineForecaster
-from dynamo_local.planner.policies.slo.ladder import SloOptions
 from dynamo_local.planner.policies.slo.policy import SloPolicy
 from dynamo_local.planner.queueing import EngineOptions
 from dynamo_local.planner.queueing_task import passes_of
-from dynamo_local.planner.values import Decision, Ended, Pool, Pull, Reading, Requests, WorkerPools
+from dynamo_local.planner.values import Decision, Ended, Observation, Pool, Reading, Requests, WorkerPools
 
 TARGET = 0.99
 """The one setting: what `Planner: {policy: slo}` has by default."""
@@ -46,16 +47,16 @@ def make(scenario: Any) -> ReplayPolicy:
     Raises `KeyError` naming a field that is not there."""
     told = {field: _field(scenario, field) for field in NAMES}
     return ReplayPolicy(
-        SloOptions(
-            profile=str(told["profile"]),
+        PlannerConfig(
+            policy="slo",
+            profile_results_dir=Path(str(told["profile"])),
             ttft_ms=float(told["ttft_ms"]),
             itl_ms=float(told["itl_ms"]),
             target=TARGET,
             max_gpu_budget=int(told["gpu_cap"]),
-            start_up_s=float(told["start_up_s"]),
-            speed=float(told["speed"]),
-            engine=ENGINE,
-        )
+        ),
+        start_up_s=float(told["start_up_s"]),
+        speed=float(told["speed"]),
     )
 
 
@@ -72,9 +73,10 @@ def _field(scenario: Any, field: str) -> Any:
 class ReplayPolicy:
     """`initial_tick_ms` and `on_tick` of Dynamo's replay. Use it for one run. `decisions` are those that were made."""
 
-    def __init__(self, options: SloOptions) -> None:
+    def __init__(self, options: PlannerConfig, *, start_up_s: float, speed: float) -> None:
         self._options = options
-        policy = SloPolicy(options, passes_of(options.profile, options.speed))
+        profile = str(options.profile_results_dir)
+        policy = SloPolicy(options, passes_of(profile, speed), profile, start_up_s, speed, ENGINE)
         self._driver = PolicyDriver(policy, 0.0, forecaster=InlineForecaster())
         self._began: list[float] = []
         self._ended: list[Ended] = []
@@ -95,7 +97,7 @@ class ReplayPolicy:
             self._queued[str(told["worker_id"])] = told["num_queued_prefill"]
         prefill, decode = None, None
         if now_s >= self._driver.next_at_s - 1e-6:
-            decision = self._driver.tick_now(self._pull(snapshot, now_s))
+            decision = self._driver.tick_now(self._observation(snapshot, now_s))
             if decision is not None:
                 self.decisions.append(decision)
                 prefill, decode = decision.targets["prefill"], decision.targets["decode"]
@@ -120,13 +122,13 @@ class ReplayPolicy:
             self._ended += [Ended(now_s, *lengths, ttft_s, itl_s)] * ended
         self._seen_s = now_s
 
-    def _pull(self, snapshot: Mapping[str, Any], now_s: float) -> Pull:
+    def _observation(self, snapshot: Mapping[str, Any], now_s: float) -> Observation:
         requests = Requests(self._pulled_s, now_s, tuple(self._began), tuple(self._ended))
         self._began, self._ended, self._pulled_s = [], [], now_s
         pools = WorkerPools(_pool(snapshot, "prefill"), _pool(snapshot, "decode"))
         serving = {str(worker) for worker in snapshot.get("active_prefill_ids", ())}
         self._queued = {worker: queued for worker, queued in self._queued.items() if worker in serving}
-        return Pull(Reading(now_s, sum(self._queued.values()), {}), pools, requests=requests)
+        return Observation(Reading(now_s, sum(self._queued.values()), {}), pools, requests=requests)
 
 
 def _pool(snapshot: Mapping[str, Any], role: str) -> Pool:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -22,7 +23,8 @@ from benchmarks.contest.kept import KeptRows
 from benchmarks.contest.measuring import here, today
 from benchmarks.measured_pages import write_measured
 from benchmarks.traces import generated
-from dynamo_local.planner.policies.slo.ladder import SloOptions
+from dynamo_local.config.planner import PlannerConfig
+from dynamo_local.planner.choosing import policy_of
 from dynamo_local.profile.reading import DEFAULT_PROFILE
 from dynamo_local.simulator.metrics import measure
 from dynamo_local.simulator.options import FleetShape, LeadOptions, SimulationOptions, Slo
@@ -186,15 +188,18 @@ def run(load: str, seed: int, requests: Sequence[TraceRequest], name: str, rungs
         standby = None if rungs.standby is None else FleetShape(rungs.standby, rungs.standby)
         asleep = 2 * (rungs.standby or 0)
         options = replace(options, shape=FIRST, flips=rungs.flips, standby=standby)
-        planner = SloOptions(
-            DEFAULT_PROFILE,
+        planner = PlannerConfig(
+            policy="slo",
+            profile_results_dir=Path(DEFAULT_PROFILE),
             ttft_ms=SLO.ttft_ms or 0.0,
             itl_ms=SLO.itl_ms or 0.0,
-            thrift=thrift,
+            cost_factor=thrift,
             max_gpu_budget=GPUS,
-            start_up_s=LEADS.cold_s,
         )
-    found = measure(run_case(requests, Case("", options, planner=planner)), SLO)
+    found = measure(
+        run_case(requests, Case("", options, planner=planner, make_policy=partial(policy_of, start_up_s=LEADS.cold_s))),
+        SLO,
+    )
     return Row(
         load=load,
         seed=seed,
@@ -251,7 +256,7 @@ def section(facts: Facts) -> str:
 
 
 def _table(facts: Facts, load: Load) -> Iterator[str]:
-    yield "| Scaling options | `thrift` | Missed | GPU-hours | Starts, wakes, flips | Fewer missed (least, most) |"
+    yield "| Scaling options | `cost-factor` | Missed | GPU-hours | Starts, wakes, flips | Fewer missed (least, most) |"
     yield "|---|--:|--:|--:|--:|--:|"
     for name, _, thrift in _runs():
         rows = [row for row in facts.of(load.name, name) if row.thrift == thrift]

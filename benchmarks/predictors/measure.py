@@ -16,10 +16,11 @@ from pathlib import Path
 import psutil
 
 from benchmarks.predictors.cases import Case, cases
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import ConfigError
 from dynamo_local.planner.forecasting.process import ForecastProcess
-from dynamo_local.planner.predictors import PredictorOptions, answer
+from dynamo_local.planner.predictors import answer, check_installed, forecast_task
 from dynamo_local.planner.values import Forecasts, ForecastTask, Series
 
 AHEAD = (1, 3)
@@ -99,11 +100,12 @@ class Facts:
 def measure(short: bool) -> Facts:
     """Some minutes with all predictors. Errors do not depend on the machine, so all of its cores work on them; what a
     forecast costs is measured afterwards, one at a time."""
-    there: dict[str, PredictorOptions] = {}
+    there: dict[str, PlannerConfig] = {}
     absent = []
     for name, words in CONTENDERS.items():
         try:
-            there[name] = PredictorOptions(**words)
+            check_installed(options := PlannerConfig(policy="sla", **words))
+            there[name] = options
         except ConfigError as error:
             absent.append(str(error))
     origins = ORIGINS_SHORT if short else ORIGINS
@@ -124,7 +126,7 @@ def compare(
     case: Case,
     column: str,
     series: Sequence[float],
-    there: dict[str, PredictorOptions],
+    there: dict[str, PlannerConfig],
     answers: Answers,
 ) -> None:
     """Add the errors of all predictors on one series, and their forecasts of the number of requests."""
@@ -155,9 +157,9 @@ def _origins(length: int, most: int) -> list[int]:
     return [possible[round(index * (len(possible) - 1) / max(1, count - 1))] for index in range(count)]
 
 
-def _task(options: PredictorOptions, series: Sequence[float], window_s: float) -> ForecastTask:
+def _task(options: PlannerConfig, series: Sequence[float], window_s: float) -> ForecastTask:
     """Of one series alone."""
-    task = options.task(Series(window_s), max(AHEAD))
+    task = forecast_task(options, Series(window_s), max(AHEAD))
     return ForecastTask(task.predictor, (tuple(series),), task.steps, window_s, task.options)
 
 
@@ -169,11 +171,11 @@ def continued(task: ForecastTask) -> Told:
     return values, len(told.notes)
 
 
-async def _costs(there: dict[str, PredictorOptions], fits: int) -> list[Cost]:
+async def _costs(there: dict[str, PlannerConfig], fits: int) -> list[Cost]:
     return [await _cost(name, options, fits) for name, options in there.items()]
 
 
-async def _cost(name: str, options: PredictorOptions, fits: int) -> Cost:
+async def _cost(name: str, options: PlannerConfig, fits: int) -> Cost:
     process = ForecastProcess()
     try:
         first_s = await _timed(process, _task(options, _bumpy(LENGTHS[0]), 180.0))

@@ -248,7 +248,7 @@ def _planning(
         logs=paths.logs,
         background=base.tasks.run,
         tell=tell,
-        times=ScalingTimes(clock.now_s, known=lead_times.start_up_s, leads=lead_times.medians),
+        times=ScalingTimes(clock.now_s, known=lead_times.start_up_s, lead_times=lead_times.medians),
         follows=follows,
         plugins=PlannerPlugins(clock, environ=os.environ, runtime=paths.runtime, tell=tell),
     )

@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from dynamo_local.config.planner import PlannerConfig, planner_section
+from dynamo_local.config.planner import PlannerConfig
+from dynamo_local.config.planner_section import planner_section
 from dynamo_local.config.schema import HostConfig
 from dynamo_local.core.differences import Described
 from dynamo_local.core.fleet.backoff import RestartPolicy

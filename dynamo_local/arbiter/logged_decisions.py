@@ -8,14 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.notes import Over, Tell, Trouble
 from dynamo_local.errors import StateError
-from dynamo_local.planner.policies.options import PolicyOptions
 from dynamo_local.planner.records import decision_log as decisions
 from dynamo_local.planner.records import ticks
 from dynamo_local.planner.records.decision_log import DecisionLog, DecisionRecord
 from dynamo_local.planner.records.ticks import TickLog
-from dynamo_local.planner.values import Decision, Pull
+from dynamo_local.planner.values import Decision, Observation
 from dynamo_local.system.json_lines import JsonLog
 
 UNWRITABLE = Trouble("the log of decisions")
@@ -72,8 +72,8 @@ class LoggedDecisions:
         self.log = make(path)
         self._lines = OrderedWriter(self.log, background, tell, UNWRITABLE)
 
-    def on_pull(self, pull: Pull) -> None:
-        """The decision log has no pulls."""
+    def on_observation(self, observation: Observation) -> None:
+        """The tick log has the observations."""
 
     def on_decision(self, record: DecisionRecord) -> None:
         logged = decisions.as_json(record)
@@ -88,28 +88,28 @@ class LoggedTicks:
 
     def __init__(self, make: Callable[[Path], TickLog], path: Path, background: Background, tell: Tell) -> None:
         self._lines = OrderedWriter(make(path), background, tell, TICKS_UNWRITABLE)
-        self._options: PolicyOptions | None = None
+        self._options: PlannerConfig | None = None
         self._since = 0
 
-    def began(self, options: PolicyOptions, at_s: float) -> None:
+    def began(self, options: PlannerConfig, at_s: float) -> None:
         self._say(ticks.BEGAN, options, at_s)
 
-    def changed(self, options: PolicyOptions, at_s: float) -> None:
+    def changed(self, options: PlannerConfig, at_s: float) -> None:
         self._say(ticks.CHANGED, options, at_s)
 
     def manual(self, at_s: float) -> None:
         self._lines.put(partial(ticks.manual_record, at_s))
 
-    def ticked(self, pull: Pull, decision: Decision | None) -> None:
-        """The pull is immutable, so the thread may read it."""
+    def ticked(self, observation: Observation, decision: Decision | None) -> None:
+        """The observation is immutable, so the thread may read it."""
         self._since += 1
         if self._since >= GO_ON_EVERY and self._options is not None:
-            self._say(ticks.GOES_ON, self._options, pull.at_s)
-        self._lines.put(partial(ticks.tick_record, pull, decision))
+            self._say(ticks.GOES_ON, self._options, observation.at_s)
+        self._lines.put(partial(ticks.tick_record, observation, decision))
 
     async def written(self) -> None:
         await self._lines.written()
 
-    def _say(self, kind: str, options: PolicyOptions, at_s: float) -> None:
+    def _say(self, kind: str, options: PlannerConfig, at_s: float) -> None:
         self._options, self._since = options, 0
         self._lines.put(partial(ticks.options_record, kind, options, at_s))

@@ -98,7 +98,7 @@ class DecisionFollower:
             "decision_id": decision.decision_id,
             "num_prefill_workers": decision.num_prefill_workers,
             "num_decode_workers": decision.num_decode_workers,
-            "scaled_decision_id": self._keys.told.scaled_decision_id,
+            "scaled_decision_id": self._keys.reported.scaled_decision_id,
             "reason": self._now.reason,
         }
 
@@ -127,14 +127,14 @@ class DecisionFollower:
 
     def _seen(self) -> tuple[Any, ...]:
         """The inputs of a step, without GPUs that foreign processes hold."""
-        return (self._keys.current, self._keys.told, self._fleet())
+        return (self._keys.current, self._keys.reported, self._fleet())
 
     async def _step(self) -> None:
         if not self._keys.current:
             reason = "etcd does not answer; what was decided last stays"
             self._now = replace(self._now, reason=reason)
             return
-        step = next_step(self._keys.told, self._fleet(), self._now)
+        step = next_step(self._keys.reported, self._fleet(), self._now)
         refused = []
         for component, target in step.steps:
             try:

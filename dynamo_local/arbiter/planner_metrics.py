@@ -22,7 +22,7 @@ from dynamo_local.planner.plugins.registry import BOUNDS_S, COUNTERS, HISTOGRAMS
 from dynamo_local.planner.records import figures
 from dynamo_local.planner.records.decision_log import DecisionRecord, as_json
 from dynamo_local.planner.records.figures import Figures
-from dynamo_local.planner.values import Pull
+from dynamo_local.planner.values import Observation
 from dynamo_local.profile.judgement import Drifted
 
 PREFIX = "dynamo_planner"
@@ -79,7 +79,7 @@ class PlannerNow:
     """The planner at a scrape.
 
     `since_s` is when it entered its state, on its clock. `gpu_hours` are those of the components that it plans (None
-    before the first pull). `drift` says how far engines are off their profile.
+    before the first observation). `drift` says how far engines are off their profile.
     """
 
     state: PlannerState = PlannerState.STOPPED
@@ -112,16 +112,16 @@ class PlannerGauges(Collector):
         self._now = now
         self._window, self._latency, self._decided = _Group(), _Group(), _Group()
         self._states: dict[str, dict[str, dict[str, str]]] = {name: {} for name in ENUMS}
-        self._pull: Pull | None = None
+        self._observation: Observation | None = None
         registry.register(self)
 
     @property
     def components(self) -> tuple[str, ...]:
         """The planned components of the last pull."""
-        return () if self._pull is None else tuple(pool.component for pool in self._pull.pools.all)
+        return () if self._observation is None else tuple(pool.component for pool in self._observation.pools.all)
 
-    def on_pull(self, pull: Pull) -> None:
-        self._pull = pull
+    def on_observation(self, observation: Observation) -> None:
+        self._observation = observation
 
     def on_decision(self, record: DecisionRecord) -> None:
         line, at_s = as_json(record), record.decision.now_s
@@ -143,10 +143,10 @@ class PlannerGauges(Collector):
         return self._families(self._now())
 
     def _families(self, now: PlannerNow) -> Iterator[Metric]:
-        pull = None if now.state is PlannerState.STOPPED else self._pull
-        if pull is not None and pull.at_s < now.since_s:
-            pull = None
-        yield from _gauges(REPLICAS, {} if pull is None else _replicas(pull))
+        observation = None if now.state is PlannerState.STOPPED else self._observation
+        if observation is not None and observation.at_s < now.since_s:
+            observation = None
+        yield from _gauges(REPLICAS, {} if observation is None else _replicas(observation))
         runs = now.state is PlannerState.RUNNING
         for names, group in ((DECIDED, self._decided), (WINDOW, self._window), (LATENCY, self._latency)):
             yield from _gauges(names, group.since(now.since_s) if runs else {})
@@ -154,7 +154,7 @@ class PlannerGauges(Collector):
         yield from _gauges({"gpu_hours": "GPU-hours of the planned components, since this arbiter's start"}, hours)
         yield _drift(now.drift)
         yield from self._enums(runs and self._decided.at_s >= now.since_s)
-        yield from _engines(pull)
+        yield from _engines(observation)
 
     def _enums(self, known: bool) -> Iterator[Metric]:
         for name, text in ENUMS.items():
@@ -166,8 +166,8 @@ class PlannerGauges(Collector):
             yield family
 
 
-def _replicas(pull: Pull) -> Figures:
-    return {f"num_{role}_replicas": pool.ready for role, pool in pull.pools.by_role.items()}
+def _replicas(observation: Observation) -> Figures:
+    return {f"num_{role}_replicas": pool.ready for role, pool in observation.pools.by_role.items()}
 
 
 def _gauges(names: Mapping[str, str], values: Figures) -> Iterator[Metric]:
@@ -187,9 +187,9 @@ def _drift(drift: Iterable[Drifted]) -> Metric:
     return family
 
 
-def _engines(pull: Pull | None) -> Iterator[Metric]:
+def _engines(observation: Observation | None) -> Iterator[Metric]:
     """One sample for each rank of each worker in the last pull."""
-    engines = {} if pull is None else pull.engines
+    engines = {} if observation is None else observation.engines
     for name, (text, tokens) in ENGINE.items():
         family = GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=["worker_id", "dp_rank"])
         for engine, seen in engines.items():
@@ -226,8 +226,8 @@ class PlannerMetrics:
             registry=registry,
         )
 
-    def on_pull(self, pull: Pull) -> None:
-        self.gauges.on_pull(pull)
+    def on_observation(self, observation: Observation) -> None:
+        self.gauges.on_observation(observation)
         self.tick_lag.observe(self._now().counts.lag_s)
 
     def on_decision(self, record: DecisionRecord) -> None:
@@ -264,7 +264,7 @@ def _loop_families(now: PlannerNow) -> Iterator[Metric]:
         "the wall clock counts what others had of the core",
         labels=["work", "clock"],
     )
-    for work, longest in now.counts.held.longest.items():
+    for work, longest in now.counts.latency.longest.items():
         held.add_metric([work, "wall"], longest.elapsed_s)
         held.add_metric([work, "cpu"], longest.cpu_s)
     yield held

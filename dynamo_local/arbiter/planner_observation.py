@@ -331,7 +331,7 @@ class ArbiterWorld:
             routed=routed,
             actuators=self._actuators(),
         )
-        return replace(self._times.told(pools), pending=self._pending())
+        return replace(self._times.reported(pools), pending=self._pending())
 
     def ready(self) -> tuple[str, ...]:
         """Names of the ready decode workers."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from dynamo_local.arbiter.planner_report_data import ForecastErrors, Point, ReportData, collect
 from dynamo_local.errors import BadInput, DynamoError, NotRunning, how_to_install
-from dynamo_local.planner.records.decision_log import oldest_first, words
+from dynamo_local.planner.records.decision_log import describe, oldest_first
 from dynamo_local.planner.records.figures import Line
 from dynamo_local.system.pages import STYLE, check_plots, page_template, svg, write_page
 from dynamo_local.system.prctl import die_as_asked
@@ -270,7 +270,7 @@ def _utc(wall_s: float) -> str:
 def _change(line: Line) -> dict[str, Any]:
     """A decision with a step: its time, number and words. `steps` has each component's step and outcome."""
     try:
-        texts = words(line).splitlines()
+        texts = describe(line).splitlines()
     except BadInput as error:
         texts = [f"written by another version: {error}"]
     steps = {

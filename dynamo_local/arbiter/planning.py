@@ -17,7 +17,7 @@ from dynamo_local.arbiter.links import Links
 from dynamo_local.arbiter.logged_decisions import LoggedDecisions, LoggedTicks
 from dynamo_local.arbiter.planner_following import connected_virtually
 from dynamo_local.arbiter.planner_observation import ArbiterWorld, ObservationSources, prefills_wait_in
-from dynamo_local.arbiter.planner_options import actuators, changed_options, policy_of, policy_options
+from dynamo_local.arbiter.planner_options import actuators, changed_options
 from dynamo_local.arbiter.sampler import Sampling
 from dynamo_local.arbiter.statefile import Statefile
 from dynamo_local.clock import Clock
@@ -26,7 +26,7 @@ from dynamo_local.config.resolve import not_in_a_pod, planned_components
 from dynamo_local.core.notes import Over, Tell, Trouble
 from dynamo_local.core.types import GraphSpec
 from dynamo_local.errors import BadInput, DynamoError
-from dynamo_local.planner.collector import Puller
+from dynamo_local.planner.collector import Collector
 from dynamo_local.planner.connectors import Connector, LocalConnector, VirtualConnector
 from dynamo_local.planner.forecasting.answers import ArbiterForecaster
 from dynamo_local.planner.loop import Counts, PlannerLoop, PlannerObserver, PlannerState
@@ -205,7 +205,7 @@ class ArbiterPlanner:
 
     async def prepared(self, options: PlannerConfig) -> Policy[Any]:
         """The policy of these options. Raises `ConfigError`."""
-        return await asyncio.to_thread(policy_of, options)
+        return await asyncio.to_thread(_policy_of, options)
 
     def reconfigure(
         self, graph: GraphSpec, options: PlannerConfig | None = None, policy: Policy[Any] | None = None
@@ -232,7 +232,7 @@ class ArbiterPlanner:
 
     async def explain(self, count: int) -> list[str]:
         """The last `count` decisions in words."""
-        return [decisions.words(record) for record in await self.history(count)]
+        return [decisions.describe(record) for record in await self.history(count)]
 
     @property
     def graph(self) -> GraphSpec:
@@ -268,7 +268,7 @@ class ArbiterPlanner:
         loop, now_s = self._loop, self._clock.now_s()
         if loop is None:
             return {**status, "last_decision": None, "trouble": None}
-        policy_status = loop.standing
+        policy_status = loop.status
         next_s = None if policy_status is None else policy_status.next_tick_at
         return {
             **status,
@@ -303,7 +303,7 @@ class ArbiterPlanner:
         self.options = options
         self.sources.follow(options)
         self._loop.act_through(connector, pipeline)
-        self._loop.start(policy_options(options), policy, no_operation=options.no_operation, paused=paused)
+        self._loop.start(options, policy, no_operation=options.no_operation, paused=paused)
         await self._keep()
         if self._refused:
             self._refused = False
@@ -363,7 +363,7 @@ class ArbiterPlanner:
         self._ticks = await asyncio.to_thread(LoggedTicks, TickLog, ticks_path, self._background, self._tell)
         loop = PlannerLoop(
             world,
-            Puller(
+            Collector(
                 world,
                 world if prefill is not None else None,
                 self._clock,
@@ -395,7 +395,7 @@ class ArbiterPlanner:
         if self.state is not PlannerState.STOPPED:
             self.sources.follow(options)
         if self._loop is not None:
-            self._loop.change(policy_options(options), policy, no_operation=options.no_operation)
+            self._loop.change(options, policy, no_operation=options.no_operation)
         if self._virtual is not None:
             self._virtual.change(max_wait_s=options.virtual_max_wait, blocking=options.virtual_blocking)
 
@@ -458,3 +458,10 @@ class PlannerPlugins:
     def counters(self) -> Counters:
         """The counters since the planner's last start."""
         return Counters() if self._service is None else self._service.registry.counters
+
+
+def _policy_of(options: PlannerConfig) -> Policy[Any]:
+    """`choosing.policy_of`. The first call imports all policies, and some of them read files: call it in a thread."""
+    from dynamo_local.planner import choosing
+
+    return choosing.policy_of(options)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynamo_local.arbiter import tensorboard
 from dynamo_local.arbiter.checks import check_access, check_dispatch, check_engines, insecure, with_flips
 from dynamo_local.arbiter.deployment import Settings
 from dynamo_local.arbiter.profile_check import check_profile
@@ -88,7 +87,6 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, 
         planned_components(spec)
         check_planner(planner, spec)
         check_profile(planner, spec)
-        tensorboard.check(planner.log_dir)
     follow = _followed(options, spec, starts)
     spec = with_flips(graph, spec, config)
     notes = (

@@ -25,7 +25,7 @@ from dynamo_local.clock import Clock
 from dynamo_local.errors import ConfigError, how_to_install
 from dynamo_local.planner.records import figures
 from dynamo_local.planner.records.decision_log import DecisionRecord
-from dynamo_local.planner.values import Pull
+from dynamo_local.planner.values import Observation
 
 log = logging.getLogger(__name__)
 
@@ -49,25 +49,25 @@ def available() -> bool:
     return find_spec("tensorboardX") is not None
 
 
-def check(log_dir: Path | None) -> None:
-    """Raise `ConfigError` if scalars are requested and the extra is not installed."""
-    if log_dir is not None and not available():
-        raise ConfigError(
-            f"Planner: log_dir ({log_dir}): TensorBoard scalars need the extra `tensorboard`; "
-            f"{how_to_install('tensorboard')}, or leave --log-dir out"
-        )
+def missing_library(log_dir: Path | None) -> str | None:
+    """The install hint if `log_dir` is given and the extra is not installed, else None."""
+    if log_dir is None or available():
+        return None
+    return (
+        f"no TensorBoard files are written to {log_dir}: they need the extra `tensorboard`; "
+        f"{how_to_install('tensorboard')}. The decision log is written as always"
+    )
 
 
 def folder_for(log_dir: Path | None, *, base: Path, logs: Path, now: datetime) -> Path | None:
     """The folder for the scalars of a planner that starts `now`: `log_dir`, below `base` if it is relative.
 
     Without `log_dir` it is `tensorboard/<MMDD_HHMMSS>` in the run's own log folder. Dynamo's `logs/<MMDD_HHMMSS>` would
-    be in whatever folder the arbiter was started from. It is None if the extra is not installed. Raises like `check`.
+    be in whatever folder the arbiter was started from. It is None if the extra is not installed.
     """
-    check(log_dir)
-    if log_dir is not None:
-        return base / log_dir
-    return logs / "tensorboard" / f"{now:%m%d_%H%M%S}" if available() else None
+    if not available():
+        return None
+    return logs / "tensorboard" / f"{now:%m%d_%H%M%S}" if log_dir is None else base / log_dir
 
 
 class ScalarFile:
@@ -207,6 +207,8 @@ class Board:
         if self._file is not None and log_dir == self._log_dir:
             return
         now = datetime.fromtimestamp(self._clock.wall_s()).astimezone()
+        if (why := missing_library(log_dir)) is not None:
+            self._tell(why)
         folder = folder_for(log_dir, base=self._base, logs=self._logs, now=now)
         try:
             file = None if folder is None else await asyncio.to_thread(ScalarFile, folder)
@@ -225,10 +227,10 @@ class Board:
             await asyncio.to_thread(file.close)
             self._dropped_before += file.dropped
 
-    def on_pull(self, pull: Pull) -> None:
+    def on_observation(self, observation: Observation) -> None:
         if self._file is not None:
-            points = figures.of_reading(pull.reading, pull.pools)
-            self._file.add(points, step=self._second(pull.at_s), wall_s=self._clock.wall_s())
+            points = figures.of_reading(observation.reading, observation.pools)
+            self._file.add(points, step=self._second(observation.at_s), wall_s=self._clock.wall_s())
 
     def on_decision(self, record: DecisionRecord) -> None:
         if self._file is not None:

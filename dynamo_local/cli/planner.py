@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -30,30 +31,30 @@ _COLUMNS = ("plugin", "stage", "priority", "circuit", "calls", "last", "at")
 def plugins(as_json: bool, namespace: str | None) -> None:
     """List the planner's plugins.
 
-    What they do, how they are, and where to register more.
+    Their stages, their state, and the address for registrations.
     """
     answer = ask_arbiter(find_paths(namespace), "dynamo_planner_status", ANSWER_TIMEOUT_S)
-    told = answer["planner"]["plugins"]
-    click.echo(json.dumps(told) if as_json else "\n".join(plugin_lines(told)))
+    reported = answer["planner"]["plugins"]
+    click.echo(json.dumps(reported) if as_json else "\n".join(plugin_lines(reported)))
 
 
-def plugin_lines(told: Mapping[str, Any]) -> Iterator[str]:
+def plugin_lines(reported: Mapping[str, Any]) -> Iterator[str]:
     """A table, then what is wrong, then where plugins register."""
-    rows = [_COLUMNS, *(_row(plugin) for plugin in told["plugins"])]
+    rows = [_COLUMNS, *(_row(plugin) for plugin in reported["plugins"])]
     if len(rows) > 1:
         widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
         for row in rows:
             yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
     else:
         yield "no plugins"
-    for plugin in told["plugins"]:
+    for plugin in reported["plugins"]:
         if plugin["trouble"]:
             yield f"{plugin['plugin_id']}: {plugin['trouble']}"
-    for name, reason in told["not_taken"].items():
+    for name, reason in reported["not_taken"].items():
         yield f"{name}: not taken: {reason}"
-    if told["gateway"]:
-        yield f"register at {told['gateway']}"
-    last = told["last_tick"]
+    if reported["gateway"]:
+        yield f"register at {reported['gateway']}"
+    last = reported["last_tick"]
     if last is not None and last["why"]:
         yield f"last tick: {last['action']}: {last['why']}"
 
@@ -81,6 +82,10 @@ NOT_OPTIONS = frozenset({"enabled", "namespace", "scheduling", "plugin_registrat
 last two are whole sections."""
 
 
+_LINK = re.compile(r"\[([^]]+)\]\([^)]+\)")
+"""A link of Markdown. A page shows the description of an option as well."""
+
+
 @click.group(context_settings=EITHER_SPELLING)
 def planner() -> None:
     """The planner: it adds and removes workers, by thresholds or by targets, within a budget of GPUs.
@@ -104,14 +109,15 @@ def planner_options(command: F) -> F:
     for name, field in reversed(PlannerConfig.model_fields.items()):
         if name in NOT_OPTIONS:
             continue
-        default = field.get_default()
-        told = "" if default is None or isinstance(default, bool) else f"  [default: {default}]"
+        default = field.get_default(call_default_factory=True)
+        plain = isinstance(default, str | int | float) and not isinstance(default, bool)
+        shown = f"  [default: {default}]" if plain else ""
         option = click.option(
             *names[name],
             name,
             is_flag=field.annotation is bool and not default,  # what is on by itself is switched off with =false
             default=None,
-            help=(field.description or "") + told,
+            help=_LINK.sub(r"\1", field.description or "") + shown,
         )
         command = option(command)
     return command
@@ -131,7 +137,7 @@ def start(as_json: bool, namespace: str | None, **options: Any) -> None:
 
 def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Those of `planner_options` that were given, with their values."""
-    from dynamo_local.config.planner_words import option_value
+    from dynamo_local.config.planner_section import option_value
 
     return {
         name: option_value(name, value) if isinstance(value, str) else value
@@ -169,11 +175,12 @@ def resume(as_json: bool, namespace: str | None) -> None:
 @json_option
 @namespace_option
 def set_(settings: tuple[str, ...], as_json: bool, namespace: str | None) -> None:
-    """Change options, from the next decision on: all of them, or none. Of a stopped planner: for its next start.
+    """Change options, from the next decision on: all of them, or none. On a stopped planner they apply at its next
+    start.
 
     For example: dynamo planner set decode-kv-scale-up-threshold=0.8 max-gpu-budget=6
     """
-    from dynamo_local.config.planner_words import parse_settings
+    from dynamo_local.config.planner_section import parse_settings
 
     _change(namespace, as_json, "set", options=_here(parse_settings(settings)))
 
@@ -195,13 +202,13 @@ def explain(count: int, as_json: bool, namespace: str | None) -> None:
 
     In words, with what it would have taken to decide otherwise.
     """
-    from dynamo_local.planner.records.decision_log import words
+    from dynamo_local.planner.records.decision_log import describe
 
     logged = _logged(find_paths(namespace), count)
     if as_json:
-        click.echo(json.dumps([{**record, "words": words(record)} for record in logged]))
+        click.echo(json.dumps([{**record, "words": describe(record)} for record in logged]))
         return
-    click.echo("\n\n".join(f"{_head(record)}\n{words(record)}" for record in logged))
+    click.echo("\n\n".join(f"{_head(record)}\n{describe(record)}" for record in logged))
 
 
 @planner.command()
@@ -235,7 +242,7 @@ def history(count: int, changes: bool, as_json: bool, namespace: str | None) -> 
 def report(since: str | None, output: Path | None, log: Path | None, as_json: bool, namespace: str | None) -> None:
     """Write a page with what the planner saw, expected and did.
 
-    It stands alone, and reads the decision log: it works when the graph is gone, too. By default it is written to
+    It stands alone, and reads the decision log: it works when the graph is gone, too. The default file is
     planner_report.html in this folder.
     """
     from dynamo_local.arbiter.planner_report_page import title_of, write_report
@@ -248,23 +255,23 @@ def report(since: str | None, output: Path | None, log: Path | None, as_json: bo
     title = title_of(paths.namespace) if log is None else f"Planner: {log.name}"
     decisions = write_report(log or decision_log_path(paths.logs), to, since_s=since_s, title=title)
     size = to.stat().st_size
-    told = {"report": str(to), "decisions": decisions, "bytes": size}
+    reported = {"report": str(to), "decisions": decisions, "bytes": size}
     said = f"report: {to} ({decisions:,} decisions, {size / 1000:,.0f} kB)"
-    click.echo(json.dumps(told) if as_json else said)
+    click.echo(json.dumps(reported) if as_json else said)
 
 
 def _change(namespace: str | None, as_json: bool, command: str, **properties: Any) -> None:
     answer = ask_arbiter(find_paths(namespace), f"dynamo_planner_{command}", PLANNER_ANSWER_TIMEOUT_S, **properties)
-    told = answer["planner"]
+    reported = answer["planner"]
     if as_json:
-        click.echo(json.dumps(told))
+        click.echo(json.dumps(reported))
     else:
         with_options = command in ("status", "set", "start")
-        click.echo("\n".join(status_lines(told, defaults=_defaults() if with_options else None)))
+        click.echo("\n".join(status_lines(reported, defaults=_defaults() if with_options else None)))
 
 
 def _defaults() -> dict[str, Any]:
-    """Of all options, as an arbiter tells them."""
+    """Names and values of all options, as an arbiter reports them."""
     from dynamo_local.config.planner import PlannerConfig
 
     return PlannerConfig().model_dump(mode="json")

@@ -14,9 +14,8 @@ from dynamo_local.cli.common import find_paths, json_option, namespace_option
 from dynamo_local.errors import BadInput, NotRunning
 
 if TYPE_CHECKING:
-    from dynamo_local.planner.policies.options import PolicyOptions
-    from dynamo_local.planner.records.ticks import Decided
-    from dynamo_local.planner.replay import Replay, Replayed
+    from dynamo_local.config.planner import PlannerConfig
+    from dynamo_local.planner.records.ticks import Decided, Replay, Replayed
     from dynamo_local.system.json_lines import Record
 
 POLICIES = ("load", "sla", "slo", "throughput-load")
@@ -42,8 +41,7 @@ def replay(
     FILE is a log of ticks (by default the namespace's `ticks.jsonl`). With `--policy`, that policy's options are its
     defaults, the log's GPU budgets, and what `--set` says. Works when the graph is gone, too.
     """
-    from dynamo_local.planner.records.ticks import oldest_first, tick_log_path
-    from dynamo_local.planner.replay import Replay
+    from dynamo_local.planner.records.ticks import Replay, oldest_first, tick_log_path
 
     log = file or tick_log_path(find_paths(namespace).logs)
     records = iter(oldest_first(log))
@@ -55,24 +53,22 @@ def replay(
     found = [first] if policy is None else list(chain([first], records))
     again = Replay(None if policy is None else _options(policy, settings, found))
     decisions = list(again.run(chain(found, records)))
-    click.echo(json.dumps(_told(again, decisions)) if as_json else "\n".join(_words(again, decisions)))
+    click.echo(json.dumps(_reported(again, decisions)) if as_json else "\n".join(_describe(again, decisions)))
 
 
-def _options(policy: str, settings: tuple[str, ...], records: Iterable[Record]) -> PolicyOptions:
+def _options(policy: str, settings: tuple[str, ...], records: Iterable[Record]) -> PlannerConfig:
     """The budgets are those that were recorded last."""
-    from dynamo_local.arbiter.planner_options import policy_options
-    from dynamo_local.config.planner import planner_section
-    from dynamo_local.config.planner_words import parse_settings
+    from dynamo_local.config.planner_section import parse_settings, planner_section
 
     recorded: Mapping[str, Any] = {}
     for record in records:
         recorded = record.get("options", recorded)
     budgets = {name: recorded[name] for name in ("max_gpu_budget", "min_gpu_budget") if recorded.get(name, -1) >= 0}
     given = {key.replace("-", "_"): value for key, value in parse_settings(settings).items()}
-    return policy_options(planner_section("replay", {**budgets, **given, "policy": policy}))
+    return planner_section("replay", {**budgets, **given, "policy": policy})
 
 
-def _told(again: Replay, decisions: Iterable[Replayed]) -> dict[str, Any]:
+def _reported(again: Replay, decisions: Iterable[Replayed]) -> dict[str, Any]:
     rows = [
         {"seq": one.seq, "at_s": one.at_s, "agrees": one.agrees, "then": _plain(one.then), "now": _plain(one.now)}
         for one in decisions
@@ -92,7 +88,7 @@ def _plain(decided: Decided | None) -> dict[str, Any] | None:
     return None if decided is None else decided._asdict()
 
 
-def _words(again: Replay, decisions: list[Replayed]) -> Iterable[str]:
+def _describe(again: Replay, decisions: list[Replayed]) -> Iterable[str]:
     others = [one for one in decisions if not one.agrees]
     for one in others:
         yield f"tick {one.seq}, at {one.at_s:.3f} s: then {_short(one.then)}; now {_short(one.now)}"

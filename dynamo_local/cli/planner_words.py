@@ -29,12 +29,12 @@ def status_line(planner: Mapping[str, Any] | None) -> str | None:
     """The planner's one line in `dynamo status`; None where nobody has asked for a planner."""
     if planner is None:
         return None
-    last, told = planner.get("last_decision"), _state(planner)
+    last, reported = planner.get("last_decision"), _state(planner)
     if planner["state"] == "stopped" and last is None:
         return None
     if planner.get("trouble"):
-        return f"{told}: {planner['trouble']}"
-    return told if last is None else f"{told}; last: {decision_line(last)}"
+        return f"{reported}: {planner['trouble']}"
+    return reported if last is None else f"{reported}; last: {decision_line(last)}"
 
 
 def status_lines(planner: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None) -> Iterator[str]:
@@ -81,21 +81,21 @@ def status_lines(planner: Mapping[str, Any], *, defaults: Mapping[str, Any] | No
 
 
 def _option_lines(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[str]:
-    told = {name: value for name, value in options.items() if name == "policy" or value != defaults.get(name)}
-    width = max(map(len, told), default=0)
-    for name, value in told.items():
+    reported = {name: value for name, value in options.items() if name == "policy" or value != defaults.get(name)}
+    width = max(map(len, reported), default=0)
+    for name, value in reported.items():
         shown = "-" if value is None else str(value).lower() if isinstance(value, bool) else value
         yield f"{name.replace('_', '-'):{width}}  {shown}"
-    if others := len(options) - len(told):
+    if others := len(options) - len(reported):
         yield f"({others} other options have their defaults: --json shows them)"
 
 
-def lead_lines(leads: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+def lead_lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """`lead      VllmWorker from a spare: 2.1 s, 9 in 10 within 2.6 s (last 2.0 s, of 12)`"""
-    for lead in leads:
-        known, rung = lead["host"], RUNG_WORDS.get(lead["rung"], lead["rung"])
+    for row in rows:
+        known, way = row["host"], RUNG_WORDS.get(row["rung"], row["rung"])
         times = f"{known['median_s']:.2f} s, 9 in 10 within {known['p90_s']:.2f} s"
-        yield f"lead      {lead['component']} {rung}: {times} (last {known['last_s']:.2f} s, of {known['count']})"
+        yield f"lead      {row['component']} {way}: {times} (last {known['last_s']:.2f} s, of {known['count']})"
 
 
 def _state(planner: Mapping[str, Any]) -> str:
@@ -105,8 +105,8 @@ def _state(planner: Mapping[str, Any]) -> str:
     options = planner["options"]
     policy = options.get("policy", "load")
     every = options.get("adjustment_interval", options.get("throughput_adjustment_interval_seconds"))
-    told = f"{planner['state']}{acts}" if policy == "load" else f"{planner['state']} ({policy}){acts}"
-    return told if every is None else f"{told}, every {every:g} s"
+    reported = f"{planner['state']}{acts}" if policy == "load" else f"{planner['state']} ({policy}){acts}"
+    return reported if every is None else f"{reported}, every {every:g} s"
 
 
 def _profile(profile: Mapping[str, Any]) -> str:
@@ -120,21 +120,21 @@ def _virtual(virtual: Mapping[str, Any]) -> str:
     if virtual["decision_id"] < 0:
         return f"{virtual['keys']}: no decision yet"
     wanted = f"prefill={virtual['num_prefill_workers']}, decode={virtual['num_decode_workers']}"
-    told = f"{virtual['keys']}: decision {virtual['decision_id']} ({wanted})"
+    reported = f"{virtual['keys']}: decision {virtual['decision_id']} ({wanted})"
     if virtual["scaled_decision_id"] >= virtual["decision_id"]:
-        return f"{told}, acknowledged"
+        return f"{reported}, acknowledged"
     given_up = "" if virtual["pending"] else ": given up"
-    return f"{told}, not acknowledged for {virtual['waits_s'] or 0:.0f} s{given_up}"
+    return f"{reported}, not acknowledged for {virtual['waits_s'] or 0:.0f} s{given_up}"
 
 
 def follow_line(follow: Mapping[str, Any]) -> str:
-    """What the arbiter follows, in one line of `dynamo status`."""
-    told = f"{follow['environment']} ({follow['keys']}): "
+    """The planner that the arbiter follows, in one line of `dynamo status`."""
+    reported = f"{follow['environment']} ({follow['keys']}): "
     if follow["decision_id"] >= 0:
         wanted = f"prefill={follow['num_prefill_workers']}, decode={follow['num_decode_workers']}"
-        told += f"decision {follow['decision_id']} ({wanted}) "
+        reported += f"decision {follow['decision_id']} ({wanted}) "
     reason = f": {follow['reason']}" if follow.get("reason") else ""
-    return f"{told}{FOLLOW_WORDS.get(follow['phase'], follow['phase'])}{reason}"
+    return f"{reported}{FOLLOW_WORDS.get(follow['phase'], follow['phase'])}{reason}"
 
 
 def decision_line(record: Mapping[str, Any]) -> str:

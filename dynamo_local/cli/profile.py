@@ -66,6 +66,20 @@ class Budget(click.ParamType):
 @click.option("--kv-tokens", type=click.IntRange(min=1), help="For a command: size of its KV cache, tokens.")
 @click.option("--context-length", type=click.IntRange(min=1), help="For a command: its longest sequence, tokens.")
 @click.option("--max-num-seqs", type=click.IntRange(min=1), help="For a command: requests that it runs at once.")
+@click.option(
+    "--prefill-interpolation-granularity",
+    "--prefillInterpolationGranularity",
+    "prefill_steps",
+    type=click.IntRange(min=2),
+    help="Prompt lengths that are measured: more take longer, and are more exact.  [default: 16]",
+)
+@click.option(
+    "--decode-interpolation-granularity",
+    "--decodeInterpolationGranularity",
+    "decode_steps",
+    type=click.IntRange(min=2),
+    help="Contexts that are measured, and loads of each.  [default: 6]",
+)
 @click.option("--small", is_flag=True, help="A third of the points: for a first look.")
 @click.option("--resume", is_flag=True, help="Go on with what an earlier run left in the folder.")
 @click.option("--no-actions", is_flag=True, help="Do not time starts, drains, flips and sleeps.")
@@ -84,7 +98,7 @@ def profile(graph: str | None, as_json: bool, report: Path | None, **words: Any)
     from dynamo_local.profile.outside import Given
     from dynamo_local.system.pages import check_plots
 
-    overrides = tuple(words["overrides"])
+    overrides = words["overrides"]
     if graph is not None and graph.startswith("-"):  # no graph was given: this is the first override
         graph, overrides = None, (graph, *overrides)
     if report is not None:
@@ -106,6 +120,8 @@ def profile(graph: str | None, as_json: bool, report: Path | None, **words: Any)
         small=words["small"],
         resume=words["resume"],
         actions=not words["no_actions"],
+        prefill_steps=words["prefill_steps"],
+        decode_steps=words["decode_steps"],
     )
     view = _View()
     try:

@@ -428,9 +428,9 @@ def _case(
 ) -> Case:
     from functools import partial
 
-    from dynamo_local.arbiter.planner_options import actuators, policy_options
+    from dynamo_local.arbiter.planner_options import actuators
     from dynamo_local.components.dispatcher import sim_picker
-    from dynamo_local.config.planner import planner_section
+    from dynamo_local.config.planner_section import planner_section
     from dynamo_local.core.routing.disagg import DisaggSettings
     from dynamo_local.core.routing.estimates import Targets
     from dynamo_local.core.types import Actuator
@@ -464,7 +464,7 @@ def _case(
     return Case(
         name,
         options,
-        planner=policy_options(config) if planned and config.enabled else None,
+        planner=config if planned and config.enabled else None,
         no_operation=config.no_operation,
         make_picker=partial(sim_picker, words["router"], words["seed"], sim, targets),
     )
@@ -472,7 +472,8 @@ def _case(
 
 def _with_targets(given: Mapping[str, Mapping[str, Any]], words: Mapping[str, Any]) -> dict[str, Any]:
     """The planner's options. A policy with targets has those of the run, and the profile that the engines run by."""
-    from dynamo_local.config.planner import POLICIES, chosen_policy, options_of, own_names
+    from dynamo_local.config.planner import POLICIES, options_of
+    from dynamo_local.config.planner_section import chosen_policy, own_names
     from dynamo_local.engines.sim.options import SimOptions
 
     policy = chosen_policy(given["planner"])

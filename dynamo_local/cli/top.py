@@ -453,10 +453,10 @@ def last_decision(graph: dict[str, Any]) -> tuple[str, ...]:
     record = (graph.get("planner") or {}).get("last_decision")
     if record is None:
         return ()
-    from dynamo_local.planner.records.decision_log import words
+    from dynamo_local.planner.records.decision_log import describe
 
     try:
-        lines = words(record).splitlines()
+        lines = describe(record).splitlines()
     except BadInput:  # an arbiter of another version, whose decisions have other fields
         return (decision_line(record),)
     at = time.strftime("%H:%M:%S", time.localtime(record["wall_s"]))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dynamo_local.config.json_schema import config_json_schema
 from dynamo_local.config.loading import Config, load_config, parse_overrides
-from dynamo_local.config.planner import PlannerConfig, planner_section
+from dynamo_local.config.planner import PlannerConfig
+from dynamo_local.config.planner_section import planner_section
 from dynamo_local.config.resolve import (
     check_planner,
     not_in_a_pod,

@@ -17,9 +17,6 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from dynamo_local.core.secrets import parse_source
 from dynamo_local.core.types import SECONDS_MAX
-from dynamo_local.errors import ConfigError
-from dynamo_local.sdk.service_config import underscored
-from dynamo_local.sdk.settings import validate_section
 
 # --- kinds
 # Kinds of values that options of planners have.
@@ -45,7 +42,7 @@ LATENCY_ALIASES = {"ttft": "ttft_ms", "itl": "itl_ms"}
 
 
 class LatencyFields(BaseModel):
-    """What is aimed at, and what the engines can do."""
+    """Targets, and the profile of the engines."""
 
     model_config = OPTIONS
 
@@ -63,7 +60,7 @@ class LatencyFields(BaseModel):
 
 
 # --- load
-# Options of the policy `load`, under Dynamo's names and defaults (planner-rules: options and defaults).
+# Options of the policy `load`, under Dynamo's names and with its defaults.
 
 
 class LoadFields(BaseModel):
@@ -209,7 +206,7 @@ class GatewayConfig(_Section):
 
 
 class _PluginConfig(_Section):
-    """What every plugin says of itself."""
+    """The description of a plugin."""
 
     plugin_id: str
     """Its name: letters, digits and . _ : / @ -."""
@@ -237,9 +234,9 @@ class ExternalPluginConfig(_PluginConfig):
     auth_token: SecretSource | None = None
     """Where its token is, if it is to answer for itself at the gateway: `file:PATH` or `env:NAME`."""
     protocol_version: str = "1.0"
-    """Of `dynamo.planner.plugin`."""
+    """The version of `dynamo.planner.plugin`."""
     hold_policy: Hold = "HOLD_LAST"
-    """What it contributes while it is not due: nothing, or its last answer again."""
+    """Its contribution while it is not due: nothing, or its last answer again."""
 
 
 class InProcessPluginConfig(_PluginConfig):
@@ -252,7 +249,7 @@ class InProcessPluginConfig(_PluginConfig):
     hold_policy: Hold = "ACCEPT_WHEN_IDLE"
     """As above."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """What the class is made with."""
+    """Arguments of the class."""
 
 
 class SchedulingConfig(_Section):
@@ -269,7 +266,7 @@ class SchedulingConfig(_Section):
 
 
 class AuthConfig(_Section):
-    """Who may register."""
+    """Rights to register."""
 
     trusted_sources: tuple[Literal["static_secret", "allow_unauthenticated"], ...] = ()
     """None: whoever can reach the gateway."""
@@ -287,7 +284,7 @@ class TransportConfig(_Section):
     keepalive_time_ms: Annotated[int, Field(ge=1000)] = 30_000
     """Between two signs of life on a connection."""
     max_message_size_bytes: Annotated[int, Field(ge=4096, le=64 * 1024 * 1024)] = 10 * 1024 * 1024
-    """Of what a plugin is sent; its answers may have 256 KiB."""
+    """Limit of a message to a plugin. Answers may have 256 KiB."""
 
 
 class AdminConfig(_Section):
@@ -301,7 +298,7 @@ class PluginRegistrationConfig(_Section):
     """How plugins come in."""
 
     auth: AuthConfig = AuthConfig()
-    """Who may register."""
+    """Rights to register."""
     transport: TransportConfig = TransportConfig()
     """How plugins are called."""
     protocol_version_min: Version = "1.0"
@@ -319,7 +316,7 @@ class PluginRegistrationConfig(_Section):
 
 
 def check_plugins(scheduling: SchedulingConfig, registration: PluginRegistrationConfig) -> None:
-    """What both must fulfil together. ValueError, fit for a person."""
+    """Check both sections together. Raises `ValueError` with a message for people."""
     auth = registration.auth
     secret = auth.trusted_sources == ("static_secret",) and bool(auth.static_secrets)
     if scheduling.gateway.enabled and scheduling.gateway.tcp is not None and not secret:
@@ -355,15 +352,15 @@ class SharedFields(BaseModel):
     enabled: bool = True
     """Whether the section starts the planner with the graph; `dynamo planner start` starts it at any time."""
     policy: Literal["load", "sla", "slo", "throughput-load"] = "load"
-    """Who decides: `load` by thresholds, `slo`, `sla` and `throughput-load` by targets for latencies. Where `ttft` or
-    `itl` is given, and no policy, it is `slo`."""
+    """The policy: `load` decides by thresholds, `slo`, `sla` and `throughput-load` by targets for latencies. Where
+    `ttft` or `itl` is given, and no policy, it is `slo`."""
     namespace: str | None = None
     """Namespace that the planner looks at; the graph's own, or it is refused."""
     served_model_name: str | None = None
     """Model being served; one that differs from the Frontend's is refused."""
     environment: Literal["local", "virtual", "kubernetes"] = "local"
-    """Who carries decisions out: the arbiter itself, another environment that reads them from etcd (`virtual`), or
-    Dynamo's operator (`kubernetes`: a planner in a pod, [Kubernetes](kubernetes-planner.md))."""
+    """Where decisions are carried out: by the arbiter itself, another environment that reads them from etcd
+    (`virtual`), or Dynamo's operator (`kubernetes`: a planner in a pod, [Kubernetes](kubernetes-planner.md))."""
     backend: Literal["vllm", "sglang"] | None = None
     """For Dynamo's own files: the graph says which engine runs. `sglang` is refused where VllmWorker serves."""
     virtual_keys: Literal["v1", "v0"] = "v1"
@@ -386,8 +383,8 @@ class SharedFields(BaseModel):
         tuple[Literal["start", "wake", "flip"], ...] | None,
         BeforeValidator(_several, json_schema_input_type=str | list[str] | None),
     ] = None
-    """How it may get workers: `start`, `wake` (standby) and `flip` (another role), those that are left out not. By
-    default starts and wakes; flips must be asked for ([faster than a start](actuators.md))."""
+    """How it may get workers: `start`, `wake` (standby) and `flip` (another role), others are not used. The default
+    is starts and wakes; flips must be named ([faster than a start](actuators.md))."""
     min_gpu_budget: Annotated[int, Field(ge=-1)] = 1
     """GPUs below which neither prefill nor decode goes (`throughput-load`: both together; by default -1, none)."""
     decode_engine_num_gpu: Gpus | None = None
@@ -418,17 +415,26 @@ class SlaFields(BaseModel):
 # --- slo
 # Options of the policy `slo` alone; its targets are in `latencies`.
 
-SLO_ALIASES = {"budget": "max_gpu_budget"}
+SLO_ALIASES = {"budget": "max_gpu_budget", "thrift": "cost_factor"}
+"""`thrift` is the name of `cost_factor` before 0.15."""
 
 
 class SloFields(BaseModel):
-    """What is to be kept, and how dearly."""
+    """The share of requests to keep, and the cost of a GPU."""
 
     model_config = OPTIONS
 
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, values: Any) -> Any:
+        """Statefiles before 0.15 have `thrift`."""
+        if isinstance(values, Mapping) and "thrift" in values:
+            return {"cost_factor" if name == "thrift" else name: value for name, value in values.items()}
+        return values
+
     target: Annotated[float, Field(gt=0, lt=1)] = 0.99
     """Share of the requests that is to keep both targets: a tenth of the misses makes a GPU worth ten times as much."""
-    thrift: Positive = 1.0
+    cost_factor: Positive = 1.0
     """How much a GPU must do to be held, against what `target` asks of it: 2 holds fewer, 0.5 more."""
 
 
@@ -452,7 +458,7 @@ class TargetFields(BaseModel):
     max_throughput_scaling_replicas: Count = 8
     """Workers of one role that one adjustment adds, or takes away, at most."""
     load_predictor: Literal["constant", "arima", "prophet", "kalman"] = "constant"
-    """Who forecasts requests and their lengths. `arima` and `prophet` need the extra `predictors`."""
+    """The forecast of requests and their lengths. `arima` and `prophet` need the extra `predictors`."""
     load_predictor_log1p: bool = False
     """Forecast the logarithms: relative changes count, and no forecast is negative."""
     load_predictor_warmup_trace: Path | None = None
@@ -500,7 +506,7 @@ class ThroughputLoadFields(BaseModel):
     load_scaling_down_sensitivity: Percent = 80
     """Per cent of the target below which a worker may go; 0: never, 100: as soon as the target would still be kept."""
     regression_features: Literal["dynamo", "seed"] = "dynamo"
-    """What the time of a decode pass depends on: requests and KV (Dynamo 1.6.1), or the KV alone (its first design)."""
+    """Features of a decode pass's duration: requests and KV (Dynamo 1.6.1), or the KV alone (its first design)."""
     load_min_observations: Annotated[int, Field(ge=3)] = 5
     """Passes that a model needs before it answers."""
     max_num_fpm_samples: Count = 64
@@ -522,9 +528,19 @@ class ThroughputLoadFields(BaseModel):
     speculative_nextn: Annotated[int, Field(ge=0)] = 0
     """Tokens that the engines speculate; a measured accept length counts up to one more."""
 
+    @property
+    def loads(self) -> bool:
+        """Whether the load loop runs. Every target but `sla` has the load loop alone."""
+        return self.optimization_target != "sla" or self.enable_load_scaling
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the throughput loop runs."""
+        return self.optimization_target == "sla" and self.enable_throughput_scaling
+
 
 def wrong(config: PlannerConfig) -> str | None:
-    """What of these options does not go together, in words that name the option; None if all is well."""
+    """The conflict between these options, with the option's name; None if there is none."""
     if config.optimization_target == "sla":
         if not (config.enable_throughput_scaling or config.enable_load_scaling):
             return "enable_throughput_scaling and enable_load_scaling are both off: one of them must be on"
@@ -607,8 +623,7 @@ _ALIASES: Mapping[type[BaseModel], Mapping[str, str]] = {
 
 
 BY_TARGETS = "slo"
-"""Who plans where targets are given, and no policy."""
-_LATENCIES = frozenset({"ttft_ms", "itl_ms", *LATENCY_ALIASES})
+"""The policy if targets are given and no policy is named."""
 
 
 def options_of(policy: str) -> tuple[str, ...]:
@@ -626,6 +641,28 @@ class PlannerConfig(
     ThroughputLoadFields, SloFields, SlaFields, MeasuringFields, TargetFields, LatencyFields, LoadFields, SharedFields
 ):
     """The section `Planner`. An option of another policy than the chosen one is refused."""
+
+    @property
+    def gpus_floor(self) -> int:
+        """`min_gpu_budget` of `throughput-load`, 0 unless it is given: Dynamo's own is off by default, too."""
+        return max(0, self.min_gpu_budget) if "min_gpu_budget" in self.model_fields_set else 0
+
+    @property
+    def tick_s(self) -> float:
+        """Seconds between two ticks of `throughput-load`: each interval is a whole number of them."""
+        if self.scheduling.scale_interval_seconds is not None:
+            return self.scheduling.scale_interval_seconds
+        intervals = []
+        if self.loads:
+            intervals.append(self.load_adjustment_interval_seconds)
+        if self.predicts:
+            intervals.append(self.throughput_adjustment_interval_seconds)
+        return math.gcd(*(max(1, round(seconds * 1000)) for seconds in intervals)) / 1000
+
+    def floor(self, role: str) -> int:
+        """The fewest replicas of `prefill` or `decode` under `throughput-load`."""
+        own = self.prefill_min_endpoint if role == "prefill" else self.decode_min_endpoint
+        return self.min_endpoint if own is None else own
 
     @property
     def named(self) -> dict[str, Any]:
@@ -663,7 +700,7 @@ class PlannerConfig(
         if self.policy in ("sla", "slo") and self.min_endpoint == 0:
             raise ValueError(
                 f"min_endpoint 0: the policy {self.policy} keeps one worker of each role, because its corrections are "
-                "measured on workers that serve; say 1, or take throughput-load, whose throughput loop goes to 0 "
+                "measured on workers that serve. Say 1, or take throughput-load: its throughput loop goes to 0 "
                 "and back"
             )
         if self.policy == "throughput-load" and (why := wrong(self)) is not None:
@@ -677,34 +714,3 @@ def known_names() -> dict[str, str]:
     fields = {name: name for name in PlannerConfig.model_fields}
     aliases = {alias: name for policy in POLICIES for alias, name in aliases_of(policy).items()}
     return fields | {alias: name for alias, name in aliases.items() if alias not in fields}
-
-
-def planner_section(section: str, values: Mapping[str, Any]) -> PlannerConfig:
-    """The options of these values, under any of their names, checked as a whole. Raises `ConfigError`.
-
-    `section` says in the error where they stand.
-    """
-    policy = chosen_policy(values)
-    found = own_names(section, values, policy)
-    if policy == BY_TARGETS and "policy" not in found:
-        found["policy"] = policy
-    return validate_section(PlannerConfig, section, found)
-
-
-def chosen_policy(values: Mapping[str, Any], otherwise: str = "load") -> str:
-    """The policy that these values name. Where they name none: `slo` if they give a target for latencies."""
-    if "policy" in values:
-        return str(values["policy"])
-    return BY_TARGETS if any(underscored(key) in _LATENCIES for key in values) else otherwise
-
-
-def own_names(section: str, values: Mapping[str, Any], policy: str) -> dict[str, Any]:
-    """The values under that policy's own names for its options. Raises `ConfigError` where one is given twice."""
-    aliases = aliases_of(policy) if policy in POLICIES else {}
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        name = aliases.get(underscored(key), key)
-        if name in found:
-            raise ConfigError(f"{section}: {key!r} and another spelling of it are both given; keep one")
-        found[name] = value
-    return found

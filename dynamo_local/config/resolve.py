@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from dynamo_local.config.loading import COMMON, HOST, PLANNER, SERVICE_ARGS, Config
-from dynamo_local.config.planner import PlannerConfig, planner_section
+from dynamo_local.config.planner import PlannerConfig
+from dynamo_local.config.planner_section import planner_section
 from dynamo_local.config.schema import ServiceArgs
 from dynamo_local.core.fleet.states import ROLES
 from dynamo_local.core.types import GraphSpec, Role, ServiceSpec, floor_workers

@@ -14,7 +14,8 @@ from dynamo_local.components.commands import launch as placeholders
 from dynamo_local.components.commands.config import CommandConfig
 from dynamo_local.components.commands.dynamo_1x_env import DEFAULTS, OWNED
 from dynamo_local.config.loading import HOST, PLANNER, Config
-from dynamo_local.config.planner import BY_TARGETS, chosen_policy
+from dynamo_local.config.planner import BY_TARGETS
+from dynamo_local.config.planner_section import chosen_policy
 from dynamo_local.core.fleet.states import ROLES
 from dynamo_local.core.secrets import holds_secret, is_secret_key, is_secret_variable
 from dynamo_local.core.types import GraphSpec, Role, ServiceSpec

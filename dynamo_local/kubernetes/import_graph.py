@@ -18,7 +18,8 @@ from dynamo_local.components.commands.graph import with_commands
 from dynamo_local.components.commands.launch import DYNAMO_1X
 from dynamo_local.config import resolve
 from dynamo_local.config.loading import COMMON, HOST, PLANNER, SERVICE_ARGS, Config, normalise, not_yaml
-from dynamo_local.config.planner import BY_TARGETS, chosen_policy, known_names, planner_section
+from dynamo_local.config.planner import BY_TARGETS, known_names
+from dynamo_local.config.planner_section import chosen_policy, planner_section
 from dynamo_local.core.secrets import allowed_env
 from dynamo_local.core.types import Role
 from dynamo_local.errors import ConfigError

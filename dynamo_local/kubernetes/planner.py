@@ -16,11 +16,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from dynamo_local.arbiter.logged_decisions import LoggedDecisions, LoggedTicks
 from dynamo_local.arbiter.planner_metrics import PlannerMetrics, PlannerNow
-from dynamo_local.arbiter.planner_options import policy_options, prometheus_options
+from dynamo_local.arbiter.planner_options import prometheus_options
 from dynamo_local.arbiter.planner_report_schedule import ReportSchedule
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.config.loading import parse_mapping
-from dynamo_local.config.planner import PlannerConfig, own_names, planner_section
+from dynamo_local.config.planner import PlannerConfig
+from dynamo_local.config.planner_section import own_names, planner_section
 from dynamo_local.core.notes import About
 from dynamo_local.core.types import Load, Role
 from dynamo_local.errors import ConfigError
@@ -36,7 +37,7 @@ from dynamo_local.kubernetes.observation import (
     registered,
 )
 from dynamo_local.planner.choosing import policy_of
-from dynamo_local.planner.collector import Puller, Sampled
+from dynamo_local.planner.collector import Collector, Sampled
 from dynamo_local.planner.forecasting.answers import ArbiterForecaster, InlineForecaster
 from dynamo_local.planner.loop import PlannerLoop, PlannerState
 from dynamo_local.planner.prometheus import PrometheusTraffic
@@ -91,7 +92,7 @@ class PodPlanner:
 
     async def start(self) -> None:
         """Check the graph, stand for election, and plan. Raises `GraphUnfit`, `Forbidden`, `ConfigError`."""
-        options = policy_options(self.options)
+        options = self.options
         if self.options.policy == "load" and self._loads is None:
             raise ConfigError(NO_PASSES)
         policy = await asyncio.to_thread(policy_of, options)
@@ -126,7 +127,7 @@ class PodPlanner:
         loads = self._loads if self.options.policy == "load" else None
         loop = PlannerLoop(
             _Graph(self._connector, loads),
-            Puller(loads or _NoLoads(), self._queue(loads), self._clock, traffic=self._traffic, passes=self.passes),
+            Collector(loads or _NoLoads(), self._queue(loads), self._clock, traffic=self._traffic, passes=self.passes),
             self._connector,
             self._clock,
             last_number=logged.log.last_seq,

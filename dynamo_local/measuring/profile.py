@@ -196,6 +196,10 @@ class ProfileRequest:
     resume: bool = False
     actions: bool = True
     seed: int = 0
+    prefill_steps: int | None = None
+    """Prompt lengths in the prefill sweep; None: 16, or 5 of a small sweep."""
+    decode_steps: int | None = None
+    """Contexts in the decode sweep, and loads of each; None: 6, or 3 of a small sweep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +281,8 @@ def _kinds(target: Target, role: str) -> list[Kind]:
 
 
 def _points(target: Target, limits: Mapping[str, Limits], request: ProfileRequest) -> list[Point]:
-    steps = (5, 3) if request.small else (PREFILL_STEPS, DECODE_STEPS)
+    usual = (5, 3) if request.small else (PREFILL_STEPS, DECODE_STEPS)
+    steps = (request.prefill_steps or usual[0], request.decode_steps or usual[1])
     return [point for role, each in limits.items() for point in sweep(each, _kinds(target, role), steps)]
 
 

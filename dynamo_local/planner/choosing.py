@@ -12,20 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dynamo_local.config.planner import PlannerConfig
+from dynamo_local.errors import ConfigError
 from dynamo_local.planner.pass_model import Kind, PassModel, bootstrapped, decode_passes, prefill_passes
 from dynamo_local.planner.policies.load_planner import LoadPlanner
-from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions
 from dynamo_local.planner.policies.protocol import Policy
 from dynamo_local.planner.policies.sla import SlaPolicy
-from dynamo_local.planner.policies.sla_sizing import SlaOptions
-from dynamo_local.planner.policies.slo.ladder import SloOptions
 from dynamo_local.planner.policies.slo.policy import SloPolicy
-from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
+from dynamo_local.planner.policies.slo.scaling_options import START_UP_S
 from dynamo_local.planner.policies.throughput_load.policy import ThroughputLoadPolicy
+from dynamo_local.planner.policies.throughput_load.state import learning_of
+from dynamo_local.planner.predictors import check_installed, windows_max
 from dynamo_local.planner.queueing_task import passes_of
 from dynamo_local.planner.values import WINDOWS_MAX, Window
 from dynamo_local.profile.interpolation import interpolators
-from dynamo_local.profile.reading import read_profile
+from dynamo_local.profile.reading import DEFAULT_PROFILE, read_profile, shipped_profiles
 from dynamo_local.system.json_lines import BadTrace, Row, read_rows, shown
 
 # --- warmup
@@ -85,7 +86,7 @@ def _files(named: str) -> list[Path]:
 
 
 def _arrivals(files: Iterable[Path]) -> Iterator[_Arrival]:
-    """Of all files. Raises `BadTrace` where two formats are mixed, or nothing came."""
+    """The arrivals of all files. Raises `BadTrace` where two formats are mixed, or nothing came."""
     first: tuple[str, str] | None = None
     counted = 0
     for file in files:
@@ -169,40 +170,48 @@ def _window(arrivals: list[_Arrival]) -> Window:
     )
 
 
-def policy_of(options: PolicyOptions) -> Policy[Any]:
-    """A new policy with these options. Raises `ConfigError` where what they name cannot be used."""
-    match options:
-        case LoadOptions():
+def policy_of(options: PlannerConfig, *, start_up_s: float = START_UP_S, speed: float = 1.0) -> Policy[Any]:
+    """A new policy with these options. Raises `ConfigError` if a file or a library that they name cannot be used.
+
+    `slo` takes `start_up_s` for the lead time until it has observed a start, and engines that are `speed` times as
+    fast as their profile says.
+    """
+    check_installed(options)
+    match options.policy:
+        case "load":
             return LoadPlanner(options)
-        case SlaOptions():
-            return sla(options)
-        case SloOptions():
-            return SloPolicy(options, passes_of(options.profile, options.speed))
-        case ThroughputLoadOptions():
-            return throughput_load(options)
+        case "sla":
+            return _sla(options)
+        case "slo":
+            profile = str(options.profile_results_dir or DEFAULT_PROFILE)
+            return SloPolicy(options, passes_of(profile, speed), profile, start_up_s, speed)
+        case "throughput-load":
+            return _throughput_load(options)
 
 
-def sla(options: SlaOptions) -> SlaPolicy:
-    """With its profile and, where it has one, its warm-up trace."""
-    warmup: tuple[Window, ...] = ()
-    if options.warmup_trace is not None:
-        warmup = read_warmup(options.warmup_trace, options.adjustment_interval_s, options.predictor.windows_max)
-    return SlaPolicy(options, *interpolators(options.profile), warmup=warmup)
+def _sla(options: PlannerConfig) -> SlaPolicy:
+    if options.profile_results_dir is None:
+        raise ConfigError(
+            "Planner: the policy sla sizes by a profile of the engines: say profile-results-dir, a folder as Dynamo's "
+            f"profiler writes it, or one of: {', '.join(shipped_profiles())}"
+        )
+    return SlaPolicy(options, *interpolators(str(options.profile_results_dir)), warmup=_warmup(options))
 
 
-def throughput_load(options: ThroughputLoadOptions) -> ThroughputLoadPolicy:
-    """With what its profile and its warm-up trace say, where it has them."""
+def _throughput_load(options: PlannerConfig) -> ThroughputLoadPolicy:
     known: dict[Kind, PassModel] = {}
-    if options.profile is not None and options.optimization_target is Target.SLA:
-        profile = read_profile(options.profile)
+    if options.profile_results_dir is not None and options.optimization_target == "sla":
+        profile = read_profile(str(options.profile_results_dir))
         decode = profile.decode
         passes = {
             Kind.PREFILL: prefill_passes(profile.prefill.isl, profile.prefill.ttft_ms),
             Kind.DECODE: decode_passes(decode.kv_usage, decode.context_length, decode.itl_ms, decode.max_kv_tokens),
         }
         passes[Kind.AGG] = passes[Kind.PREFILL] + passes[Kind.DECODE]
-        known = {kind: bootstrapped(PassModel(kind, options.learning), passes[kind]) for kind in Kind}
-    warmup: tuple[Window, ...] = ()
-    if options.warmup_trace is not None and options.predicts:
-        warmup = read_warmup(options.warmup_trace, options.throughput_adjustment_interval_s, options.windows_max)
-    return ThroughputLoadPolicy(options, known, warmup)
+        known = {kind: bootstrapped(PassModel(kind, learning_of(options)), passes[kind]) for kind in Kind}
+    return ThroughputLoadPolicy(options, known, _warmup(options) if options.predicts else ())
+
+
+def _warmup(options: PlannerConfig) -> tuple[Window, ...]:
+    trace, window_s = options.load_predictor_warmup_trace, options.throughput_adjustment_interval_seconds
+    return () if trace is None else read_warmup(str(trace), window_s, windows_max(options))

@@ -1,4 +1,5 @@
-"""One pull of the metrics: every source asked at once, each under a deadline of its own, each value with its age.
+"""One observation of the metrics: every source asked at once, each under a deadline of its own, each value with its
+age.
 
 A source that is slow, or fails, costs its own sample and nothing else. Its last value is used until it is older
 than three pulls; then it is `Missing`, never 0.
@@ -19,29 +20,28 @@ from typing import Any, Generic, Protocol, TypeVar
 from dynamo_local.clock import Clock
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import DynamoError
-from dynamo_local.planner.policies.load_intervals import fresh
+from dynamo_local.planner.policies.load_planner import fresh
 from dynamo_local.planner.sources import PassSource, RequestSource, TrafficSource
 from dynamo_local.planner.values import Capabilities, Engines, Reading, Requests, Traffic
 
 # --- holding
 # How long the planner holds the arbiter's event loop: nothing else runs there between two of its awaits.
 #
-# Each step, from one await to the next, is timed on two clocks: the wall's, which on a busy host counts what others
-# had
-# of the core meanwhile, and the thread's CPU, which does not. Only measured: nothing is decided by it.
+# Two clocks time each step, from one await to the next. The wall clock also counts the work of other processes on a
+# busy host. The thread's CPU clock does not. Nothing is decided by these times.
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Longest:
-    """Of all steps so far, in seconds. The two may be of different steps."""
+    """The longest step so far, in seconds. The two may be of different steps."""
 
     elapsed_s: float = 0.0
     cpu_s: float = 0.0
 
 
-class Holding:
+class LoopLatency:
     """The longest step of each kind of work since this was made. The clocks give seconds of any origin."""
 
     def __init__(
@@ -52,12 +52,12 @@ class Holding:
 
     @property
     def longest(self) -> Mapping[str, Longest]:
-        """By the name of the work; what has not run yet is absent."""
+        """The longest step of each kind of work. Work that has not run yet is absent."""
         return dict(self._longest)
 
     @types.coroutine
     def timed(self, what: str, work: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
-        """As `await work`, with each of its steps timed. What it raises, and a cancellation, pass through."""
+        """As `await work`, with each of its steps timed. Its exceptions and a cancellation pass through."""
         go_on: Callable[[], Any] = lambda: work.send(None)  # noqa: E731
         while True:
             elapsed_s, cpu_s = self._elapsed_s(), self._cpu_s()
@@ -115,11 +115,12 @@ class LoadSource(Protocol):
     """The loads that the workers report."""
 
     async def loads(self) -> Mapping[str, Sampled[Load]] | Missing:
-        """By watcher name; a worker that does not answer is absent. May raise `DynamoError`."""
+        """The load of each worker, by watcher name. A worker that does not answer is absent. May raise
+        `DynamoError`."""
         ...
 
 
-class Puller:
+class Collector:
     """Asks the sources. `queue` is None where the graph has no prefill component; without `traffic` and `passes` those
     are missing. `held`: what their steps took of the loop."""
 
@@ -134,7 +135,7 @@ class Puller:
         requests: RequestSource | None = None,
     ) -> None:
         self._clock = clock
-        self.held = Holding()
+        self.latency = LoopLatency()
         self._loads = self._pending("loads", loads.loads)
         self._queue = None if queue is None else self._pending("queue", queue.depth)
         self._known: dict[str, Sampled[Load]] = {}
@@ -149,11 +150,11 @@ class Puller:
 
     def _pending(self, what: str, ask: Callable[[], Coroutine[Any, Any, T | Missing]]) -> _PendingSample[T]:
         async def timed() -> T | Missing:
-            return await self.held.timed(what, ask())
+            return await self.latency.timed(what, ask())
 
         return _PendingSample(timed, self._clock)
 
-    async def pull(self, ready: Collection[str], interval_s: float) -> Reading:
+    async def collect(self, ready: Collection[str], interval_s: float) -> Reading:
         """A reading of the decode workers that are ready, within `DEADLINE_PULLS` of the interval (seconds)."""
         at_s = self._clock.now_s()
         sources = [source for source in (self._loads, self._queue) if source is not None]
@@ -236,7 +237,7 @@ class _PendingSample(Generic[T]):
         self.failed: str | None = None
 
     async def ask(self, interval_s: float, at_most_s: float = DEADLINE_MAX_S) -> None:
-        """Return when it has answered, or at the deadline; the next pull then waits for the same call."""
+        """Return when it has answered, or at the deadline; the next observation then waits for the same call."""
         now_s = self._clock.now_s()
         if self._task is not None and now_s - self._began_s > HUNG_PULLS * interval_s:
             self.cancel()
@@ -257,7 +258,7 @@ class _PendingSample(Generic[T]):
             self.failed = str(error)
         except asyncio.CancelledError:
             self.failed = "it was cancelled"
-        except Exception as error:  # a bug: it must not cost the other sources' samples (lesson 15)
+        except Exception as error:  # a bug: it must not cost the other sources' samples
             if self.failed != (why := f"{type(error).__name__}: {error}"):
                 log.exception("a source of the planner failed")
             self.failed = why

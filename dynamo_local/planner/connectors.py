@@ -90,8 +90,8 @@ class LocalConnector:
         except DynamoError as error:
             return Refused(str(error), error.code, error.retryable)
         found = {
-            component: tuple(item["watcher_name"] for item in told["instructions"])
-            for component, told in answer.items()
+            component: tuple(item["watcher_name"] for item in reported["instructions"])
+            for component, reported in answer.items()
         }
         return Committed(tuple(dict.fromkeys(name for names in found.values() for name in names)), found)
 
@@ -134,7 +134,7 @@ class VirtualKeys:
 
     def __init__(self, kv: KeyValueStore, namespace: str, layout: Layout = Layout.V1) -> None:
         self.root = root(namespace, layout)
-        self.told = KeysState()
+        self.reported = KeysState()
         self.current = False
         self.on_change: Callable[[], None] = lambda: None
         self._kv = kv
@@ -150,12 +150,12 @@ class VirtualKeys:
                     async for event in events:
                         self._apply(event)
             except Exception:
-                log.exception("the watch of %s failed; it begins again in %g s", self.root, REWATCH_PAUSE_S)
+                log.exception("the watch of %s failed and begins again in %g s", self.root, REWATCH_PAUSE_S)
             self._lost()
             await asyncio.sleep(REWATCH_PAUSE_S)
 
     async def refresh(self) -> KeysState:
-        """What the keys say now. Raises `EtcdUnavailable`."""
+        """The present values of the keys. Raises `EtcdUnavailable`."""
         kvs, revision = await self._kv.get_prefix(self.root)
         names = {kv.key.removeprefix(self.root) for kv in kvs}
         for name in [name for name, known in self._stored.items() if known.revision <= revision]:
@@ -165,13 +165,13 @@ class VirtualKeys:
             self._store(kv)
         self.current = True
         self._announce()
-        return self.told
+        return self.reported
 
     async def until(self, done: Callable[[KeysState], bool]) -> KeysState:
         """Wait, while `follow` runs, until `done` of the keys; returns their values then."""
-        while not done(self.told):
+        while not done(self.reported):
             await self._changed.wait()
-        return self.told
+        return self.reported
 
     async def decide(self, prefill: int | None, decode: int | None, decision_id: int) -> None:
         """Write a decision, its id last; None leaves a number as it is. Raises `EtcdUnavailable`, perhaps half way:
@@ -213,7 +213,7 @@ class VirtualKeys:
             self._announce()
 
     def _announce(self) -> None:
-        self.told = read(self._stored)
+        self.reported = read(self._stored)
         self._changed.set()
         self._changed = asyncio.Event()
         self.on_change()
@@ -340,19 +340,19 @@ class VirtualConnector:
 
     async def _change(self, component: str, step: int) -> Written | Refused:
         try:
-            told = await self._keys.refresh()
+            reported = await self._keys.refresh()
         except DynamoError as error:
             return Refused(str(error), error.code, error.retryable)
-        decision = told.decision
+        decision = reported.decision
         decided = decision.num_prefill_workers if component == self._prefill else decision.num_decode_workers
         have = self._counts()[component] if decided == NOT_SET else decided
         return await self.set_component_replicas({component: max(0, have + step)})
 
-    async def _write(self, told: KeysState, prefill: int | None, targets: Mapping[str, int]) -> Written | Refused:
-        decision, decode = told.decision, targets.get(self._decode)
+    async def _write(self, reported: KeysState, prefill: int | None, targets: Mapping[str, int]) -> Written | Refused:
+        decision, decode = reported.decision, targets.get(self._decode)
         same = prefill in (None, decision.num_prefill_workers) and decode in (None, decision.num_decode_workers)
         # Numbers without their id are no decision: a writer was interrupted between the two.
-        if same and decision.decision_id != NOT_SET and not told.half_written:
+        if same and decision.decision_id != NOT_SET and not reported.half_written:
             log.info(
                 "No scaling needed (prefill=%d, decode=%d), skipping ETCD update",
                 decision.num_prefill_workers,
@@ -362,25 +362,25 @@ class VirtualConnector:
         if self.pending():
             why = f"decision {decision.decision_id} is not acknowledged yet ({self._keys.root}scaled_decision_id)"
             return Refused(why, "not_acknowledged", retryable=True)
-        decision_id = max(decision.decision_id, told.scaled_decision_id, self._last_id) + 1
+        decision_id = max(decision.decision_id, reported.scaled_decision_id, self._last_id) + 1
         await self._keys.decide(prefill, decode, decision_id)
         self._last_id = decision_id
         self.pending()  # start waiting for it
-        log.info("wrote %s below %s", self._keys.told.decision, self._keys.root)
+        log.info("wrote %s below %s", self._keys.reported.decision, self._keys.root)
         return Written(decision_id)
 
     # --- waiting -----------------------------------------------------------------------------------
 
     def pending(self) -> bool:
         """Whether a decision waits for its acknowledgement, and was not given up."""
-        told, now_s = self._keys.told, self._clock.now_s()
-        if told.acknowledged:
+        reported, now_s = self._keys.reported, self._clock.now_s()
+        if reported.acknowledged:
             if self._unheard:
                 self._unheard = False
-                self._tell(f"planner: decision {told.decision.decision_id} is acknowledged", Over(UNHEARD.name))
+                self._tell(f"planner: decision {reported.decision.decision_id} is acknowledged", Over(UNHEARD.name))
             self._waiting = None
             return False
-        decision_id = told.decision.decision_id
+        decision_id = reported.decision.decision_id
         if self._waiting is None or self._waiting.decision_id != decision_id:
             self._waiting = _Waiting(decision_id, now_s)
         waiting = self._waiting
@@ -395,7 +395,7 @@ class VirtualConnector:
 
     async def _acknowledged(self, decision_id: int) -> bool:
         """Wait for it, until it is given up or the planner stops."""
-        seen = asyncio.ensure_future(self._keys.until(lambda told: told.scaled_decision_id >= decision_id))
+        seen = asyncio.ensure_future(self._keys.until(lambda reported: reported.scaled_decision_id >= decision_id))
         closing = asyncio.ensure_future(self._closing.wait())
         late = asyncio.ensure_future(self._clock.sleep_until(self._clock.now_s() + self._max_wait_s))
         waiters = (seen, closing, late)
@@ -408,22 +408,22 @@ class VirtualConnector:
             await asyncio.gather(*waiters, return_exceptions=True)
 
     def status(self) -> dict[str, Any]:
-        """What `dynamo planner status --json` says of it."""
-        pending, told = self.pending(), self._keys.told
+        """The fields of `dynamo planner status --json`."""
+        pending, reported = self.pending(), self._keys.reported
         since_s = None if self._waiting is None else self._waiting.since_s
         return {
             "keys": self._keys.root,
-            "num_prefill_workers": told.decision.num_prefill_workers,
-            "num_decode_workers": told.decision.num_decode_workers,
-            "decision_id": told.decision.decision_id,
-            "scaled_decision_id": told.scaled_decision_id,
+            "num_prefill_workers": reported.decision.num_prefill_workers,
+            "num_decode_workers": reported.decision.num_decode_workers,
+            "decision_id": reported.decision.decision_id,
+            "scaled_decision_id": reported.scaled_decision_id,
             "pending": pending,
             "waits_s": None if since_s is None else round(self._clock.now_s() - since_s, 3),
         }
 
 
 # --- protocol
-# What carries a planner's decisions out.
+# Connectors carry the decisions of a planner out.
 
 
 class Connector(Protocol):

@@ -1,7 +1,7 @@
 """Drives a policy: holds its state, and runs one tick through PREDICT, PROPOSE, merge and settle.
 
-The arbiter's loop, the twin and a replay of recorded pulls drive the same object; only what takes time differs. In the
-arbiter forecasts are made in another process, and plugins of others are asked; in the twin both answer at once.
+The arbiter's loop, the simulator and a replay drive the same object. They differ in the calls that take time. In the
+arbiter forecasts are made in another process, and plugins of others are asked; in the simulator both answer at once.
 """
 
 from __future__ import annotations
@@ -9,11 +9,19 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.planner.policies.protocol import Policy
-from dynamo_local.planner.records.ticks import Recorder
 from dynamo_local.planner.sources import Forecaster, NoForecaster
 from dynamo_local.planner.stages import merge
-from dynamo_local.planner.values import ComponentTarget, Decision, Prediction, Proposal, Pull, Standing, Wants
+from dynamo_local.planner.values import (
+    ComponentTarget,
+    Decision,
+    Needs,
+    Observation,
+    PolicyStatus,
+    Prediction,
+    Proposal,
+)
 
 T = TypeVar("T")
 
@@ -22,22 +30,22 @@ FORECAST_DEADLINE_S = 30.0
 
 
 SLACK_S = 1e-3
-"""A pull this much before a decision is due is still that decision's (rounding)."""
+"""A observation this much before a decision is due is still that decision's (rounding)."""
 
 
 class Pipeline(Protocol):
-    """Who else has a say between the policy's own stages. Each call has a deadline of its own, and never raises."""
+    """Plugins that act between the policy's own stages. Each call has a deadline of its own, and never raises."""
 
-    def wants(self, wants: Wants) -> Wants:
-        """What a pull must bring for the policy, and for everybody else."""
+    def needs(self, needs: Needs) -> Needs:
+        """The needs of the policy and of the plugins."""
         ...
 
-    async def predict(self, pull: Pull, own: Prediction | None) -> Prediction | None:
+    async def predict(self, observation: Observation, own: Prediction | None) -> Prediction | None:
         """The prediction of the policy (None: it has none), with what others say."""
         ...
 
     async def targets(
-        self, pull: Pull, prediction: Prediction | None, proposals: tuple[Proposal, ...]
+        self, observation: Observation, prediction: Prediction | None, proposals: tuple[Proposal, ...]
     ) -> tuple[ComponentTarget, ...]:
         """The policy's proposals, merged with those of others, reconciled and constrained."""
         ...
@@ -46,23 +54,43 @@ class Pipeline(Protocol):
 class BuiltIns:
     """A pipeline without plugins: what the policy proposes is what counts."""
 
-    def wants(self, wants: Wants) -> Wants:
-        return wants
+    def needs(self, needs: Needs) -> Needs:
+        return needs
 
-    async def predict(self, pull: Pull, own: Prediction | None) -> Prediction | None:
+    async def predict(self, observation: Observation, own: Prediction | None) -> Prediction | None:
         return own
 
     async def targets(
-        self, pull: Pull, prediction: Prediction | None, proposals: tuple[Proposal, ...]
+        self, observation: Observation, prediction: Prediction | None, proposals: tuple[Proposal, ...]
     ) -> tuple[ComponentTarget, ...]:
-        return merge(proposals, baseline_of(pull)).targets
+        return merge(proposals, baseline_of(observation)).targets
 
 
-def baseline_of(pull: Pull) -> dict[str, int]:
-    """What bounds are held against where nobody sets a number: the workers that serve, and those that will.
+class Recorder(Protocol):
+    """Told by a `PolicyDriver` what happens to it, in order. On the planner's loop: it must return at once."""
 
-    A floor that counted only the first would take back workers that are on their way (lesson 16)."""
-    return {role: pool.capacity for role, pool in pull.pools.by_role.items()}
+    def began(self, options: PlannerConfig, at_s: float) -> None:
+        """A policy with these options begins, at that time of the planner's clock."""
+        ...
+
+    def changed(self, options: PlannerConfig, at_s: float) -> None:
+        """It goes on with other options (or another policy begins)."""
+        ...
+
+    def manual(self, at_s: float) -> None:
+        """A person has changed the number of workers."""
+        ...
+
+    def ticked(self, observation: Observation, decision: Decision | None) -> None:
+        """It has taken this observation in, and decided this."""
+        ...
+
+
+def baseline_of(observation: Observation) -> dict[str, int]:
+    """The numbers that bounds apply to if no stage sets one: workers that serve or will serve.
+
+    A floor that counted only the serving workers would cancel workers that are starting."""
+    return {role: pool.capacity for role, pool in observation.pools.by_role.items()}
 
 
 class PolicyDriver:
@@ -85,25 +113,25 @@ class PolicyDriver:
         self._pipeline = pipeline or BuiltIns()
         self._changes = 0
         self.prediction: Prediction | None = None
-        """What the last tick went by."""
+        """The prediction of the last tick."""
         if recorder is not None:
             recorder.began(policy.options, now_s)
 
     @property
     def next_at_s(self) -> float:
-        """When the next pull is due."""
+        """When the next observation is due."""
         return self._policy.next_at_s(self._state)
 
     @property
-    def wants(self) -> Wants:
-        """What that pull must bring: for plugins, too, where it decides something."""
-        own = self._policy.wants(self._state)
-        return self._pipeline.wants(own) if _decides(self.standing, self.next_at_s) else own
+    def needs(self) -> Needs:
+        """The needs for the next observation. A tick that decides also collects for plugins."""
+        own = self._policy.needs(self._state)
+        return self._pipeline.needs(own) if _decides(self.status, self.next_at_s) else own
 
     @property
-    def standing(self) -> Standing:
+    def status(self) -> PolicyStatus:
         """Where the policy stands."""
-        return self._policy.standing(self._state)
+        return self._policy.status(self._state)
 
     def manual(self, now_s: float) -> None:
         """A person has changed the number of workers."""
@@ -123,39 +151,38 @@ class PolicyDriver:
         if self._recorder is not None:
             self._recorder.changed(policy.options, now_s)
 
-    async def tick(self, pull: Pull) -> Decision | None:
-        """A decision, where the pull led to one.
+    async def tick(self, observation: Observation) -> Decision | None:
+        """A decision, where the observation led to one.
 
-        None, too, where the pull is older than a person's change, or where something was changed while forecasts and
-        plugins were waited for: that decision was made for another world. What the policy raises passes through, and
-        its state is then that of before.
+        None, too, if the observation is older than a person's change, or if something was changed during the tick: that
+        decision was made for another world. Exceptions of the policy pass through, and its state is then the former.
         """
-        if pull.at_s < self._began_s:
+        if observation.at_s < self._began_s:
             return None
         changes, policy, state = self._changes, self._policy, self._state
-        # Plugins have turns: one that is asked at a pull which decides nothing would miss that of the decision.
-        pipeline = self._pipeline if _decides(self.standing, pull.at_s) else BuiltIns()
-        task = policy.forecasting(state, pull)
+        # Plugins have turns: one that is asked at an observation which decides nothing would miss that of the decision.
+        pipeline = self._pipeline if _decides(self.status, observation.at_s) else BuiltIns()
+        task = policy.forecasting(state, observation)
         forecasts = None if task is None else await self._forecaster.run(task, FORECAST_DEADLINE_S)
-        state, own = policy.predicted(state, pull, forecasts)
-        prediction = await pipeline.predict(pull, own)
-        state, proposals = policy.propose(state, pull, prediction)
-        targets = await pipeline.targets(pull, prediction, proposals)
-        state, decision = policy.settle(state, pull, targets)
+        state, own = policy.predicted(state, observation, forecasts)
+        prediction = await pipeline.predict(observation, own)
+        state, proposals = policy.propose(state, observation, prediction)
+        targets = await pipeline.targets(observation, prediction, proposals)
+        state, decision = policy.settle(state, observation, targets)
         if changes != self._changes:
             return None
         self._state, self.prediction = state, prediction
         if self._recorder is not None:
-            self._recorder.ticked(pull, decision)
+            self._recorder.ticked(observation, decision)
         return decision
 
-    def tick_now(self, pull: Pull) -> Decision | None:
+    def tick_now(self, observation: Observation) -> Decision | None:
         """As `tick`, where forecaster and pipeline answer at once. RuntimeError where one of them waits."""
-        return _at_once(self.tick(pull))
+        return _at_once(self.tick(observation))
 
 
-def _decides(standing: Standing, at_s: float) -> bool:
-    return standing.next_tick_at is not None and at_s >= standing.next_tick_at - SLACK_S
+def _decides(status: PolicyStatus, at_s: float) -> bool:
+    return status.next_tick_at is not None and at_s >= status.next_tick_at - SLACK_S
 
 
 def _at_once(work: Coroutine[Any, Any, T]) -> T:

@@ -9,7 +9,7 @@ The rules, in prose:
 * A component goes to its number with one step, downs before ups: a GPU may change hands.
 * A decision is acknowledged once each of its components has exactly its number of workers ready, none on its way and
   none leaving that can still be given a request. One that only finishes its streams delays only the use of its GPU.
-* What is acknowledged is over: from then on anybody may change the number of workers, until the next decision.
+* An acknowledged decision is done. From then on anybody may change the number of workers, until the next decision.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Phase(enum.StrEnum):
     """A value is invalid; nothing is changed until it is valid."""
     UNDER_WAY = "under_way"
     REFUSED = "refused"
-    """It cannot be carried out now; it is tried again."""
+    """The decision cannot be carried out now. It is tried again."""
     DONE = "done"
     """Acknowledged, or to be acknowledged now."""
 
@@ -52,19 +52,19 @@ class Next:
     reason: str | None = None
 
 
-def next_step(told: KeysState, pools: WorkerPools, last: Next | None = None) -> Next:
-    """What is to be done now. `last` is the previous result, or what became of it."""
-    if told.faults:
-        return Next(Phase.UNREADABLE, told.decision, reason="; ".join(told.faults))
-    decision = told.decision
+def next_step(reported: KeysState, pools: WorkerPools, last: Next | None = None) -> Next:
+    """The next step. `last` is the previous result, or what became of it."""
+    if reported.faults:
+        return Next(Phase.UNREADABLE, reported.decision, reason="; ".join(reported.faults))
+    decision = reported.decision
     if decision.decision_id == NOT_SET:
         return Next(Phase.WAITING, reason="no decision yet")
     known = last is not None and last.phase in _KNOWN and last.decision.decision_id == decision.decision_id
-    if told.half_written and known and last is not None:
+    if reported.half_written and known and last is not None:
         decision = last.decision
-    if told.acknowledged:
-        return Next(Phase.DONE, decision, reason=_begun_anew(told))
-    if told.half_written and not known:
+    if reported.acknowledged:
+        return Next(Phase.DONE, decision, reason=_begun_anew(reported))
+    if reported.half_written and not known:
         why = f"a number is younger than decision_id {decision.decision_id}, so the next id is waited for"
         return Next(Phase.WAITING, PlannerDecision(decision_id=decision.decision_id), reason=why)
     if pools.prefill is None and decision.num_prefill_workers > 0:
@@ -82,9 +82,9 @@ def next_step(told: KeysState, pools: WorkerPools, last: Next | None = None) -> 
     )
 
 
-def _begun_anew(told: KeysState) -> str | None:
+def _begun_anew(reported: KeysState) -> str | None:
     """The warning for a planner that lost its count: its decisions count as carried out before they are."""
-    decided, scaled = told.decision.decision_id, told.scaled_decision_id
+    decided, scaled = reported.decision.decision_id, reported.scaled_decision_id
     if scaled == decided:
         return None
     return (

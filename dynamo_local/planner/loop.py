@@ -2,7 +2,7 @@
 
 It runs in the arbiter's event loop and never blocks it. One tick at a time, on absolute deadlines, so nothing overlaps
 or drifts. It is supervised: a tick that fails is logged, counted and tried again; an exception never ends the scaling
-in silence (lesson 15). What it does goes through the connector; a refusal is a value.
+in silence. The connector carries decisions out; a refusal is a value.
 """
 
 from __future__ import annotations
@@ -16,29 +16,27 @@ from functools import partial
 from typing import Any, Protocol
 
 from dynamo_local.clock import Clock
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.notes import About, Elsewhere, Tell
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.collector import Holding, Puller
+from dynamo_local.planner.collector import Collector, LoopLatency
 from dynamo_local.planner.connectors import Committed, Connector, Refused, Written
-from dynamo_local.planner.driver import Pipeline, PolicyDriver
-from dynamo_local.planner.policies.load_intervals import STALE_PULLS
-from dynamo_local.planner.policies.load_planner import LoadPlanner
-from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions
+from dynamo_local.planner.driver import Pipeline, PolicyDriver, Recorder
+from dynamo_local.planner.policies.load_planner import STALE_PULLS, LoadPlanner
 from dynamo_local.planner.policies.protocol import Policy
 from dynamo_local.planner.records.decision_log import DecisionRecord, Outcome, StepOutcome, inputs_of, outcome_of
-from dynamo_local.planner.records.ticks import Recorder
 from dynamo_local.planner.sources import Forecaster
 from dynamo_local.planner.values import (
     Capabilities,
     Decision,
     Engines,
     EngineSeen,
+    IntervalObservation,
+    Needs,
     Observation,
-    Pull,
+    PolicyStatus,
     Reading,
     Requests,
-    Standing,
-    Wants,
     WorkerPools,
 )
 
@@ -52,8 +50,8 @@ class PlannerObserver(Protocol):
     Its exceptions are logged, and affect nothing else.
     """
 
-    def on_pull(self, pull: Pull) -> None:
-        """One pull; also while the planner is paused, or holds for an adjustment."""
+    def on_observation(self, observation: Observation) -> None:
+        """One observation; also while the planner is paused, or holds for an adjustment."""
         ...
 
     def on_decision(self, record: DecisionRecord) -> None:
@@ -64,7 +62,7 @@ class PlannerObserver(Protocol):
 log = logging.getLogger(__name__)
 
 PULL_GAP_MIN_S = 0.01
-"""A policy that wants its next pull at once waits this long; nothing can make the arbiter's loop spin."""
+"""A policy that wants its next observation at once waits this long; nothing can make the arbiter's loop spin."""
 
 
 def _logged(text: str, about: About = None) -> None:
@@ -81,7 +79,7 @@ class PlannerState(enum.StrEnum):
 
 
 class World(Protocol):
-    """What the loop reads from the arbiter, without waiting."""
+    """The state of the arbiter that the loop reads without waiting."""
 
     def worker_pools(self) -> WorkerPools:
         """The workers of both components, counted now."""
@@ -98,20 +96,20 @@ class World(Protocol):
 
 @dataclass(slots=True)
 class Counts:
-    """Counters since the loop was made. `lag_s` is the lateness of the last pull, in seconds; `held`: for how long the
-    arbiter's loop was held by one step of a tick, or of a source."""
+    """Counters since the loop was made. `lag_s` is the lateness of the last observation, in seconds; `held`: for how
+    long the arbiter's loop was held by one step of a tick, or of a source."""
 
     pulls: int = 0
     decisions: int = 0
     failed_ticks: int = 0
     lag_s: float = 0.0
-    held: Holding = field(default_factory=Holding)
+    latency: LoopLatency = field(default_factory=LoopLatency)
 
     def as_json(self) -> dict[str, Any]:
         """As the planner's status has them."""
         held = {
             what: {"wall": round(longest.elapsed_s * 1e3, 3), "cpu": round(longest.cpu_s * 1e3, 3)}
-            for what, longest in self.held.longest.items()
+            for what, longest in self.latency.longest.items()
         }
         return {
             "pulls": self.pulls,
@@ -128,7 +126,7 @@ class PlannerLoop:
     def __init__(
         self,
         world: World,
-        puller: Puller,
+        collector: Collector,
         connector: Connector,
         clock: Clock,
         *,
@@ -140,16 +138,16 @@ class PlannerLoop:
     ) -> None:
         self.state = PlannerState.STOPPED
         self.since_s = clock.now_s()
-        self.options: PolicyOptions = LoadOptions()
+        self.options = PlannerConfig()
         self._policy: Policy[Any] = LoadPlanner(self.options)
         self.no_operation = False
         self.observers: list[PlannerObserver] = list(observers)
-        self.counts = Counts(held=puller.held)
+        self.counts = Counts(latency=collector.latency)
         self.last: DecisionRecord | None = None
         self.trouble: str | None = None
         """Why it holds, or what failed in its last tick; None while all is well."""
         self._world = world
-        self._puller = puller
+        self._collector = collector
         self._connector = connector
         self._clock = clock
         self._number = last_number
@@ -167,23 +165,23 @@ class PlannerLoop:
     # --- what one may ask of it ------------------------------------------------------------------
 
     @property
-    def standing(self) -> Standing | None:
+    def status(self) -> PolicyStatus | None:
         """Where its policy stands; None while it is stopped or paused."""
-        return None if self._driver is None else self._driver.standing
+        return None if self._driver is None else self._driver.status
 
-    def start(self, options: PolicyOptions, policy: Policy[Any], *, no_operation: bool, paused: bool = False) -> None:
+    def start(self, options: PlannerConfig, policy: Policy[Any], *, no_operation: bool, paused: bool = False) -> None:
         """Begin now with the policy of these options (or only observe). It must be stopped."""
         assert self._task is None, "the planner's loop runs already"
         self.options, self._policy, self.no_operation = options, policy, no_operation
         self._set_state(PlannerState.PAUSED if paused else PlannerState.RUNNING)
         self._task = asyncio.ensure_future(self._run())
 
-    def change(self, options: PolicyOptions, policy: Policy[Any], *, no_operation: bool) -> None:
+    def change(self, options: PlannerConfig, policy: Policy[Any], *, no_operation: bool) -> None:
         """Other options, from the next decision on; or another policy, which then begins."""
         self.options, self._policy, self.no_operation = options, policy, no_operation
         if self._driver is not None:
             self._driver.change(policy, self._clock.now_s())
-        self._next_s = min(self._next_s, self._clock.now_s() + options.metric_pulling_interval_s)
+        self._next_s = min(self._next_s, self._clock.now_s() + options.metric_pulling_interval)
         self._wake.set()
 
     def pause(self) -> None:
@@ -216,7 +214,7 @@ class PlannerLoop:
         now_s = self._clock.now_s()
         self.state, self.since_s, self.trouble = state, now_s, None
         self._driver = self._driven(now_s) if state is PlannerState.RUNNING else None
-        self._next_s = now_s + self.options.metric_pulling_interval_s
+        self._next_s = now_s + self.options.metric_pulling_interval
         self._wake.set()
 
     def _driven(self, now_s: float) -> PolicyDriver:
@@ -231,13 +229,13 @@ class PlannerLoop:
             while self.state is not PlannerState.STOPPED:
                 try:
                     if await self._until(self._due_s()):
-                        await self._pull()
+                        await self._observation()
                 except Exception as error:
                     self._failed(error)
                     if self.state is not PlannerState.STOPPED:
-                        await self._until(self._clock.now_s() + self.options.metric_pulling_interval_s)
+                        await self._until(self._clock.now_s() + self.options.metric_pulling_interval)
         finally:
-            self._puller.close()
+            self._collector.close()
 
     def _due_s(self) -> float:
         if self._driver is None:
@@ -257,65 +255,67 @@ class PlannerLoop:
                 waiter.cancel()
             await asyncio.wait((sleep, wake))
 
-    async def _pull(self) -> None:
-        """One pull, and the decision that may be due."""
+    async def _observation(self) -> None:
+        """One observation, and the decision that may be due."""
         now_s = self._clock.now_s()
         self.counts.pulls += 1
         self.counts.lag_s = max(0.0, now_s - self._due_s())
         self._pulled_s = now_s
-        self._next_s = max(self._next_s + self.options.metric_pulling_interval_s, now_s)
-        reading = await self.counts.held.timed("tick", self._tick())
+        self._next_s = max(self._next_s + self.options.metric_pulling_interval, now_s)
+        reading = await self.counts.latency.timed("tick", self._tick())
         self._unseen = self._unseen + 1 if (unknown := _unknown(reading)) is not None else 0
         why = self._world.blind() or (unknown if self._unseen >= STALE_PULLS else None)
         self._say(None if why is None else f"holds: {why}")
 
     def _failed(self, error: Exception) -> None:
         self.counts.failed_ticks += 1
-        log.error("a tick of the planner failed; it goes on", exc_info=error)
+        log.error("a tick of the planner failed; the loop goes on", exc_info=error)
         self._say(f"a tick failed ({type(error).__name__}: {error}); it is tried again, the arbiter's log says more")
 
     def _say(self, trouble: str | None) -> None:
         """Report a trouble once, and once more when it is over."""
         if trouble == self.trouble:
             return
-        told = f"planner: {trouble}" if trouble is not None else f"planner: goes on (it was: {self.trouble})"
-        self._tell(told, Elsewhere())
+        reported = f"planner: {trouble}" if trouble is not None else f"planner: goes on (it was: {self.trouble})"
+        self._tell(reported, Elsewhere())
         self.trouble = trouble
 
     async def _tick(self) -> Reading:
         driver = self._driver
-        pull = await self._observed(Wants() if driver is None else driver.wants)
-        self._tell_observers(lambda observer: observer.on_pull(pull))
+        observation = await self._observed(Needs() if driver is None else driver.needs)
+        self._tell_observers(lambda observer: observer.on_observation(observation))
         await asyncio.sleep(0)  # gauges, and then a decision: not in one step
         if driver is not None and driver is self._driver:  # else it was paused meanwhile
-            decision = await driver.tick(pull)
+            decision = await driver.tick(observation)
             if decision is not None and driver is self._driver:
-                await self._carry_out(decision, pull, driver)
-        return pull.reading
+                await self._carry_out(decision, observation, driver)
+        return observation.reading
 
-    async def _observed(self, wants: Wants) -> Pull:
-        interval_s = self.options.metric_pulling_interval_s
-        window_s = wants.traffic_window_s
+    async def _observed(self, needs: Needs) -> Observation:
+        interval_s = self.options.metric_pulling_interval
+        window_s = needs.traffic_window_s
         reading, traffic, requests, (engines, limits) = await asyncio.gather(
-            self._puller.pull(self._world.ready(), interval_s),
-            self._puller.traffic(window_s),
-            self._puller.requests(window_s) if wants.requests and window_s is not None else _no_requests(),
-            self._puller.engines(interval_s) if wants.passes else _no_engines(),
+            self._collector.collect(self._world.ready(), interval_s),
+            self._collector.traffic(window_s),
+            self._collector.requests(window_s) if needs.requests and window_s is not None else _no_requests(),
+            self._collector.engines(interval_s) if needs.passes else _no_engines(),
         )
         blind = self._world.blind()
         if blind is not None:
             why = Missing(blind)
             traffic, requests = None if traffic is None else why, None
             engines = {engine: EngineSeen(seen.component, last=why) for engine, seen in engines.items()}
-        return Pull(reading, self._world.worker_pools(), traffic, engines, limits, blind, requests)
+        return Observation(reading, self._world.worker_pools(), traffic, engines, limits, blind, requests)
 
-    async def _carry_out(self, decision: Decision, pull: Pull, driver: PolicyDriver) -> None:
+    async def _carry_out(self, decision: Decision, observation: Observation, driver: PolicyDriver) -> None:
         self._number += 1
         stimulus_id = f"planner:{self._number}"
-        standing = driver.standing
-        seen = Observation(decision.now_s, standing.interval_began_s, standing.readings, pull.pools)
-        inputs = inputs_of(seen, self.options, traffic=pull.traffic, prediction=driver.prediction, engines=pull.engines)
-        outcomes = await self._outcomes(decision, pull.pools, stimulus_id)
+        status = driver.status
+        seen = IntervalObservation(decision.now_s, status.interval_began_s, status.readings, observation.pools)
+        inputs = inputs_of(
+            seen, self.options, traffic=observation.traffic, prediction=driver.prediction, engines=observation.engines
+        )
+        outcomes = await self._outcomes(decision, observation.pools, stimulus_id)
         put_off = {reason.component: StepOutcome(Outcome.DEFERRED) for reason in decision.reasons if reason.deferred}
         record = DecisionRecord(
             wall_s=self._clock.wall_s(),

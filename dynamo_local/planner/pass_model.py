@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from dynamo_local.core.passes import EngineId, ForwardPass, Requests
 from dynamo_local.errors import BadInput
@@ -17,16 +17,15 @@ from dynamo_local.planner.values import Capabilities
 # Least squares over a bounded set of samples that stays spread over what was seen. Pure, and without numpy: a fit of
 # 64 samples takes a tenth of a millisecond, so that it may run in the arbiter's loop.
 #
-# The fit standardises its features and leaves out a direction in which they do not vary: where two features always
-# rise
-# together (requests and their KV, under constant load) the effect is shared between them, instead of being any two
-# large numbers of opposite sign.
+# The fit standardises its features and leaves out a direction in which they do not vary. Under constant load requests
+# and their KV always rise together. Then both share the effect, instead of two large numbers of opposite sign.
 
 MIN_PREDICTION_S = 1e-6
 """No pass takes less."""
 
 _FLAT = 1e-9
-"""Of a mean: a feature that varies less does not vary. Of 1: two features whose correlation is nearer to 1 are one."""
+"""As a share of the mean: a feature that varies less does not vary. As a distance from 1: two features whose
+correlation is nearer to 1 are one."""
 
 
 class Sample(NamedTuple):
@@ -52,7 +51,7 @@ class Linear:
 
 
 def kept(samples: Sequence[Sample], *, most: int, buckets: int) -> tuple[Sample, ...]:
-    """Of these (oldest first) at most `most`: the fullest bucket loses its oldest until it is so.
+    """The samples that are kept, oldest first, at most `most`: the fullest bucket loses its oldest until it is so.
 
     Buckets divide the range that was seen into `buckets` equal parts, for two features into a square of as many
     (16: 4 x 4). So a load that stays the same for an hour does not push out what was learned of other loads.
@@ -71,15 +70,17 @@ def kept(samples: Sequence[Sample], *, most: int, buckets: int) -> tuple[Sample,
                 place * parts + min(last, int(parts * (value - low) / span))
                 for place, value in zip(places, values, strict=True)
             ]
-    rooms: dict[int, deque[int]] = {}
+    spaces: dict[int, deque[int]] = {}
     for index, place in enumerate(places):
-        rooms.setdefault(place, deque()).append(index)
+        spaces.setdefault(place, deque()).append(index)
     dropped = set()
-    counts = {place: len(indices) for place, indices in rooms.items()}
+    counts = {place: len(indices) for place, indices in spaces.items()}
     for _ in range(len(samples) - most):
         largest = max(counts.values())
-        fullest = min((place for place, count in counts.items() if count == largest), key=lambda place: rooms[place][0])
-        dropped.add(rooms[fullest].popleft())
+        fullest = min(
+            (place for place, count in counts.items() if count == largest), key=lambda place: spaces[place][0]
+        )
+        dropped.add(spaces[fullest].popleft())
         counts[fullest] -= 1
     return tuple(sample for index, sample in enumerate(samples) if index not in dropped)
 
@@ -133,23 +134,20 @@ def _solved(first: float, second: float, correlation: float) -> list[float]:
 
 
 class Kind(enum.StrEnum):
-    """What an engine does, and so what its passes depend on."""
+    """The work of an engine. The duration of its passes depends on it."""
 
     PREFILL = "prefill"
     DECODE = "decode"
     AGG = "agg"
 
 
-class Features(enum.StrEnum):
-    """Which numbers of a pass its duration depends on.
+Features = Literal["dynamo", "seed"]
+"""Which numbers of a pass its duration depends on.
 
-    Both: `prefill` by [sum_prefill_tokens], `agg` by [sum_prefill_tokens, sum_decode_kv_tokens]. For `decode` Dynamo
-    1.6.1 takes [num_decode_requests, sum_decode_kv_tokens], seed 001 the second only. For `agg` 1.6.1 learns from each
-    pass, 001 from means over all passes of a worker in the interval.
-    """
-
-    DYNAMO = "dynamo"
-    SEED = "seed"
+Both: `prefill` by [sum_prefill_tokens], `agg` by [sum_prefill_tokens, sum_decode_kv_tokens]. For `decode` Dynamo
+1.6.1 takes [num_decode_requests, sum_decode_kv_tokens], its first design the second only. For `agg` 1.6.1 learns from
+each pass, the first design from means over all passes of a worker in the interval.
+"""
 
 
 class Learning(NamedTuple):
@@ -159,7 +157,7 @@ class Learning(NamedTuple):
     least: int = 5
     most: int = 64
     buckets: int = 16
-    features: Features = Features.DYNAMO
+    features: Features = "dynamo"
 
 
 NARROW = 0.05
@@ -283,7 +281,7 @@ class PassModel:
 
     @property
     def _by_requests(self) -> bool:
-        return self.kind is Kind.DECODE and self.learning.features is Features.DYNAMO
+        return self.kind is Kind.DECODE and self.learning.features == "dynamo"
 
     def _must_vary(self) -> tuple[int, ...]:
         if self.kind is Kind.AGG:
@@ -298,7 +296,7 @@ class PassModel:
         return (decode_requests, decode_kv) if self._by_requests else (decode_kv,)
 
     def _samples(self, passes: Iterable[ForwardPass]) -> list[Sample]:
-        """What can be learned from: passes that took time, and in which there was nothing but what is learned (a
+        """The usable samples: passes that took time, and in which there was nothing but what is learned (a
         decode worker also prefills short prompts by itself)."""
         found = []
         for one in passes:
@@ -313,7 +311,7 @@ class PassModel:
             if wanted:
                 x = self._x(s.sum_prefill_tokens, s.num_decode_requests, s.sum_decode_kv_tokens)
                 found.append(Sample(x, one.wall_time_s))
-        if found and self.kind is Kind.AGG and self.learning.features is Features.SEED:
+        if found and self.kind is Kind.AGG and self.learning.features == "seed":
             return [_mean(found)]
         return found
 
@@ -384,7 +382,7 @@ def _rows(*columns: Sequence[float]) -> Iterable[tuple[float, ...]]:
 
 
 # --- estimates
-# What follows from how long a pass takes: the next request's TTFT, the ITL at a load, an engine's capacity.
+# Estimates from the duration of a pass: the next request's TTFT, the ITL at a load, an engine's capacity.
 #
 # Durations are in seconds, lengths in tokens. Each function needs a model that is ready.
 
@@ -406,14 +404,14 @@ class Limits(NamedTuple):
 USUAL_ESTIMATES = Limits()
 
 
-def limits_of(told: Capabilities | None) -> Limits:
-    """What an engine told, the defaults for the rest."""
-    if told is None:
+def limits_of(reported: Capabilities | None) -> Limits:
+    """The limits that an engine reports, with defaults for the rest."""
+    if reported is None:
         return USUAL_ESTIMATES
     return Limits(
-        told.max_num_batched_tokens or USUAL_ESTIMATES.max_num_batched_tokens,
-        told.max_num_seqs or USUAL_ESTIMATES.max_num_seqs,
-        told.max_kv_tokens or USUAL_ESTIMATES.max_kv_tokens,
+        reported.max_num_batched_tokens or USUAL_ESTIMATES.max_num_batched_tokens,
+        reported.max_num_seqs or USUAL_ESTIMATES.max_num_seqs,
+        reported.max_kv_tokens or USUAL_ESTIMATES.max_kv_tokens,
     )
 
 
@@ -431,13 +429,13 @@ class Engine:
 
     @property
     def computed_share(self) -> float:
-        """Of a prompt: what the cache does not have."""
+        """Share of a prompt that the cache does not have."""
         return 1.0 - min(MAX_HIT_RATE, max(0.0, self.hit_rate))
 
 
 def ttft_s(engine: Engine, queued_tokens: float, *, decode_requests: float = 0, decode_kv: float = 0) -> float:
-    """Of the next request, behind so many tokens of queued prompts: passes of `max_num_batched_tokens` and a last one.
-    In an aggregated engine the decode rides along in each of them. The next prompt is as long as the last 64 were
+    """TTFT of the next request, behind so many tokens of queued prompts: passes of `max_num_batched_tokens` and a last
+    one. In an aggregated engine the decode rides along in each of them. The next prompt is as long as the last 64 were
     (before the first: only the queue counts)."""
     tokens = math.ceil((queued_tokens + (engine.model.isl.mean or 0.0)) * engine.computed_share)
     return _prefill_s(engine, tokens, engine.limits.max_num_batched_tokens, decode_requests, decode_kv)
@@ -459,7 +457,7 @@ class Capacity(NamedTuple):
 
 
 def prefill_capacity(engine: Engine, *, isl: float, ttft_target_s: float) -> Capacity:
-    """Of a prefill engine, for prompts of this mean length (above 0)."""
+    """Capacity of a prefill engine, for prompts of this mean length (above 0)."""
     tokens = isl * engine.computed_share
     limits = engine.limits
     most = max(1, min(limits.max_num_seqs, int(limits.max_num_batched_tokens // tokens)))
@@ -472,7 +470,8 @@ def prefill_capacity(engine: Engine, *, isl: float, ttft_target_s: float) -> Cap
 
 
 def decode_capacity(engine: Engine, *, isl: float, osl: float, itl_target_s: float) -> Capacity:
-    """Of a decode engine. A request holds its whole prompt (a hit saves computing, not memory) and half its answer."""
+    """Capacity of a decode engine. A request holds its whole prompt (a hit saves computing, not memory) and half its
+    answer."""
     context = max(1.0, isl + osl // 2)
 
     def tried(batch: int) -> tuple[float, bool]:
@@ -483,7 +482,7 @@ def decode_capacity(engine: Engine, *, isl: float, osl: float, itl_target_s: flo
 
 
 def agg_capacity(engine: Engine, *, isl: float, osl: float, ttft_target_s: float, itl_target_s: float) -> Capacity:
-    """Of an aggregated engine in balance: each pass also prefills for as many requests as end in it."""
+    """Capacity of an aggregated engine in balance: each pass also prefills for as many requests as end in it."""
     context, tokens = max(1.0, isl + osl // 2), isl * engine.computed_share
     batched, answer = engine.limits.max_num_batched_tokens, max(1.0, osl)
 
@@ -491,9 +490,9 @@ def agg_capacity(engine: Engine, *, isl: float, osl: float, ttft_target_s: float
         return math.ceil(batch * engine.accept_length * tokens / answer)
 
     def tried(batch: int) -> tuple[float, bool]:
-        kv, room = batch * context, max(1, batched - batch)
-        one_s = engine.model.pass_s(prefill_tokens=min(prefilled(batch), room), decode_requests=batch, decode_kv=kv)
-        itl, ttft = one_s / engine.accept_length, _prefill_s(engine, tokens, room, batch, kv)
+        kv, space = batch * context, max(1, batched - batch)
+        one_s = engine.model.pass_s(prefill_tokens=min(prefilled(batch), space), decode_requests=batch, decode_kv=kv)
+        itl, ttft = one_s / engine.accept_length, _prefill_s(engine, tokens, space, batch, kv)
         return batch / (answer * itl), itl <= itl_target_s and ttft <= ttft_target_s
 
     most = _fit(engine, context)
@@ -533,14 +532,14 @@ def _batches(most: int) -> Iterator[int]:
         yield 1 + round(n * (most - 1) / (MAX_BATCHES - 1))
 
 
-def _prefill_s(engine: Engine, tokens: float, room: int, decode_requests: float, decode_kv: float) -> float:
+def _prefill_s(engine: Engine, tokens: float, space: int, decode_requests: float, decode_kv: float) -> float:
     """Passes of `room` tokens and a last one."""
     if tokens <= 0:
         return 0.0
-    full, tail = divmod(tokens, room)
+    full, tail = divmod(tokens, space)
     model, took_s = engine.model, 0.0
     if full:
-        whole_s = model.pass_s(prefill_tokens=room, decode_requests=decode_requests, decode_kv=decode_kv)
+        whole_s = model.pass_s(prefill_tokens=space, decode_requests=decode_requests, decode_kv=decode_kv)
         took_s += full * whole_s
     if tail > 0:
         took_s += model.pass_s(prefill_tokens=tail, decode_requests=decode_requests, decode_kv=decode_kv)

@@ -10,12 +10,13 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Protocol
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import ConfigError, how_to_install
 from dynamo_local.planner.values import WINDOWS_MAX, Forecasts, ForecastTask, Series
 
 # --- protocol
-# What every predictor is.
+# The interface of predictors.
 
 
 class Predictor(Protocol):
@@ -57,13 +58,13 @@ class Constant:
 # The first value is the level to begin with; each later one corrects what was predicted for it.
 
 VARIANCE_AT_FIRST = 1000.0
-"""Of level and trend, before anything is known of them."""
+"""Variance of level and trend before the first value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kalman:
-    """`q_level` and `q_trend` are the variances by which level and trend change in a window, `r` that of a measurement:
-    in the square of the series' unit (with `log1p`, of its logarithm)."""
+    """`q_level` and `q_trend` are the variances by which level and trend change in a window. `r` is the variance of a
+    measurement. The unit is the square of the series' unit (with `log1p`, of its logarithm)."""
 
     q_level: float = 1.0
     q_trend: float = 0.1
@@ -93,8 +94,8 @@ class Kalman:
 
 @dataclass(frozen=True, slots=True)
 class Arima:
-    """`logs`: where the order found has neither an AR nor an MA term, which is a random walk at best, the logarithms
-    of 1 + x are tried as well (Dynamo's rule; needless where the series is one of logarithms already)."""
+    """`logs`: try the logarithms of 1 + x as well, if the order found has neither an AR nor a MA term. Such a series is
+    a random walk at best. This is Dynamo's rule; a series of logarithms does not need it."""
 
     logs: bool = True
     min_points: int = 5
@@ -149,78 +150,49 @@ class Prophet:
             times = pandas.date_range(BEGINS, periods=len(known) + steps, freq=apart)
             model = prophet.Prophet(uncertainty_samples=0)  # the mean alone: nothing is drawn by chance
             model.fit(pandas.DataFrame({"ds": times[: len(known)], "y": known}))
-            told = model.predict(pandas.DataFrame({"ds": times[len(known) :]}))
-        return [float(value) for value in told["yhat"]]
+            reported = model.predict(pandas.DataFrame({"ds": times[len(known) :]}))
+        return [float(value) for value in reported["yhat"]]
 
 
 EXTRA = "predictors"
 LIBRARIES: Mapping[str, str] = MappingProxyType({"arima": "statsforecast", "prophet": "prophet"})
-"""What a predictor imports, of the extra `predictors`. The others are our own, and take microseconds."""
+"""The library that a predictor imports, of the extra `predictors`. The others are our own, and take microseconds."""
 NAMES = ("constant", "kalman", "arima", "prophet")
 
-_BOUNDS = (
-    ("kalman_q_level", 0.0, math.inf),
-    ("kalman_q_trend", 0.0, math.inf),
-    ("kalman_r", 1e-9, math.inf),
-    ("kalman_min_points", 1, WINDOWS_MAX),
-    ("prophet_window_size", 5, 10_000),
-)
-"""Options that are numbers, each with its least and its greatest value."""
+
+def check_installed(options: PlannerConfig) -> None:
+    """Raise `ConfigError` if the chosen predictor needs a library that is not installed."""
+    library = LIBRARIES.get(options.load_predictor)
+    if library is not None and find_spec(library) is None:
+        raise ConfigError(
+            f"load-predictor {options.load_predictor} needs {library}, of the extra {EXTRA!r}: "
+            f"{how_to_install(EXTRA)}, or choose constant or kalman"
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class PredictorOptions:
-    """Under Dynamo's names, with its defaults (but for `load_predictor`, which needs no extra here).
+def windows_max(options: PlannerConfig) -> int:
+    """The windows that a series must remember for the chosen predictor."""
+    return max(WINDOWS_MAX, options.prophet_window_size) if options.load_predictor == "prophet" else WINDOWS_MAX
 
-    Raises `ConfigError` that names the option, also where the extra that a predictor needs is not installed.
-    """
 
-    load_predictor: str = "constant"
-    load_predictor_log1p: bool = False
-    prophet_window_size: int = 50
-    kalman_q_level: float = 1.0
-    kalman_q_trend: float = 0.1
-    kalman_r: float = 10.0
-    kalman_min_points: int = 5
-
-    def __post_init__(self) -> None:
-        if self.load_predictor not in NAMES:
-            raise ConfigError(f"load-predictor {self.load_predictor!r} is none of {', '.join(NAMES)}")
-        for name, low, high in _BOUNDS:
-            value = getattr(self, name)
-            if not (math.isfinite(value) and low <= value <= high):
-                words = f"{low:g} or more" if math.isinf(high) else f"{low:g} to {high:g}"
-                raise ConfigError(f"{name.replace('_', '-')} must be {words}, not {value:g}")
-        library = LIBRARIES.get(self.load_predictor)
-        if library is not None and find_spec(library) is None:
-            raise ConfigError(
-                f"load-predictor {self.load_predictor} needs {library}, of the extra {EXTRA!r}: "
-                f"{how_to_install(EXTRA)}, or choose constant or kalman"
-            )
-
-    @property
-    def windows_max(self) -> int:
-        """How many windows a series must remember for it."""
-        return max(WINDOWS_MAX, self.prophet_window_size) if self.load_predictor == "prophet" else WINDOWS_MAX
-
-    def task(self, series: Series, steps: int = 1) -> ForecastTask:
-        """What is to be asked to continue the series' columns by `steps` windows."""
-        own: Mapping[str, dict[str, float | str | bool]] = {
-            "kalman": {
-                "q_level": self.kalman_q_level,
-                "q_trend": self.kalman_q_trend,
-                "r": self.kalman_r,
-                "min_points": self.kalman_min_points,
-            },
-            "prophet": {"window_size": self.prophet_window_size},
-        }
-        options = {"log1p": self.load_predictor_log1p, **own.get(self.load_predictor, {})}
-        return ForecastTask(self.load_predictor, series.columns, steps, series.window_s, tuple(options.items()))
+def forecast_task(options: PlannerConfig, series: Series, steps: int = 1) -> ForecastTask:
+    """The task of the chosen predictor: continue the columns of the series by `steps` windows."""
+    own: Mapping[str, dict[str, float | str | bool]] = {
+        "kalman": {
+            "q_level": options.kalman_q_level,
+            "q_trend": options.kalman_q_trend,
+            "r": options.kalman_r,
+            "min_points": options.kalman_min_points,
+        },
+        "prophet": {"window_size": options.prophet_window_size},
+    }
+    numbers = {"log1p": options.load_predictor_log1p, **own.get(options.load_predictor, {})}
+    return ForecastTask(options.load_predictor, series.columns, steps, series.window_s, tuple(numbers.items()))
 
 
 def is_light(name: str) -> bool:
     """Whether it is a predictor of our own: it needs no library and no process, 600 windows take a millisecond at most.
-    What is no predictor at all (the queueing twin) is none of them."""
+    The queueing model is no predictor."""
     return name in NAMES and name not in LIBRARIES
 
 
@@ -256,7 +228,7 @@ def predictor_of(task: ForecastTask) -> tuple[Predictor, bool]:
 
 
 # --- continuing
-# What surrounds a predictor: when it is not asked, what stands in where it fails, and what its values may be.
+# Around a predictor: when it is not called, its substitute if it fails, and the range of its values.
 
 _REASON_MAX = 200
 
@@ -282,7 +254,7 @@ def continued(predictor: Predictor, series: Sequence[float], steps: int, *, log1
     try:
         values = _forecast(predictor, series, steps, log1p)
     except Exception as error:  # any library's: a planner must not stop for want of a forecast
-        return Continued((last,) * steps, _told(error))
+        return Continued((last,) * steps, _reported(error))
     if len(values) != steps or not all(map(math.isfinite, values)):
         return Continued((last,) * steps, f"{steps} finite values were expected, not {_shown(str(values))}")
     return Continued(tuple(max(0.0, value) for value in values))
@@ -294,7 +266,7 @@ def _forecast(predictor: Predictor, series: Sequence[float], steps: int, log1p: 
     return [math.expm1(value) for value in predictor.forecast([math.log1p(value) for value in series], steps)]
 
 
-def _told(error: Exception) -> str:
+def _reported(error: Exception) -> str:
     text = " ".join(str(error).split())
     return _shown(f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
@@ -320,10 +292,10 @@ def answer(task: ForecastTask) -> Forecasts:
         if why is not None:
             values.append(Missing(why))
             continue
-        told = continued(predictor, series, task.steps, log1p=log1p)
-        values.append(told.values)
-        if told.failed is not None:
-            notes.append(f"{task.predictor} failed for series {number}, the last value stands in: {told.failed}")
+        reported = continued(predictor, series, task.steps, log1p=log1p)
+        values.append(reported.values)
+        if reported.failed is not None:
+            notes.append(f"{task.predictor} failed for series {number}, the last value stands in: {reported.failed}")
     return Forecasts(tuple(values), tuple(notes))
 
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 # --- promql
-# What is asked of a Prometheus server about a window, and what its answers mean. Pure.
+# The queries to a Prometheus server about a window, and the meaning of its answers. Pure.
 #
-# Each number is an instant query, an increase over the window by model and namespace. What no series answers is
+# Each number is an instant query, an increase over the window by model and namespace. A number without a series is
 # unknown,
 # never 0. A rate needs two scrapes within the window: it must be longer than twice the interval of the scrapes.
 
@@ -47,13 +47,13 @@ class Series:
 
 
 Answers = Mapping[str, tuple[Series, ...]]
-"""By the name that `queries` gave each."""
+"""The answers, by the names of `queries`."""
 
 
 def queries(metrics: Metrics, window_s: float) -> dict[str, str]:
     """PromQL by name, for the metrics of Dynamo's (or our) frontends, or those of Dynamo's routers."""
     prefix, window = PREFIXES[metrics], f"[{round(window_s * 1000)}ms]"
-    asked = {
+    requested = {
         "started": f"{BY}(increase({prefix}{STARTED}{window}))",
         "ended": f"{BY}(increase({prefix}{ENDED}{window}))",
         "started_at": f"{BY.replace('sum', 'max')}(timestamp({prefix}{STARTED}))",
@@ -65,10 +65,10 @@ def queries(metrics: Metrics, window_s: float) -> dict[str, str]:
     }
     for name in MEANS:
         for part in ("sum", "count"):
-            asked[f"{name}_{part}"] = f"{BY}(increase({prefix}{HISTOGRAMS[name]}_{part}{window}))"
+            requested[f"{name}_{part}"] = f"{BY}(increase({prefix}{HISTOGRAMS[name]}_{part}{window}))"
     for metric in ACCEPT_LENGTH_METRICS:
-        asked[metric] = f"avg by (model,dynamo_namespace)(avg_over_time({metric}{window}))"
-    return asked
+        requested[metric] = f"avg by (model,dynamo_namespace)(avg_over_time({metric}{window}))"
+    return requested
 
 
 def traffic_of(
@@ -114,9 +114,9 @@ def _accept_length(answers: Answers, model: str | None, namespace: str) -> float
     if accepted is not None and drafts:
         return 1.0 + accepted / drafts
     for metric in ACCEPT_LENGTH_METRICS:
-        told = [one.value for one in _chosen(answers.get(metric, ()), model, namespace)]
-        if told:
-            return sum(told) / len(told)
+        reported = [one.value for one in _chosen(answers.get(metric, ()), model, namespace)]
+        if reported:
+            return sum(reported) / len(reported)
     return Missing("Prometheus has no metric of speculation")
 
 
@@ -126,8 +126,8 @@ def _chosen(series: Iterable[Series], model: str | None, namespace: str) -> list
 
 def _is_ours(labels: Mapping[str, str], model: str | None, namespace: str) -> bool:
     """Labels that are not there are no objection: our Frontend has no namespace, an engine may have no model."""
-    told, where = labels.get("model", ""), labels.get("dynamo_namespace", "")
-    of_model = model is None or not told or told.lower() == model.lower()
+    reported, where = labels.get("model", ""), labels.get("dynamo_namespace", "")
+    of_model = model is None or not reported or reported.lower() == model.lower()
     return of_model and where.replace("-", "_") in ("", namespace.replace("-", "_"))
 
 
@@ -140,7 +140,7 @@ def _total(series: Iterable[Series], model: str | None, namespace: str) -> float
 log = logging.getLogger(__name__)
 
 ANSWER_WITHIN_S = 4.5
-"""All questions about a window together, whatever a single one may take: below the deadline of the pull."""
+"""All questions about a window together, whatever a single one may take: below the deadline of the observation."""
 TRIES = 2
 RETRY_S = 0.2
 AT_ONCE = 4
@@ -203,7 +203,7 @@ class PrometheusTraffic:
 
     async def traffic(self, window_s: float) -> Traffic | Missing:
         """See `TrafficSource`. Takes `ANSWER_WITHIN_S` at most, or `request_timeout_s` where that is less."""
-        options, asked = self.options, queries(self.options.metrics, window_s)
+        options, requested = self.options, queries(self.options.metrics, window_s)
         within_s = min(options.request_timeout_s, ANSWER_WITHIN_S)
         try:
             async with asyncio.timeout(within_s):
@@ -216,7 +216,7 @@ class PrometheusTraffic:
                         name: group.create_task(
                             self._ask(client, gate, {"query": query, "time": f"{server_s:.3f}"}, headers)
                         )
-                        for name, query in asked.items()
+                        for name, query in requested.items()
                     }
         except TimeoutError:
             return Missing(f"Prometheus at {options.endpoint} did not answer within {within_s:g} s")

@@ -1,11 +1,11 @@
 """Streams that share decode workers: whose mean gap between tokens is within the target. Pure.
 
-All streams of a worker get their tokens in the same passes, so a worker is one count of passes: a stream that comes at
-pass V with n tokens ends at V + n, and its mean gap is the time from one to the other over n. Between two events a pass
-takes what the engine says of the KV that is in use in the middle between them.
+All streams of a worker get their tokens in the same passes, so a worker is one count of passes. A stream that comes at
+pass V with n tokens ends at V + n. Its mean gap is the time from one to the other over n. The pass time between two
+events is that of the KV in use in the middle between them.
 
-This is where a planner's processor time goes, so nothing is computed twice: what a worker takes until its next end is
-kept until it changes, and only workers of which a stream has ended are looked at before a choice.
+Most of a planner's processor time goes here, so nothing is computed twice. The time until a worker's next end is kept
+until it changes. Only workers with an ended stream are looked at before a choice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from itertools import accumulate, pairwise
 from typing import Protocol
 
 # --- demand
-# What is asked of the workers: requests with their own lengths, in the bursts in which they come. Pure.
+# The demand on the workers: requests with their own lengths, in the bursts in which they come. Pure.
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +42,12 @@ class Demand:
 
 
 # --- engine
-# What an engine takes, by its profile and by what was learned about it since. Pure; seconds and tokens.
+# The times of an engine, by its profile and its corrections. Pure; seconds and tokens.
 
 PROMPT_STEP = 128
 """Prompt lengths are looked up in steps of so many tokens: the profile has seventeen points."""
 PROMPTS_KEPT = 8
-"""Of so many demands it is remembered what their prompts take."""
+"""The prompt times of so many demands are cached."""
 KV_STEPS = 96
 CONTEXTS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 32768, 65536)
 """Between two of these, and of `KV_STEPS` + 1 points of KV in use, the time of a decode pass is linear."""
@@ -87,7 +87,7 @@ class EngineOptions:
 
 
 class Engine:
-    """Times of passes, from tables: a queueing twin asks tens of thousands of times."""
+    """Times of passes, from tables: the queueing model asks tens of thousands of times."""
 
     def __init__(self, passes: Passes, options: EngineOptions) -> None:
         self.options = options
@@ -106,13 +106,13 @@ class Engine:
         """Seconds of a decode pass with so many tokens of KV in use, so many of them per stream."""
 
     def pass_s(self, tokens: int) -> float:
-        """Of a prefill pass of so many prompt tokens, at most `batched_tokens`."""
+        """Seconds of a prefill pass of so many prompt tokens, at most `batched_tokens`."""
         step, rest = divmod(tokens, PROMPT_STEP)
         low = self._prefill[step]
         return low + (self._prefill[step + 1] - low) * rest / PROMPT_STEP
 
     def prompt_s(self, tokens: int) -> float:
-        """Of a whole prompt, in as many passes as it takes."""
+        """Seconds of a whole prompt, in as many passes as it takes."""
         full, rest = divmod(tokens, self.options.batched_tokens)
         return full * self.pass_s(self.options.batched_tokens) + (self.pass_s(rest) if rest else 0.0)
 
@@ -195,8 +195,8 @@ class Run:
         """When a worker's next stream ends. An entry that is not the worker's any more counts for nothing."""
 
     def share(self, least: float = 0.0) -> float:
-        """Of the streams, those that are kept (`decode_share`); or -1, as soon as it cannot be `least` any more. Asked
-        again, it goes on from there."""
+        """The number of streams that keep the target (`decode_share`); or -1, as soon as it cannot be `least` any more.
+        Asked again, it goes on from there."""
         judged = self._streams.judged
         if not judged:
             return 1.0
@@ -407,15 +407,15 @@ def _alone(times: list[float], isl: tuple[int, ...], engine: Engine) -> list[flo
     while index < len(times):
         left = left or isl[index]
         now_s = max(now_s, times[index])
-        room, ended = limit, 0
-        while index < len(times) and room and times[index] <= now_s:
+        space, ended = limit, 0
+        while index < len(times) and space and times[index] <= now_s:
             left = left or isl[index]
-            part = min(left, room)
-            room, left = room - part, left - part
+            part = min(left, space)
+            space, left = space - part, left - part
             if not left:
                 ended += 1
                 index += 1
-        now_s += engine.pass_s(limit - room)
+        now_s += engine.pass_s(limit - space)
         done += [now_s] * ended
     return done
 

@@ -1,7 +1,7 @@
-"""A question to the queueing twin as a `ForecastTask`, which the process that forecasts can answer, and its answer.
+"""A question to the queueing model as a `ForecastTask`, which the process that forecasts can answer, and its answer.
 
-The series are gaps, ISL and OSL of each demand, and last the rates; the answer has, for each rate and demand, the
-shares of prefill and those of decode, each for 0, 1, 2, … workers.
+The series are gaps, ISL and OSL of each demand, and last the rates. The answer has the shares of prefill and of decode
+for each rate and demand, each for 0, 1, 2, … workers.
 """
 
 from __future__ import annotations
@@ -58,18 +58,22 @@ def on_grid(rate: float) -> float:
     return math.exp(round(math.log(max(rate, RATE_MIN)) / GRID) * GRID)
 
 
-def shares_of(told: Forecasts | Missing | None, rates: int, demands: int) -> tuple[tuple[Shares, ...], ...] | Missing:
+def shares_of(
+    reported: Forecasts | Missing | None, rates: int, demands: int
+) -> tuple[tuple[Shares, ...], ...] | Missing:
     """For each rate, the shares of each demand. `Missing` where there is no answer to that question."""
-    if told is None:
+    if reported is None:
         return Missing("nobody was asked")
-    if isinstance(told, Missing):
-        return told
-    rows = iter(told.values)
+    if isinstance(reported, Missing):
+        return reported
+    rows = iter(reported.values)
     found = []
     for _ in range(rates):
         found.append(tuple(pair for _ in range(demands) if (pair := _pair(rows)) is not None))
     if any(len(each) < demands for each in found):
-        missing = next((value.reason for value in told.values if isinstance(value, Missing)), "the answer is too short")
+        missing = next(
+            (value.reason for value in reported.values if isinstance(value, Missing)), "the answer is too short"
+        )
         return Missing(missing)
     return tuple(found)
 
@@ -116,7 +120,7 @@ def _evaluator(options: tuple[tuple[str, Any], ...]) -> Evaluator:
 
 @dataclass(frozen=True, slots=True)
 class _Faster:
-    """A profile's engine, so many times as fast. What a prompt takes is remembered: the arbiter's loop asks for the
+    """A profile's engine, so many times as fast. Prompt times are cached: the arbiter's loop asks for the
     same ones at each decision."""
 
     profile: ProfileModel

@@ -20,8 +20,8 @@ KEPT = 5
 class ScalingTimes:
     """The times of one fleet. A drain that was taken back, or a start that failed, does not count.
 
-    `known` says what a start of that component has taken in earlier runs (None: nobody knows); it counts until this run
-    has seen one. `leads` says what each way to one more of it takes, by its rung.
+    `known` is the start-up time of earlier runs (None: unknown). It counts until this run has observed a start.
+    `lead_times` are the seconds of each way to one more worker (`core.lead_times.Rung`).
     """
 
     def __init__(
@@ -29,16 +29,16 @@ class ScalingTimes:
         now_s: Callable[[], float],
         *,
         known: Callable[[str], float | None] = lambda component: None,
-        leads: Callable[[str], Mapping[str, float]] = lambda component: {},
+        lead_times: Callable[[str], Mapping[str, float]] = lambda component: {},
     ) -> None:
         self._known = known
-        self._leads = leads
+        self._lead_times = lead_times
         self._now_s = now_s
         self._began: dict[str, float] = {}
         self._starts: dict[str, deque[float]] = {}
         self._drains: dict[str, deque[float]] = {}
 
-    def told(self, pools: WorkerPools) -> WorkerPools:
+    def reported(self, pools: WorkerPools) -> WorkerPools:
         """The pools with the times of their components; None where none is known."""
         prefill = None if pools.prefill is None else self._pool(pools.prefill)
         return replace(pools, prefill=prefill, decode=self._pool(pools.decode))
@@ -49,7 +49,7 @@ class ScalingTimes:
             pool,
             start_up_s=self._known(pool.component) if seen_s is None else seen_s,
             drain_s=_median(self._drains, pool.component),
-            leads=self._leads(pool.component),
+            lead_times=self._lead_times(pool.component),
         )
 
     def on_transition(self, worker: Worker, transition: Transition) -> None:

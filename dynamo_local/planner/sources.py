@@ -1,4 +1,4 @@
-"""Where a planner's values come from: what the arbiter, or the twin, has to offer."""
+"""The sources of a planner's values, in the arbiter and in the simulator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dynamo_local.planner.values import (
 
 
 class TrafficSource(Protocol):
-    """What the clients did."""
+    """The traffic of the clients."""
 
     async def traffic(self, window_s: float) -> Traffic | Missing:
         """The window of so many seconds that ends now. May raise `DynamoError`."""
@@ -53,7 +53,7 @@ class PassSource(Protocol):
 
 
 class Forecaster(Protocol):
-    """Continues series: `planner.forecasting` in a process of its own, or in the twin inline."""
+    """Continues series: `planner.forecasting` in a process of its own, or inline in the simulator."""
 
     async def run(self, task: ForecastTask, deadline_s: float) -> Forecasts | Missing:
         """The answer, or why there was none within `deadline_s` seconds. Never raises for a task."""
@@ -103,7 +103,7 @@ class _Process:
     readings: deque[tuple[float, Counters]] = field(default_factory=deque)
     raw: Counters = field(default_factory=dict)
     carried: Counter[str] = field(default_factory=Counter)
-    """What was counted before its counters began anew."""
+    """The count before the counters began anew."""
 
     def read(self, at_s: float, counters: Counters) -> None:
         for name, before in self.raw.items():
@@ -167,7 +167,7 @@ class CounterHistory:
 
     def _between(self, begin_s: float, end_s: float) -> Traffic | Missing:
         frontends, engines, prefills = Counter[str](), Counter[str](), Counter[str]()
-        counted = told = 0
+        counted = reported = 0
         for process in self._processes.values():
             at_s, last = process.readings[-1]
             if at_s <= begin_s:
@@ -175,7 +175,7 @@ class CounterHistory:
             first = process.before(begin_s)
             if first is None:
                 return Missing(f"{process.of.name} was not counted when the window began")
-            counted, told = counted + process.of.frontend, told + (not process.of.frontend)
+            counted, reported = counted + process.of.frontend, reported + (not process.of.frontend)
             for sums in (frontends if process.of.frontend else engines, *([prefills] if process.of.prefills else [])):
                 for name, value in last.items():
                     sums[name] += value - first.get(name, 0.0)  # type: ignore[assignment]
@@ -191,7 +191,7 @@ class CounterHistory:
             itl_ms=_mean(frontends, "itl_s", 1000.0),
             request_duration_s=_mean(frontends, "duration_s"),
             kv_hit_rate=_hit_rate(frontends, prefills),
-            accept_length=_accept_length(engines, told > 0),
+            accept_length=_accept_length(engines, reported > 0),
         )
 
     def _forget(self, now_s: float) -> None:
@@ -206,13 +206,13 @@ class CounterHistory:
 
 
 def _mean(counts: Counters, name: str, factor: float = 1.0) -> float | Missing:
-    """Of a histogram; `Missing` where nothing was observed."""
+    """The mean of a histogram; `Missing` without an observation."""
     count = counts.get(f"{name}_count", 0.0)
     return factor * counts.get(f"{name}_sum", 0.0) / count if count > 0 else Missing("no request in the window")
 
 
 def _hit_rate(frontends: Counters, engines: Counters) -> float | Missing:
-    """By the engines' own prefix caches, else by what a router knew, else by what the answers said."""
+    """The KV hit rate: from the engines' prefix caches, else from a router, else from the answers."""
     if (queries := engines.get("prefix_queries", 0.0)) > 0:
         return _share(engines.get("prefix_hits", 0.0) / queries)
     routed = _mean(frontends, HIT_RATE)
@@ -228,13 +228,13 @@ def _share(value: float) -> float:
     return min(1.0, max(0.0, value))
 
 
-def _accept_length(engines: Counters, told: bool) -> float | Missing:
+def _accept_length(engines: Counters, reported: bool) -> float | Missing:
     """Tokens per decode pass: 1 where the engines that were counted (`told`: there were some) do not speculate."""
-    if not told:
+    if not reported:
         return UNKNOWN
-    told_by_engines = _mean(engines, ACCEPT_LENGTH)
-    if not isinstance(told_by_engines, Missing):
-        return max(1.0, told_by_engines)
+    reported_by_engines = _mean(engines, ACCEPT_LENGTH)
+    if not isinstance(reported_by_engines, Missing):
+        return max(1.0, reported_by_engines)
     if "drafts" not in engines:
         return 1.0
     drafted = engines["drafts"]
@@ -242,7 +242,7 @@ def _accept_length(engines: Counters, told: bool) -> float | Missing:
 
 
 # --- passes
-# What is known of the engines' passes: the new ones and the last one of each, with their age. Pure.
+# The engines' passes: the new ones and the last one of each, with their age. Pure.
 #
 # A worker's passes are forgotten with the worker. One that did not answer keeps its last pass until that is
 # `STALE_AFTER_S` old; then it is `Missing`: an engine that tells nothing is not idle. An idle one says so each
@@ -251,7 +251,7 @@ def _accept_length(engines: Counters, told: bool) -> float | Missing:
 STALE_AFTER_S = 3.0
 """Three heartbeats."""
 NEW_PASSES = 256
-"""Of each engine, until somebody takes them."""
+"""The passes of each engine, until a caller takes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +277,7 @@ class _Worker:
 
 
 class PassTracker:
-    """Fed with workers' answers (`heard`), read once per pull (`take`)."""
+    """Fed with workers' answers (`heard`), read once per observation (`take`)."""
 
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
@@ -301,7 +301,7 @@ class PassTracker:
         ranks: int = 1,
         missed: Mapping[str, int] | None = None,
     ) -> None:
-        """A worker's answer; `passes` is None where it keeps none. Of what is older than is known nothing is taken,
+        """A worker's answer; `passes` is None where it keeps none. Passes that are already known are left out,
         unless the engine was started again (its numbers began anew)."""
         worker = self._workers.setdefault(name, _Worker())
         worker.ranks = ranks
@@ -327,11 +327,11 @@ class PassTracker:
             worker.engines = {engine: known for engine, known in worker.engines.items() if engine.worker_id in ids}
 
     def can(self, component: str, capabilities: Capabilities) -> None:
-        """What a worker of the component said of its engine."""
+        """The report of a worker about its engine."""
         self._capabilities[component] = capabilities
 
     def capabilities(self) -> Mapping[str, Capabilities]:
-        """By component, as last heard."""
+        """The last reports, by component."""
         return dict(self._capabilities)
 
     def take(self, ready: Iterable[ReadyWorker], now_s: float) -> Engines:

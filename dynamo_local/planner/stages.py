@@ -12,15 +12,15 @@ from dynamo_local.core.types import Missing
 from dynamo_local.planner.values import (
     Accept,
     ComponentTarget,
+    Needs,
+    Observation,
     Override,
     OverrideType,
     Pool,
     Prediction,
     Proposal,
-    Pull,
     Reject,
     Traffic,
-    Wants,
     WorkerPools,
 )
 
@@ -39,7 +39,7 @@ class Stage(enum.StrEnum):
 
 
 class HoldPolicy(enum.IntEnum):
-    """What a plugin contributes in ticks in which it is not due. The numbers are those of the wire."""
+    """The contribution of a plugin in ticks in which it is not due. The numbers are those of the wire."""
 
     ACCEPT_WHEN_IDLE = 0
     HOLD_LAST = 1
@@ -68,7 +68,7 @@ class PluginSpec:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What a plugin of PREDICT answers; None is no opinion. `final`: nobody with a higher number is asked after it."""
+    """The answer of a plugin of PREDICT; None is no opinion. `final`: nobody with a higher number is asked after it."""
 
     prediction: Prediction | None = None
     final: bool = False
@@ -83,7 +83,7 @@ Answer = Predicted | Accept | Override | Reject | Nothing
 
 
 # --- context
-# What plugins are shown in a tick, under the names of Dynamo's `PipelineContext`.
+# The context of plugins in a tick, under the names of Dynamo's `PipelineContext`.
 
 TRAFFIC, FPM = "observations.traffic", "observations.fpm"
 
@@ -110,7 +110,7 @@ class Fpm:
 
 @dataclass(frozen=True, slots=True)
 class Observations:
-    """What was observed. None: not collected, or not known; never 0 in its place."""
+    """The observed values. None: not collected, or not known; never 0 in its place."""
 
     traffic: Traffic | None = None
     fpm: Fpm | None = None
@@ -134,10 +134,10 @@ class PipelineContext:
     constrained: tuple[ComponentTarget, ...] | None = None
 
 
-def context_of(pull: Pull, request_id: str) -> PipelineContext:
+def context_of(observation: Observation, request_id: str) -> PipelineContext:
     """The context at the beginning of a tick."""
-    observations = Observations(_traffic(pull), _fpm(pull), workers_of(pull.pools))
-    return PipelineContext(request_id, pull.at_s, observations=observations)
+    observations = Observations(_traffic(observation), _fpm(observation), workers_of(observation.pools))
+    return PipelineContext(request_id, observation.at_s, observations=observations)
 
 
 def workers_of(pools: WorkerPools) -> Workers:
@@ -157,20 +157,20 @@ def _moves(pool: Pool, pending: bool) -> bool:
     return pending or pool.adjusting
 
 
-def _traffic(pull: Pull) -> Traffic | None:
+def _traffic(observation: Observation) -> Traffic | None:
     """Dynamo's message has no way to leave the first three numbers out; without one of them all of it is unknown. The
     lengths of no requests are 0 there."""
-    traffic = pull.traffic
+    traffic = observation.traffic
     if not isinstance(traffic, Traffic) or isinstance(traffic.num_req, Missing):
         return None
     lengths_known = not isinstance(traffic.isl, Missing) and not isinstance(traffic.osl, Missing)
     return traffic if lengths_known or traffic.num_req == 0 else None
 
 
-def _fpm(pull: Pull) -> Fpm | None:
-    prefill = None if pull.pools.prefill is None else pull.pools.prefill.component
+def _fpm(observation: Observation) -> Fpm | None:
+    prefill = None if observation.pools.prefill is None else observation.pools.prefill.component
     sides: dict[bool, dict[EngineId, ForwardPass]] = {True: {}, False: {}}
-    for engine, seen in pull.engines.items():
+    for engine, seen in observation.engines.items():
         if isinstance(seen.last, ForwardPass):
             sides[seen.component == prefill][engine] = seen.last
     return Fpm(sides[True], sides[False]) if sides[True] or sides[False] else None
@@ -195,31 +195,31 @@ def _is_set(context: PipelineContext, path: str) -> bool:
     return True
 
 
-def wanted(wants: Wants, plugins: Iterable[PluginSpec], window_s: float) -> Wants:
-    """What is to be collected for the policy and for these plugins. A plugin without `needs` is shown everything.
+def wanted(needs: Needs, plugins: Iterable[PluginSpec], window_s: float) -> Needs:
+    """The needs of the policy and of these plugins. A plugin without `needs` is shown everything.
 
     There is one window of traffic: the policy's, whose numbers it counts in; where it wants none, the longest that a
     plugin wants (`window_s` for one that says none).
     """
-    windows, passes = [], wants.passes
+    windows, passes = [], needs.passes
     for plugin in plugins:
         paths = (*plugin.needs, *plugin.requires)
         if not plugin.needs or any(path.startswith(TRAFFIC) or path == "observations" for path in paths):
             windows.append(plugin.window_s or window_s)
         if not plugin.needs or any(path.startswith(FPM) or path == "observations" for path in paths):
             passes = True
-    if wants.traffic_window_s is not None:
-        windows = [wants.traffic_window_s]
-    return replace(wants, traffic_window_s=max(windows, default=None), passes=passes)
+    if needs.traffic_window_s is not None:
+        windows = [needs.traffic_window_s]
+    return replace(needs, traffic_window_s=max(windows, default=None), passes=passes)
 
 
 # --- merging
 # One target for each role out of the proposals of several plugins: PROPOSE, RECONCILE and CONSTRAIN.
 #
-# Of the plugins of one stage, in this order:
+# Merging the answers of one stage, in this order:
 #
 # 1. A `Reject` ends the tick: nothing is changed.
-# 2. Of the overrides that are `final` the one with the smallest priority is heard alone. (Not in CONSTRAIN.)
+# 2. If overrides are `final`, the one with the smallest priority counts alone. (Not in CONSTRAIN.)
 # 3. For each role: `max(all AT_LEAST, min(all AT_MOST, the SET with the smallest priority))`. Where there is no SET
 # (none
 #    counts in CONSTRAIN), the role's number after the stage before takes its place.
@@ -262,8 +262,8 @@ def merge(
 ) -> Merged:
     """One stage. `baseline` has the workers of each role of the graph, `so_far` the targets of the stage before.
 
-    A role of which nobody spoke, or only a bound that the number keeps anyway, is in the targets only if it was in
-    `so_far`: who says "at most 8" of two workers wants nothing done. `bounds_only`: CONSTRAIN.
+    The targets have a role only if a proposal changes it, or if it is in `so_far`. A bound that the number keeps anyway
+    changes nothing: a plugin that says "at most 8" of two workers wants nothing done. `bounds_only`: CONSTRAIN.
     """
     ordered = sorted(proposals, key=lambda proposal: (proposal.priority, proposal.plugin_id))
     for proposal in ordered:

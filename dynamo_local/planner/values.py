@@ -1,4 +1,4 @@
-"""What the load planner decides from, and any planner's decision with its reasons."""
+"""The values of planners: observations, predictions, proposals, and decisions with their reasons."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dynamo_local.core.passes import EngineId, ForwardPass
 from dynamo_local.core.types import Load, Missing
 
 # --- forecasts
-# What is expected of the next window, and the question that asks for it.
+# The forecast of the next window, and its task.
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Forecasts:
 
 
 # --- passes
-# What a planner knows of the engines: their passes (`core.passes`), and their limits.
+# The engines as a planner knows them: their passes (`core.passes`), and their limits.
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class EngineSeen:
-    """One engine as the planner knows it: the passes that came since the last pull (oldest first, heartbeats left
-    out), and the last of all (heartbeats included), or why nothing is known of it now."""
+    """One engine as the planner knows it. `passes` came since the last observation, oldest first, without heartbeats.
+    `last` is the last pass of all, heartbeats included, or the reason why nothing is known of the engine now."""
 
     component: str
     passes: tuple[ForwardPass, ...] = ()
@@ -87,50 +87,54 @@ Engines = Mapping[EngineId, EngineSeen]
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The workers of one component, counted.
-
-    `ready` serve. `coming` will serve without anybody asking again: some start or are called back, and of these
-    others are `waiting`: for GPUs, or for the end of a back-off. `deferred` of the waiting ones (0 or 1) were
-    only decided by the planner: the step is carried out when another worker's GPU is really free.
-    `leaving` still drain, of these `cancellable` can be taken back and `routed` are not yet out of routing.
-
-    `gpus_held` are all that its processes hold, those of leaving ones (`gpus_leaving`) included; `gpus_lacking` are
-    those that waiting workers (not the deferred one) have not got yet and will take. `added_at_s` is when the last of
-    those that serve became ready or had its drain taken back (None: none serves). `coming_since_s` and
-    `leaving_since_s` are when the first of those that are on their way, or leave, entered its present state (None: no
-    such worker). `start_up_s` and `drain_s` are what the last starts and drains really took, in the median; before the
-    first of this run, what starts took in earlier ones on this host (None: nobody knows).
-
-    What is quicker than a start: `flippable` of its ready workers could take over the role of the other component now,
-    `asleep` could be woken (none of those that are only started to sleep); 0 also where the planner may not have that
-    done. `leads` are what each way to one more worker has taken, in the median, by its rung
-    (`core.lead_times.Rung`); what was never measured is not in it.
-    """
+    """The workers of one component, in counts, GPUs and times."""
 
     component: str
     gpus_per_worker: int
+    # --- workers
     ready: int
+    """They serve."""
     coming: int = 0
+    """They will serve without another decision: they start, or a drain is being cancelled."""
     waiting: int = 0
+    """Those of `coming` that wait for GPUs, or for the end of a back-off."""
     deferred: int = 0
+    """Those of `waiting` (0 or 1) that the planner has decided and carries out when another worker's GPU is free."""
     leaving: int = 0
+    """They drain."""
     cancellable: int = 0
+    """Those of `leaving` whose drain can be cancelled."""
     routed: int = 0
+    """Those of `leaving` that the Router still chooses."""
+    # --- GPUs
     gpus_held: int = 0
+    """GPUs of all processes, those of leaving workers included."""
     gpus_leaving: int = 0
+    """GPUs of leaving workers."""
     gpus_lacking: int = 0
+    """GPUs that waiting workers (not the deferred one) will take."""
+    # --- times
     added_at_s: float | None = None
+    """When the last serving worker became ready, or its drain was cancelled (None: none serves)."""
     coming_since_s: float | None = None
+    """When the first coming worker entered its present state (None: none comes)."""
     leaving_since_s: float | None = None
+    """When the first leaving worker began to leave (None: none leaves)."""
     start_up_s: float | None = None
+    """Median of the last starts; before the first one, of earlier runs on this host (None: unknown)."""
     drain_s: float | None = None
+    """Median of the last drains (None: unknown)."""
+    # --- ways that are quicker than a start; 0 also if the planner may not use them
     flippable: int = 0
+    """Ready workers that could take over the role of the other component now."""
     asleep: int = 0
-    leads: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Workers that could be woken, without those that are started to sleep."""
+    lead_times: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Median seconds of each way to one more worker (`core.lead_times.Rung`), as far as it was measured."""
 
     @property
     def capacity(self) -> int:
-        """Workers that serve or will: what a step is counted from (lesson 16)."""
+        """Workers that serve or will: what a step is counted from."""
         return self.ready + self.coming
 
     @property
@@ -173,12 +177,12 @@ class WorkerPools:
 
     @property
     def gpus_spoken_for(self) -> int:
-        """What counts against `max_gpu_budget`."""
+        """The GPUs that count against `max_gpu_budget`."""
         return sum(pool.gpus_spoken_for for pool in self.all)
 
 
 # --- proposals
-# What a stage of the pipeline proposes, under the names of `dynamo.planner.plugin.v1`.
+# The proposals of the pipeline's stages, under the names of `dynamo.planner.plugin.v1`.
 
 
 class OverrideType(enum.IntEnum):
@@ -221,7 +225,7 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What one plugin said in one stage. The smaller `priority` wins."""
+    """The answer of one plugin in one stage. The smaller `priority` wins."""
 
     plugin_id: str
     priority: int
@@ -229,7 +233,7 @@ class Proposal:
 
 
 # --- readings
-# One pull of the load planner's metrics, and sums without rounding.
+# One observation of the load planner's metrics, and sums without rounding.
 
 
 def exact_sum(values: Sequence[float | Fraction]) -> Fraction:
@@ -256,7 +260,8 @@ class KvUsageSum:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One pull of the metrics. A value that was not obtained, or is older than three pulls, is `Missing`: never 0.
+    """One observation of the metrics. A value that was not obtained, or is older than three pulls, is `Missing`: never
+    0.
 
     `queue` is the number of requests in the prefill queue that nobody has pulled yet; None where the graph has no
     prefill component. `loads` are those of the decode (or aggregated) workers that are ready, by watcher name.
@@ -281,7 +286,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Observation:
+class IntervalObservation:
     """All that one decision is made from: the readings of one interval, and the pools at its end."""
 
     now_s: float
@@ -324,11 +329,11 @@ class Counterfactual:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a component's step is what it is: the rule that decided, the numbers it compared, and what it would have
-    taken to do otherwise (None where no single number would have).
+    """The reason of a component's step: the rule and the numbers that it compared. `otherwise` is the nearest change of
+    one number that would have changed the step (None: no single number would).
 
-    `rule` is a `Rule`, or the name that another policy has for its own; `why` is that policy's sentence with the
-    numbers in it (empty: `explain` finds the words).
+    `rule` is a `Rule`, or another policy's own name. `why` is that policy's sentence with its numbers (empty: `explain`
+    writes the sentence).
 
     `deferred`: the step is planned and not carried out now. An up waits until the GPU of this decision's down is
     really free; a down takes such an up back before anything was started.
@@ -398,8 +403,8 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """What clients did from `since_s` to `at_s` (planner's clock, seconds): when requests began (ascending), and those
-    that ended. Beginnings and ends are of different requests."""
+    """The requests of the clients from `since_s` to `at_s` (planner's clock, seconds): when requests began (ascending),
+    and those that ended. Beginnings and ends are of different requests."""
 
     since_s: float
     at_s: float
@@ -427,7 +432,7 @@ class LoadScaling(enum.StrEnum):
     SCALE_DOWN = "scale_down"
     SCALE_DOWN_CAPPED_BY_THROUGHPUT = "scale_down_capped_by_throughput"
     SCALE_DOWN_REFUSED_CONSOLIDATION = "scale_down_refused_consolidation"
-    """The load is low; it would not be, on one engine less."""
+    """The load is low. On one engine less the load would not be low."""
     GPU_BUDGET_GUARD_HOLD = "gpu_budget_guard_hold"
     GPU_BUDGET_RECONCILE = "gpu_budget_reconcile"
     OVERRIDE_BY_USER_PLUGIN = "override_by_user_plugin"
@@ -455,12 +460,12 @@ class ThroughputScaling(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class PolicyStatus:
     """For `dynamo planner status`, and for the record of the last decision.
 
-    `next_tick_at` is when the next decision is due (None: not before the adjustment under way has ended), `deferred`
-    are the components with an up that the policy holds back until a GPU is free. `interval_began_s` and `readings` are
-    what the last decision was made from. `models` says by component where its model comes from.
+    `next_tick_at` is the time of the next decision (None: not before the present adjustment has ended). `deferred` are
+    the components with an up that waits for a GPU. `interval_began_s` and `readings` are the inputs of the last
+    decision. `models` names the source of each component's model.
     """
 
     next_tick_at: float | None
@@ -472,7 +477,7 @@ class Standing:
 
 
 # --- traffic
-# What the clients did in a window of time: requests, lengths, latencies.
+# The traffic in a window of time: requests, lengths, latencies.
 
 UNKNOWN = Missing("nobody has measured it")
 
@@ -482,9 +487,9 @@ class Traffic:
     """One window that ended at `at_s` (planner's clock, seconds) and lasted `duration_s`.
 
     `num_req` counts requests that began in it; 0 is silence, `Missing` is not knowing. The rest are means over the
-    requests of the window: `isl` and `osl` in tokens, `ttft_ms`, `itl_ms`, `request_duration_s`; `kv_hit_rate` is the
-    share (0..1) of prompt tokens whose KV was there, `accept_length` the tokens per decode pass (1 without
-    speculation). A mean without a request is `Missing`, never 0 (docs of Dynamo call that NaN).
+    requests of the window: `isl` and `osl` in tokens, `ttft_ms`, `itl_ms`, `request_duration_s`. `kv_hit_rate` is the
+    share (0..1) of prompt tokens with cached KV. `accept_length` is the number of tokens per decode pass (1 without
+    speculation). A mean without a request is `Missing`, never 0; Dynamo's pages call that NaN.
     """
 
     at_s: float
@@ -499,14 +504,14 @@ class Traffic:
     accept_length: float | Missing = UNKNOWN
 
 
-# --- pull
+# --- observation
 # All that a planner is shown at once, and what it wants to be shown next time.
 
 
 @dataclass(frozen=True, slots=True)
-class Wants:
-    """What the next pull must bring, beside the loads. `traffic_window_s`: the length of the window of `Pull.traffic`,
-    None for none. `requests`: those of that window one by one."""
+class Needs:
+    """The data that a policy needs in the next observation, beside the loads. `traffic_window_s`: the length of the
+    window of `Observation.traffic`, None for none. `requests`: those of that window one by one."""
 
     traffic_window_s: float | None = None
     passes: bool = False
@@ -514,12 +519,13 @@ class Wants:
 
 
 @dataclass(frozen=True, slots=True)
-class Pull:
-    """One pull: the workers always, the rest as far as it was wanted (None: not asked) and known (else `Missing`).
+class Observation:
+    """One observation: the workers always, the rest as far as it was wanted (None: not asked) and known (else
+    `Missing`).
 
-    `reading` has the moment of the pull, the prefill queue and the loads. `engines` holds one entry for each rank of
-    each ready worker. `capabilities` is by component. `blind` says why the workers cannot be observed now (None: they
-    can). `requests` are those of the traffic's window; None also where they are only counted together.
+    `reading` has the moment of the observation, the prefill queue and the loads. `engines` holds one entry for each
+    rank of each ready worker. `capabilities` is by component. `blind` says why the workers cannot be observed now
+    (None: they can). `requests` are those of the traffic's window; None also where they are only counted together.
     """
 
     reading: Reading
@@ -542,7 +548,7 @@ class Pull:
 WINDOWS_MAX = 600
 """How many windows are remembered, unless somebody asks for more: 30 hours of 180 s."""
 SOURCE = "builtin_load_predict"
-"""Who a prediction made of a series is from, under Dynamo's name."""
+"""Source of a prediction that continues a series, under Dynamo's name."""
 
 
 @dataclass(frozen=True, slots=True)

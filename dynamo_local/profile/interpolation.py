@@ -318,7 +318,11 @@ class PrefillInterpolator:
         )
 
     def interpolate_ttft(self, isl: float) -> Estimate:
-        """Milliseconds until the first token of a prompt of `isl` tokens (above 0) that waits for nobody."""
+        """Milliseconds until the first token of a prompt of `isl` tokens (above 0) that waits for nobody.
+
+        It takes the prompt length alone. Cached prefixes, the batch size and waiting requests are not arguments: a
+        profile has one sweep of prompts, each measured alone. The planner applies its correction factor afterwards.
+        """
         ttft_ms = self._ttft_ms(isl)
         if isl < self._first_isl:  # the first segment, continued, may end below 0
             ttft_ms = max(ttft_ms, self._first_ms * isl / self._first_isl)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.forecasting.answers import InlineForecaster
 from dynamo_local.planner.records.decision_log import DecisionRecord, Outcome, StepOutcome, inputs_of
-from dynamo_local.planner.values import Observation, Pull
+from dynamo_local.planner.values import IntervalObservation, Observation
 from dynamo_local.simulator.simulation import Acted, Case, Simulation
 from dynamo_local.simulator.trace import TraceRequest
 
@@ -17,12 +16,14 @@ def recorded(trace: Sequence[TraceRequest], case: Case, *, began_s: float = 0.0)
     """The decisions of that case, whose run begins at `began_s` (Unix time). It must have a planner."""
     assert case.planner is not None, "a case without a planner decides nothing"
     options, records = case.planner, list[DecisionRecord]()
-    driver = PolicyDriver(policy_of(options), 0.0, forecaster=InlineForecaster())
+    driver = PolicyDriver(case.make_policy(options), 0.0, forecaster=InlineForecaster())
 
-    def record(acted: Acted, pull: Pull) -> None:
-        standing, decision = driver.standing, acted.decision
-        seen = Observation(decision.now_s, standing.interval_began_s, standing.readings, pull.pools)
-        inputs = inputs_of(seen, options, traffic=pull.traffic, prediction=driver.prediction, engines=pull.engines)
+    def record(acted: Acted, observation: Observation) -> None:
+        status, decision = driver.status, acted.decision
+        seen = IntervalObservation(decision.now_s, status.interval_began_s, status.readings, observation.pools)
+        inputs = inputs_of(
+            seen, options, traffic=observation.traffic, prediction=driver.prediction, engines=observation.engines
+        )
         number = len(records) + 1
         outcomes = dict(_outcomes(acted, no_operation=case.no_operation))
         records.append(DecisionRecord(began_s + decision.now_s, f"planner:{number}", inputs, decision, outcomes))

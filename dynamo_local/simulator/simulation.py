@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.routing.choice import LeastLoaded, Picker
 from dynamo_local.core.types import Role
 from dynamo_local.errors import DynamoError
@@ -16,10 +18,10 @@ from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.forecasting.answers import InlineForecaster
 from dynamo_local.planner.policies.load import mean_kv
-from dynamo_local.planner.policies.options import PolicyOptions
 from dynamo_local.planner.policies.pools import pools_of
+from dynamo_local.planner.policies.protocol import Policy
 from dynamo_local.planner.scaling_times import ScalingTimes
-from dynamo_local.planner.values import Decision, Pull, Reading, Wants
+from dynamo_local.planner.values import Decision, Needs, Observation, Reading
 from dynamo_local.profile.interpolation import PerfModel, ProfileModel
 from dynamo_local.simulator.fleet import FleetPoint, Scaled, VirtualFleet
 from dynamo_local.simulator.flow import DECODES, Flow
@@ -29,20 +31,20 @@ from dynamo_local.simulator.process import Agenda, Job, What
 from dynamo_local.simulator.trace import TraceRequest
 
 
-def observed(flow: Flow, wants: Wants, pull: Pull) -> Pull:
+def observed(flow: Flow, needs: Needs, observation: Observation) -> Observation:
     """The pull, with traffic and passes."""
-    now_s = pull.at_s
-    if wants.traffic_window_s is not None:
+    now_s = observation.at_s
+    if needs.traffic_window_s is not None:
         flow.serving(now_s, *DECODES)  # answers end within passes: bring them to now
-        window_s = wants.traffic_window_s
-        requests = flow.seen.requests(now_s, window_s) if wants.requests else None
-        pull = replace(pull, traffic=flow.seen.window(now_s, window_s), requests=requests)
-    if wants.passes and flow.observed_passes is not None:
+        window_s = needs.traffic_window_s
+        requests = flow.seen.requests(now_s, window_s) if needs.requests else None
+        observation = replace(observation, traffic=flow.seen.window(now_s, window_s), requests=requests)
+    if needs.passes and flow.observed_passes is not None:
         serving = flow.serving(now_s, Role.PREFILL, *DECODES)
         one_each = {PREFILL if each.role is Role.PREFILL else DECODE: each for each in serving}
         limits = {component: capabilities(each, flow.max_model_len) for component, each in one_each.items()}
-        pull = replace(pull, engines=flow.observed_passes.engines(serving, now_s), capabilities=limits)
-    return pull
+        observation = replace(observation, engines=flow.observed_passes.engines(serving, now_s), capabilities=limits)
+    return observation
 
 
 STUCK_AFTER_S = 6 * 3600.0
@@ -100,7 +102,7 @@ class Simulation:
         no_operation: bool = False,
         perf: PerfModel | None = None,
         picker: Picker | None = None,
-        on_acted: Callable[[Acted, Pull], None] = lambda acted, pull: None,
+        on_acted: Callable[[Acted, Observation], None] = lambda acted, observation: None,
     ) -> None:
         self._on_acted = on_acted
         self._options = options
@@ -108,12 +110,12 @@ class Simulation:
         self._no_operation = no_operation
         self._agenda = Agenda()
         perf = perf or ProfileModel.load(options.sim.profile)
-        watches = planner is not None and planner.wants.passes
+        watches = planner is not None and planner.needs.passes
         self.flow = Flow(options, perf, self._agenda, picker or LeastLoaded(), watches=watches)
         self.fleet = VirtualFleet(options, self._agenda, self.flow.make_process, 0.0)
         self.flow.attach(self.fleet)
         known = {} if options.leads is None else {"known": options.start_up_known_s}  # from earlier runs of a host
-        self._times = ScalingTimes(self.fleet.now_s, leads=options.medians, **known)
+        self._times = ScalingTimes(self.fleet.now_s, lead_times=options.medians, **known)
         self.fleet.controller.subscribe(on_transition=self._times.on_transition)
         self._run = Run([Job(number, request) for number, request in enumerate(trace)])
 
@@ -182,12 +184,12 @@ class Simulation:
         reading = Reading(now_s, queue, loads)
         self._run.sightings.append(Sighting(now_s, queue, mean_kv((reading,))))
         prefill, actuators = PREFILL if disagg else None, self._options.actuators
-        pools = self._times.told(pools_of(self.fleet.view(), decode=DECODE, prefill=prefill, actuators=actuators))
-        pull = observed(self.flow, self._planner.wants, Pull(reading, pools))
-        decision = self._planner.tick_now(pull)
+        pools = self._times.reported(pools_of(self.fleet.view(), decode=DECODE, prefill=prefill, actuators=actuators))
+        observation = observed(self.flow, self._planner.needs, Observation(reading, pools))
+        decision = self._planner.tick_now(observation)
         if decision is not None:
             self._act(decision, now_s)
-            self._on_acted(self._run.acted[-1], pull)
+            self._on_acted(self._run.acted[-1], observation)
         if self._planner.next_at_s <= now_s:
             raise Stuck(f"the planner wants to be asked again at {self._planner.next_at_s:.1f} s, and that is now")
         self._agenda.add(self._planner.next_at_s, What.ROUND)
@@ -231,7 +233,8 @@ class Case:
 
     name: str
     options: SimulationOptions
-    planner: PolicyOptions | None = None
+    planner: PlannerConfig | None = None
+    make_policy: Callable[[PlannerConfig], Policy[Any]] = policy_of
     no_operation: bool = False
     make_picker: Callable[[], Picker] = LeastLoaded
 
@@ -240,7 +243,7 @@ def run_case(trace: Sequence[TraceRequest], case: Case) -> Run:
     """The run of one case. Raises what its options are refused with."""
     planner = None
     if case.planner is not None:
-        planner = PolicyDriver(policy_of(case.planner), 0.0, forecaster=InlineForecaster())
+        planner = PolicyDriver(case.make_policy(case.planner), 0.0, forecaster=InlineForecaster())
     simulation = Simulation(
         case.options, trace, planner=planner, no_operation=case.no_operation, picker=case.make_picker()
     )

@@ -21,7 +21,7 @@ from dynamo_local.planner.plugins import codec as wire
 from dynamo_local.planner.plugins.registration import CircuitState
 from dynamo_local.planner.plugins.service import PluginService
 from dynamo_local.planner.values import Proposal
-from tests.fakes.planner.plugins import pull
+from tests.fakes.planner.plugins import observation
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "planner_plugin" / "office_hours.py"
@@ -69,7 +69,7 @@ class PlannerSide:
         )
 
     async def tick(self, *own: Proposal, **more: Any) -> dict[str, int]:
-        pipeline, seen = self.service.pipeline, pull(self._clock.now_s(), **more)
+        pipeline, seen = self.service.pipeline, observation(self._clock.now_s(), **more)
         prediction = await pipeline.predict(seen, None)
         return {t.sub_component_type: t.replicas for t in await pipeline.targets(seen, prediction, own)}
 

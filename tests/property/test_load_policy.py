@@ -8,21 +8,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Load, Missing, floor_workers
 from dynamo_local.planner.policies.load import LoadPolicy
-from dynamo_local.planner.policies.options import LoadOptions
-from dynamo_local.planner.values import Observation, Reading, Rule
+from dynamo_local.planner.values import IntervalObservation, Reading, Rule
 from tests.fakes.planner.observations import DECODE, NOT_HAD, PREFILL, pool, reading, worker_pools
+from tests.fakes.planner.options import load_options
 from tests.fakes.planner.planner_worlds import observations, options, short_of, with_number
 
 
-def steps(seen: Observation, given_options: LoadOptions) -> dict[str, int]:
+def steps(seen: IntervalObservation, given_options: PlannerConfig) -> dict[str, int]:
     """By component."""
     return LoadPolicy(given_options).on_tick(seen).steps
 
 
 @given(observations(), options())
-def test_each_counterfactual_is_true_and_nearest_of_its_number(seen: Observation, given_options: LoadOptions) -> None:
+def test_each_counterfactual_is_true_and_nearest_of_its_number(
+    seen: IntervalObservation, given_options: PlannerConfig
+) -> None:
     decision = LoadPolicy(given_options).on_tick(seen)
     for reason in decision.reasons:
         other = reason.otherwise
@@ -36,7 +39,7 @@ def test_each_counterfactual_is_true_and_nearest_of_its_number(seen: Observation
 
 
 @given(observations(), options())
-def test_there_is_one_for_each_step_and_each_refusal(seen: Observation, given_options: LoadOptions) -> None:
+def test_there_is_one_for_each_step_and_each_refusal(seen: IntervalObservation, given_options: PlannerConfig) -> None:
     """Missing data leave none, nor does a world in which nothing else can be done (no budget for one more)."""
     for reason in LoadPolicy(given_options).on_tick(seen).reasons:
         if reason.rule in (Rule.SCALE_DOWN, Rule.SCALE_UP, Rule.BUDGET, Rule.GRACE):
@@ -44,7 +47,7 @@ def test_there_is_one_for_each_step_and_each_refusal(seen: Observation, given_op
 
 
 @given(observations(adjusting=True), options())
-def test_floor_and_budget_always_hold(seen: Observation, given_options: LoadOptions) -> None:
+def test_floor_and_budget_always_hold(seen: IntervalObservation, given_options: PlannerConfig) -> None:
     """An up never brings what is held above the budget; a down never brings a component below its floor."""
     decision = LoadPolicy(given_options).on_tick(seen)
     pools = {pool.component: pool for pool in seen.pools.all}
@@ -65,19 +68,19 @@ def test_floor_and_budget_always_hold(seen: Observation, given_options: LoadOpti
             assert capacity + reason.step >= floor
 
 
-def without(seen: Observation, component: str) -> Observation:
+def without(seen: IntervalObservation, component: str) -> IntervalObservation:
     """All of that component's samples lost."""
 
-    def lost(pull: Reading) -> Reading:
+    def lost(observation: Reading) -> Reading:
         if component == PREFILL:
-            return replace(pull, queue=None if pull.queue is None else NOT_HAD)
-        return replace(pull, loads={worker: NOT_HAD for worker in pull.loads})
+            return replace(observation, queue=None if observation.queue is None else NOT_HAD)
+        return replace(observation, loads={worker: NOT_HAD for worker in observation.loads})
 
-    return replace(seen, readings=tuple(lost(pull) for pull in seen.readings))
+    return replace(seen, readings=tuple(lost(observation) for observation in seen.readings))
 
 
 @given(observations(), options(), st.sampled_from([PREFILL, DECODE]))
-def test_missing_data_never_acts(seen: Observation, given_options: LoadOptions, component: str) -> None:
+def test_missing_data_never_acts(seen: IntervalObservation, given_options: PlannerConfig, component: str) -> None:
     decision = LoadPolicy(given_options).on_tick(without(seen, component))
     pools = {pool.component: pool for pool in seen.pools.all}
     for reason in decision.reasons:
@@ -87,29 +90,31 @@ def test_missing_data_never_acts(seen: Observation, given_options: LoadOptions, 
 
 @given(observations(), options(), st.floats(0, 1), st.integers(0, 20))
 def test_higher_load_never_gives_fewer_workers(
-    seen: Observation, given_options: LoadOptions, more_kv: float, more_queue: int
+    seen: IntervalObservation, given_options: PlannerConfig, more_kv: float, more_queue: int
 ) -> None:
     """Of a component whose own load is higher, with the same fleet and the other's load as it was."""
 
-    def loaded(pull: Reading) -> Reading:
+    def loaded(observation: Reading) -> Reading:
         return replace(
-            pull,
+            observation,
             loads={
                 worker: load
                 if isinstance(load, Missing)
                 else replace(load, gpu_cache_usage_perc=min(1.0, load.gpu_cache_usage_perc + more_kv))
-                for worker, load in pull.loads.items()
+                for worker, load in observation.loads.items()
             },
         )
 
-    def queued(pull: Reading) -> Reading:
-        queue = pull.queue
-        return replace(pull, queue=queue if queue is None or isinstance(queue, Missing) else queue + more_queue)
+    def queued(observation: Reading) -> Reading:
+        queue = observation.queue
+        return replace(observation, queue=queue if queue is None or isinstance(queue, Missing) else queue + more_queue)
 
     before = steps(seen, given_options)
     for component, change in ((DECODE, loaded), (PREFILL, queued)):
         if component in before:
-            after = steps(replace(seen, readings=tuple(change(pull) for pull in seen.readings)), given_options)
+            after = steps(
+                replace(seen, readings=tuple(change(observation) for observation in seen.readings)), given_options
+            )
             assert after[component] >= before[component]
 
 
@@ -120,14 +125,14 @@ def test_higher_load_never_gives_fewer_workers(
     kv_work=st.floats(0.05, 6).filter(lambda work: not 0.9 < work < 1.0),
     queue_work=st.floats(0, 5),
     given_options=st.builds(
-        LoadOptions,
+        PlannerConfig,
         max_gpu_budget=st.integers(8, 12),
         min_gpu_budget=st.integers(1, 2),
         decode_kv_per_waiting_request=st.just(0.0),
     ),
 )
 def test_constant_load_settles(
-    aggregated: bool, prefill: int, decode: int, kv_work: float, queue_work: float, given_options: LoadOptions
+    aggregated: bool, prefill: int, decode: int, kv_work: float, queue_work: float, given_options: PlannerConfig
 ) -> None:
     """A plant whose KV use and queue are its work, shared by its workers: after some intervals nothing moves.
 
@@ -141,7 +146,7 @@ def test_constant_load_settles(
         kv = min(1.0, kv_work / d)
         seen_fleet = worker_pools(None if aggregated else p, pool(DECODE, d, added_at_s=-1e6))
         pulls = tuple(reading(now_s + n, None if aggregated else queue, kv, d) for n in range(2))
-        decision = LoadPolicy(given_options).on_tick(Observation(now_s + 30, now_s, pulls, seen_fleet))
+        decision = LoadPolicy(given_options).on_tick(IntervalObservation(now_s + 30, now_s, pulls, seen_fleet))
         p, d = decision.targets.get(PREFILL, p), decision.targets[DECODE]
         now_s += 30
         history.append((p, d))
@@ -152,5 +157,5 @@ def test_constant_load_settles(
 def test_a_load_without_its_kv_use_is_missing() -> None:
     """NaN for it made all comparisons false in the predecessor (lesson 14)."""
     pulls = (Reading(1.0, None, {"d": Load(gpu_cache_usage_perc=Missing("not told"))}),)
-    decision = LoadPolicy(LoadOptions()).on_tick(Observation(30.0, 0.0, pulls, worker_pools(None, 2)))
+    decision = LoadPolicy(load_options()).on_tick(IntervalObservation(30.0, 0.0, pulls, worker_pools(None, 2)))
     assert [(reason.step, reason.rule) for reason in decision.reasons] == [(0, Rule.MISSING)]

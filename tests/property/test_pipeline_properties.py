@@ -114,7 +114,7 @@ def test_an_open_circuit_is_left_alone(ticks: list[tuple[float, bool]]) -> None:
             continue
         if in_a_row >= circuits.FAILURES_MAX:
             assert now_s - last_failure_s >= OPEN_S
-        circuit = circuits.asked(circuit)
+        circuit = circuits.was_called(circuit)
         if works:
             circuit, in_a_row = circuits.CLOSED, 0
         else:

@@ -13,7 +13,7 @@ from dynamo_local.core.types import Missing
 from dynamo_local.planner.policies.budget import fitting
 from dynamo_local.planner.policies.sla_sizing import Facts, Need, Side, SlaRule, judge, nearest
 from tests.fakes.planner.observations import DECODE, PREFILL
-from tests.fakes.planner.sla_worlds import decided, policy, pull, targets_of, traffic
+from tests.fakes.planner.sla_worlds import decided, observation, policy, targets_of, traffic
 
 requests = st.floats(0, 200_000, allow_nan=False)
 lengths = st.floats(1, 100_000, allow_nan=False)
@@ -29,7 +29,7 @@ def bounds(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "min_endpoint": floor,
         "max_gpu_budget": floor * (of_prefill + of_decode) + draw(st.integers(0, 60)),
-        "max_step": draw(st.integers(1, 30)),
+        "max_throughput_scaling_replicas": draw(st.integers(1, 30)),
         "itl_ms": draw(st.floats(1, 100)),
         "ttft_ms": draw(st.floats(1, 1000)),
         "gpus": (of_prefill, of_decode),
@@ -50,7 +50,7 @@ def test_never_above_the_budget_and_never_below_the_floors(
     """Whatever was measured, or was not."""
     one, sizes = given_to(options)
     seen = traffic(num_req, isl=isl, osl=osl, ttft_ms=ttft_ms, itl_ms=itl_ms, request_duration_s=lasted_s)
-    decision = decided(one, pull(seen, there, **sizes))
+    decision = decided(one, observation(seen, there, **sizes))
     prefill, decode = targets_of(decision)
     assert decision.steps == {PREFILL: prefill - there[0], DECODE: decode - there[1]}
     if {reason.rule for reason in decision.reasons} == {SlaRule.NO_TRAFFIC_DATA}:
@@ -62,24 +62,24 @@ def test_never_above_the_budget_and_never_below_the_floors(
 
 @given(pools, st.sampled_from([Missing("not had"), None, traffic(Missing("not had")), traffic(math.nan)]))
 def test_what_is_not_known_changes_nothing(there: tuple[int, int], seen: Any) -> None:
-    decision = decided(policy(), pull(seen, there))
+    decision = decided(policy(), observation(seen, there))
     assert targets_of(decision) == there
     assert decision.acts == ()
 
 
 @given(requests, requests, lengths, lengths, st.floats(1, 100))
 def test_more_requests_never_need_fewer_workers(one: float, two: float, isl: float, osl: float, itl_ms: float) -> None:
-    free = policy(itl_ms=itl_ms, max_gpu_budget=10**9, max_step=10**9)
-    found = [targets_of(decided(free, pull(traffic(n, isl=isl, osl=osl)))) for n in sorted((one, two))]
+    free = policy(itl_ms=itl_ms, max_gpu_budget=10**9, max_throughput_scaling_replicas=10**9)
+    found = [targets_of(decided(free, observation(traffic(n, isl=isl, osl=osl)))) for n in sorted((one, two))]
     assert found[0][0] <= found[1][0]
     assert found[0][1] <= found[1][1]
 
 
 @given(requests, lengths, lengths, st.floats(1, 100), st.floats(1, 100))
 def test_a_stricter_itl_never_needs_fewer_workers(num_req: float, isl: float, osl: float, a: float, b: float) -> None:
-    seen = pull(traffic(num_req, isl=isl, osl=osl))
+    seen = observation(traffic(num_req, isl=isl, osl=osl))
     found = [
-        targets_of(decided(policy(itl_ms=itl_ms, max_gpu_budget=10**9, max_step=10**9), seen))
+        targets_of(decided(policy(itl_ms=itl_ms, max_gpu_budget=10**9, max_throughput_scaling_replicas=10**9), seen))
         for itl_ms in sorted((a, b), reverse=True)
     ]
     assert found[0][1] <= found[1][1]
@@ -91,7 +91,7 @@ def test_a_constant_load_settles(num_req: float, isl: float, osl: float, options
     one, sizes = given_to(options)
     there, seen = (1, 1), traffic(num_req, isl=isl, osl=osl)
     for _ in range(100):
-        before, there = there, targets_of(decided(one, pull(seen, there, **sizes)))
+        before, there = there, targets_of(decided(one, observation(seen, there, **sizes)))
         if there == before:
             return
     pytest.fail(f"{before}, then {there}")
@@ -156,4 +156,4 @@ def test_each_counterfactual_is_true_and_just_so(seen: Facts, index: int) -> Non
 
 
 def test_where_one_number_decides_it_is_said() -> None:
-    assert all(reason.otherwise is not None for reason in decided(policy(), pull(traffic())).reasons)
+    assert all(reason.otherwise is not None for reason in decided(policy(), observation(traffic())).reasons)

@@ -1,4 +1,4 @@
-"""Whatever is expected: the ladder of `slo` keeps budget and floors, and takes no more of a rung than there is."""
+"""Whatever is expected: `slo` keeps budget and floors, and takes no more of a scaling option than there is."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ from itertools import accumulate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_local.planner.policies.slo.ladder import COLD_START, FLIP, WAKE, Rung
-from dynamo_local.planner.policies.slo.scaling_options import Ahead, Bounds, Moment, Quick, climbed
+from dynamo_local.planner.policies.slo.scaling_options import (
+    COLD_START,
+    FLIP,
+    WAKE,
+    Ahead,
+    Bounds,
+    Moment,
+    Quick,
+    ScalingOption,
+    climbed,
+)
 from dynamo_local.planner.queueing import Shares
 
 BUDGET = 8
@@ -32,7 +41,8 @@ def ladders(draw: st.DrawFn) -> tuple[Ahead, ...]:
     """Cold starts, and what else there may be."""
     names = [COLD_START, *draw(st.sampled_from([(), (WAKE,), (FLIP,), (WAKE, FLIP)]))]
     return tuple(
-        Ahead(Rung(name, 1.0), draw(moments), tuple(draw(st.lists(moments, min_size=1, max_size=3)))) for name in names
+        Ahead(ScalingOption(name, 1.0), draw(moments), tuple(draw(st.lists(moments, min_size=1, max_size=3))))
+        for name in names
     )
 
 
@@ -46,7 +56,7 @@ small = st.integers(0, 3)
     st.tuples(small, small),
     st.floats(0, 5),
 )
-def test_budget_floors_and_rungs_hold(
+def test_budget_floors_and_scaling_options_hold(
     now: tuple[int, int], ladder: tuple[Ahead, ...], asleep: tuple[int, int], able: tuple[int, int], price: float
 ) -> None:
     bounds = Bounds((1, 1), (1, 1), BUDGET)
@@ -55,5 +65,5 @@ def test_budget_floors_and_rungs_hold(
     assert sum(fleet) <= BUDGET
     assert min(fleet) >= 1
     assert -able[1] <= flips <= able[0]
-    if all(each.rung.name != FLIP for each in ladder):
+    if all(each.scaling_option.name != FLIP for each in ladder):
         assert flips == 0

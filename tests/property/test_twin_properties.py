@@ -8,13 +8,14 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.routing.disagg import DisaggSettings
 from dynamo_local.engines.sim.options import SimOptions
-from dynamo_local.planner.policies.options import LoadOptions
 from dynamo_local.profile.interpolation import FixedModel
 from dynamo_local.simulator.options import FleetShape, LeadOptions, SimulationOptions
 from dynamo_local.simulator.simulation import Run, Simulation
 from dynamo_local.simulator.trace import TraceRequest
+from tests.fakes.planner.options import load_options
 from tests.fakes.planner.twins import driven
 from tests.tools.examples import examples
 
@@ -48,7 +49,7 @@ def traces(draw: st.DrawFn) -> list[TraceRequest]:
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[SimulationOptions, LoadOptions | None]:
+def worlds(draw: st.DrawFn) -> tuple[SimulationOptions, PlannerConfig | None]:
     """A fleet, and perhaps a planner with thresholds that such small loads cross."""
     prefill = draw(st.integers(0, 2))
     decode = draw(st.integers(1, 3))
@@ -76,9 +77,9 @@ def worlds(draw: st.DrawFn) -> tuple[SimulationOptions, LoadOptions | None]:
         flips=decode_gpus == 1 and draw(st.booleans()),
         standby=draw(st.sampled_from([None, None, FleetShape(1, 1)])),
     )
-    planner = LoadOptions(
-        adjustment_interval_s=12 * TICK_S,
-        metric_pulling_interval_s=3 * TICK_S,
+    planner = load_options(
+        adjustment_interval=12 * TICK_S,
+        metric_pulling_interval=3 * TICK_S,
         max_gpu_budget=draw(st.sampled_from([6, 8])),
         min_gpu_budget=draw(st.sampled_from([1, 2])),
         decode_kv_scale_up_threshold=0.3,
@@ -89,7 +90,7 @@ def worlds(draw: st.DrawFn) -> tuple[SimulationOptions, LoadOptions | None]:
     return twin, draw(st.sampled_from([None, planner, planner]))
 
 
-def simulate(trace: list[TraceRequest], twin: SimulationOptions, planner: LoadOptions | None) -> Run:
+def simulate(trace: list[TraceRequest], twin: SimulationOptions, planner: PlannerConfig | None) -> Run:
     return Simulation(twin, trace, planner=driven(planner), perf=PERF).run()
 
 
@@ -102,7 +103,7 @@ def history(run: Run) -> tuple[Any, ...]:
 @settings(max_examples=examples(300))
 @given(trace=traces(), world=worlds())
 def test_passes_advanced_as_one_event_equal_pass_by_pass(
-    trace: list[TraceRequest], world: tuple[SimulationOptions, LoadOptions | None]
+    trace: list[TraceRequest], world: tuple[SimulationOptions, PlannerConfig | None]
 ) -> None:
     twin, planner = world
     slow = history(simulate(trace, replace(twin, coalesce=False), planner))
@@ -112,7 +113,7 @@ def test_passes_advanced_as_one_event_equal_pass_by_pass(
 @settings(max_examples=examples(200))
 @given(trace=traces(), world=worlds())
 def test_every_request_has_one_end_and_no_gpu_is_made_up(
-    trace: list[TraceRequest], world: tuple[SimulationOptions, LoadOptions | None]
+    trace: list[TraceRequest], world: tuple[SimulationOptions, PlannerConfig | None]
 ) -> None:
     twin, planner = world
     run = simulate(trace, twin, planner)
@@ -137,6 +138,6 @@ def test_every_request_has_one_end_and_no_gpu_is_made_up(
 @settings(max_examples=examples(50))
 @given(trace=traces(), world=worlds())
 def test_the_same_run_twice_is_the_same(
-    trace: list[TraceRequest], world: tuple[SimulationOptions, LoadOptions | None]
+    trace: list[TraceRequest], world: tuple[SimulationOptions, PlannerConfig | None]
 ) -> None:
     assert history(simulate(trace, *world)) == history(simulate(trace, *world))

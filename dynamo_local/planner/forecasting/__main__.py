@@ -25,7 +25,7 @@ def main() -> None:
     with suppress(OSError):  # a container may not let us
         Path("/proc/self/oom_score_adj").write_text("1000")
     logging.disable(logging.CRITICAL)  # Stan tells of each fit
-    # What the libraries start must not hold the socket: standard input becomes /dev/null.
+    # Children of the libraries must not inherit the socket: standard input becomes /dev/null.
     with socket.socket(fileno=os.dup(STDIN)) as connection:
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), STDIN)

@@ -1,4 +1,4 @@
-"""Any `ForecastTask` answered, here and now: a series continued, or the queueing twin asked."""
+"""Answers any `ForecastTask` in the caller's thread: continues a series, or runs the queueing model."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def answer(task: ForecastTask) -> Forecasts:
 
 
 # --- runners
-# Who runs a forecast (`planner.sources.Forecaster`): the arbiter off its loop, the twin here and now.
+# Two `planner.sources.Forecaster`: the arbiter forecasts in a process of its own, the simulator inline.
 
 DEADLINE_S = 60.0
 """For one forecast, where the windows are not shorter: the first one of a process has seconds of imports before it."""
 
 
 class InlineForecaster:
-    """In the caller's thread, whatever it takes: for the twin, whose time stands still meanwhile. The same task has the
+    """Answers in the caller's thread: for the simulator, whose time stands still meanwhile. The same task has the
     same answer as elsewhere."""
 
     async def run(self, task: ForecastTask, deadline_s: float) -> Forecasts | Missing:

@@ -80,7 +80,7 @@ class ForecastProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None while there is none."""
+        """The process id; None while no process runs."""
         return None if self._child is None else self._child.pid
 
     async def run(self, task: ForecastTask, deadline_s: float) -> Forecasts | Missing:
@@ -103,9 +103,9 @@ class ForecastProcess:
             self._rest.cancel()
         answered = False
         try:
-            told = await self._ask(task)
-            answered = not isinstance(told, Missing)
-            return told
+            reported = await self._ask(task)
+            answered = not isinstance(reported, Missing)
+            return reported
         finally:
             # Where there was no answer in time, a late one would be taken for that of the next task.
             if answered:

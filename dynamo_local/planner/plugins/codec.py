@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
+from dynamo_local.core.passes import EngineId, ForwardPass
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.plugins.registration import Registering
 from dynamo_local.planner.stages import (
@@ -22,6 +23,7 @@ from dynamo_local.planner.stages import (
     Predicted,
     Stage,
     Unusable,
+    Workers,
     usable,
 )
 from dynamo_local.planner.values import (
@@ -34,15 +36,13 @@ from dynamo_local.planner.values import (
     Reject,
     Traffic,
 )
-from dynamo_local.transport.fpm import encode_pass
+from dynamo_local.transport.fpm import decode_pass, encode_pass
 
 # --- wire
 # The messages of `plugin.proto`, made from its compiled descriptors.
 #
-# They are made when this module is imported, and not generated beforehand: generated code demands the protobuf that
-# it
-# was generated for, and one of two copies in a process (Dynamo's own, in a plugin's) clashes with the other. Here the
-# descriptors have a pool of their own.
+# They are made when this module is imported. Generated code would demand the protobuf release of its generator, and it
+# would clash with Dynamo's own copy in a plugin's process. Here the descriptors have a pool of their own.
 
 PACKAGE = "dynamo.planner.plugin.v1"
 
@@ -64,7 +64,7 @@ def message(name: str) -> Any:
 
 
 def methods(service: str) -> dict[str, tuple[str, Any, Any]]:
-    """Of a service: its methods, each with its path, and the classes of its request and response."""
+    """The methods of a service, each with its path, and the classes of its request and response."""
     found = _POOL.FindServiceByName(f"{PACKAGE}.{service}")
     return {
         method.name: (
@@ -77,7 +77,7 @@ def methods(service: str) -> dict[str, tuple[str, Any, Any]]:
 
 
 METHODS = {stage: methods(f"{stage.title()}Plugin")[stage.title()] for stage in Stage}
-"""Of each stage: the path of its method, and the classes of its request and response."""
+"""For each stage: the path of its method, and the classes of its request and response."""
 
 WORKER_FIELDS = (
     "ready_prefill",
@@ -95,12 +95,12 @@ WORKER_FIELDS = (
 def request(stage: Stage, context: PipelineContext, proposals: Sequence[Proposal] = ()) -> bytes:
     """The request of that stage. `proposals` are for RECONCILE."""
     _, made, _ = METHODS[stage]
-    asked = made()
-    _fill_context(asked.context, context)
+    requested = made()
+    _fill_context(requested.context, context)
     if stage is Stage.RECONCILE:
         for proposal in proposals:
-            _fill_proposal(asked.proposals.add(), proposal)
-    encoded: bytes = asked.SerializeToString()
+            _fill_proposal(requested.proposals.add(), proposal)
+    encoded: bytes = requested.SerializeToString()
     return encoded
 
 
@@ -182,7 +182,7 @@ def fill_result(made: Any, result: Answer) -> None:
 
 
 def answer(stage: Stage, raw: bytes) -> Answer:
-    """What a plugin answered. Raises `Unusable`."""
+    """The answer of a plugin. Raises `Unusable`."""
     said = parsed(METHODS[stage][2], raw)
     return usable(stage, _predicted(said) if stage is Stage.PREDICT else _RESULTS[said.WhichOneof("result")](said))
 
@@ -240,3 +240,85 @@ def registering(said: Any) -> Registering:
         requires_produced_fields=tuple(said.requires_produced_fields),
         observation_window_seconds=said.observation_window_seconds,
     )
+
+
+_NOT_SENT = Missing("it was not sent")
+
+
+def context_of_message(said: Any) -> PipelineContext:
+    """A `PipelineContext`. Its tick's time is on the planner's clock, which is not sent: 0."""
+    seen = said.observations
+    return PipelineContext(
+        request_id=said.request_id,
+        at_s=0.0,
+        decision_id=said.decision_id,
+        observations=Observations(
+            traffic=_traffic(seen.traffic) if seen.HasField("traffic") else None,
+            fpm=Fpm(_passes(seen.fpm.prefill_engines), _passes(seen.fpm.decode_engines))
+            if seen.HasField("fpm")
+            else None,
+            workers=_workers(seen.workers) if seen.HasField("workers") else None,
+        ),
+        predictions=_prediction(said.predictions) if said.HasField("predictions") else None,
+        proposal=_targets(said.proposal.targets) if said.HasField("proposal") else None,
+        constrained=_targets(said.constrained.targets) if said.HasField("constrained") else None,
+    )
+
+
+def _traffic(said: Any) -> Traffic:
+    optional = {
+        name: getattr(said, name) if said.HasField(name) else _NOT_SENT for name in ("kv_hit_rate", "accept_length")
+    }
+    return Traffic(0.0, said.duration_s, said.num_req, said.isl, said.osl, **optional)
+
+
+def _workers(said: Any) -> Workers:
+    return Workers(**{name: getattr(said, name) for name in WORKER_FIELDS if said.HasField(name)})
+
+
+def _prediction(said: Any) -> Prediction:
+    values = {name: getattr(said, f"predicted_{name}") for name in FIELDS if said.HasField(f"predicted_{name}")}
+    return Prediction(**values, source=said.source)
+
+
+def _targets(said: Iterable[Any]) -> tuple[ComponentTarget, ...]:
+    """Those that have replicas."""
+    return tuple(
+        ComponentTarget(target.sub_component_type, target.replicas, OverrideType(target.type))
+        for target in said
+        if target.HasField("replicas")
+    )
+
+
+def _passes(engines: Mapping[str, bytes]) -> dict[EngineId, ForwardPass]:
+    """Those that can be read."""
+    passes = (decode_pass(raw) for raw in engines.values())
+    return {last.engine: last for last in passes if last is not None}
+
+
+def proposals_of_message(said: Iterable[Any]) -> tuple[Proposal, ...]:
+    """The proposals of PROPOSE, for RECONCILE. A result that is not set counts as an accept."""
+    return tuple(Proposal(each.plugin_id, each.priority, _result(each)) for each in said)
+
+
+def _result(said: Any) -> Accept | Override | Reject:
+    match said.WhichOneof("result"):
+        case "override":
+            return Override(_targets(said.override.targets), said.override.reason)
+        case "reject":
+            return Reject(said.reject.reason)
+    return Accept()
+
+
+def response(stage: Stage, answer: Answer) -> bytes:
+    """The answer of a plugin, as its stage's response."""
+    made = METHODS[stage][2]()
+    if isinstance(answer, Predicted):
+        made.final = answer.final
+        if answer.prediction is not None:
+            fill_prediction(made.predictions, answer.prediction)
+    else:
+        fill_result(made, answer)
+        made.final = isinstance(answer, Override) and answer.final
+    encoded: bytes = made.SerializeToString()
+    return encoded

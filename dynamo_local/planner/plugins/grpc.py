@@ -80,38 +80,38 @@ class Gateway:
 
     # --- the calls ---------------------------------------------------------------------------------
 
-    async def _register(self, asked: Any, context: Any) -> dict[str, Any]:
-        said = codec.registering(asked)
+    async def _register(self, requested: Any, context: Any) -> dict[str, Any]:
+        said = codec.registering(requested)
         if (fault := malformed(said)) is not None:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"register: {fault}")
-        reason = self._registry.register(said, self._tokens.subject_of(asked.auth_token), origin="gateway")
+        reason = self._registry.register(said, self._tokens.subject_of(requested.auth_token), origin="gateway")
         if reason is not None:
             return {"accepted": False, "reject_reason": reason}
         return {"accepted": True, "negotiated_protocol_version": said.protocol_version}
 
-    async def _heartbeat(self, asked: Any, context: Any) -> dict[str, Any]:
-        await self._allowed("heartbeat", asked, context)
-        self._registry.heartbeat(asked.plugin_id)
+    async def _heartbeat(self, requested: Any, context: Any) -> dict[str, Any]:
+        await self._allowed("heartbeat", requested, context)
+        self._registry.heartbeat(requested.plugin_id)
         return {"ok": True}
 
-    async def _unregister(self, asked: Any, context: Any) -> dict[str, Any]:
-        await self._allowed("unregister", asked, context)
-        self._registry.remove(asked.plugin_id, shown(asked.reason) or "unregistered")
+    async def _unregister(self, requested: Any, context: Any) -> dict[str, Any]:
+        await self._allowed("unregister", requested, context)
+        self._registry.remove(requested.plugin_id, shown(requested.reason) or "unregistered")
         return {"ok": True}
 
-    async def _list(self, asked: Any, context: Any) -> dict[str, Any]:
+    async def _list(self, requested: Any, context: Any) -> dict[str, Any]:
         await context.abort(
             grpc.StatusCode.PERMISSION_DENIED,
             "list_plugins: `dynamo planner plugins` lists them, on the planner's host",
         )
         return {}
 
-    async def _allowed(self, what: str, asked: Any, context: Any) -> None:
+    async def _allowed(self, what: str, requested: Any, context: Any) -> None:
         """Only who registered a plugin speaks for it. An unknown one is refused in the same words."""
-        subject = self._tokens.subject_of(asked.auth_token)
+        subject = self._tokens.subject_of(requested.auth_token)
         if subject is None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{what}: auth_failed")
-        if self._registry.subject_of(asked.plugin_id) != subject:
+        if self._registry.subject_of(requested.plugin_id) != subject:
             await context.abort(
                 grpc.StatusCode.PERMISSION_DENIED, f"{what}: you have registered no such plugin; register it (again)"
             )
@@ -126,10 +126,10 @@ def _handler(name: str, handle: Handler) -> Any:
 
     async def call(raw: bytes, context: Any) -> bytes:
         try:
-            asked = codec.parsed(request, raw)
+            requested = codec.parsed(request, raw)
         except Unusable:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{name.lower()}: these bytes are no {name}Request")
-        answer: bytes = response(**await handle(asked, context)).SerializeToString()
+        answer: bytes = response(**await handle(requested, context)).SerializeToString()
         return answer
 
     return grpc.unary_unary_rpc_method_handler(call)
@@ -189,20 +189,22 @@ class GrpcPlugin:
         self, stage: Stage, context: PipelineContext, proposals: Sequence[Proposal], timeout_s: float
     ) -> Answer:
         """See `Plugin`. Before its first stage, and again after a failure, the plugin is told to get ready."""
-        asked = codec.request(stage, context, proposals)
-        if len(asked) > self._bytes_max:
-            raise PluginFailed(f"the context has {len(asked)} bytes, max_message_size_bytes allows {self._bytes_max}")
+        requested = codec.request(stage, context, proposals)
+        if len(requested) > self._bytes_max:
+            raise PluginFailed(
+                f"the context has {len(requested)} bytes, max_message_size_bytes allows {self._bytes_max}"
+            )
         try:
             async with asyncio.timeout(timeout_s):
                 if not self._bootstrapped:
                     await self._lifecycle("Bootstrap")
                     self._bootstrapped = True
-                return codec.answer(stage, await self._call(codec.METHODS[stage][0], asked))
+                return codec.answer(stage, await self._call(codec.METHODS[stage][0], requested))
         except TimeoutError:
             raise PluginFailed(f"no answer within {timeout_s:g} s") from None
         except grpc.aio.AioRpcError as error:
             self._bootstrapped = False  # what answers next time may be another process
-            raise PluginFailed(_words(error)) from None
+            raise PluginFailed(_describe(error)) from None
         except Unusable as error:
             raise PluginFailed(f"its answer cannot be used: {error}") from None
 
@@ -235,5 +237,5 @@ class GrpcPlugin:
         return answer
 
 
-def _words(error: grpc.aio.AioRpcError) -> str:
+def _describe(error: grpc.aio.AioRpcError) -> str:
     return f"{error.code().name}: {shown(error.details() or 'no details')}"

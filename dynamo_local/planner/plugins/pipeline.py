@@ -35,16 +35,25 @@ from dynamo_local.planner.stages import (
     unset,
     wanted,
 )
-from dynamo_local.planner.values import Accept, ComponentTarget, Override, Prediction, Proposal, Pull, Reject, Wants
+from dynamo_local.planner.values import (
+    Accept,
+    ComponentTarget,
+    Needs,
+    Observation,
+    Override,
+    Prediction,
+    Proposal,
+    Reject,
+)
 
 log = logging.getLogger(__name__)
 
 TRAFFIC_WINDOW_S = 60.0
-"""Of a plugin that names none, under a policy that has none."""
+"""The traffic window if neither the plugin nor the policy names one."""
 
 
 class Action(enum.StrEnum):
-    """What became of a tick. Dynamo's names."""
+    """The outcome of a tick, under Dynamo's names."""
 
     APPLY = "apply"
     SKIP_NO_TARGETS = "skip_no_targets"
@@ -80,15 +89,15 @@ class PluginPipeline:
         self._context: PipelineContext | None = None
         self._began_s = 0.0
 
-    def wants(self, wants: Wants) -> Wants:
-        """What a pull must bring for the policy, and for the plugins."""
-        return wanted(wants, self.registry.specs(), TRAFFIC_WINDOW_S)
+    def needs(self, needs: Needs) -> Needs:
+        """The needs of the policy and of the plugins."""
+        return wanted(needs, self.registry.specs(), TRAFFIC_WINDOW_S)
 
-    async def predict(self, pull: Pull, own: Prediction | None) -> Prediction | None:
+    async def predict(self, observation: Observation, own: Prediction | None) -> Prediction | None:
         """The policy's prediction (None: it has none), with what plugins say. A tick begins."""
         self.registry.expire()
         self._ticks += 1
-        context = self._context = context_of(pull, f"{self._run}-{self._ticks}")
+        context = self._context = context_of(observation, f"{self._run}-{self._ticks}")
         self._began_s = self._clock.now_s()
         try:
             async with asyncio.timeout(self._tick_max_s):
@@ -99,17 +108,17 @@ class PluginPipeline:
             return own
 
     async def targets(
-        self, pull: Pull, prediction: Prediction | None, proposals: tuple[Proposal, ...]
+        self, observation: Observation, prediction: Prediction | None, proposals: tuple[Proposal, ...]
     ) -> tuple[ComponentTarget, ...]:
         """The proposals of the policy, merged with those of plugins, reconciled and constrained. None: do nothing."""
         context, self._context = self._context, None
-        if context is None or context.at_s != pull.at_s:
+        if context is None or context.at_s != observation.at_s:
             return ()  # the tick was given up
         context = replace(context, predictions=prediction)
         left_s = max(0.0, self._began_s + self._tick_max_s - self._clock.now_s())
         try:
             async with asyncio.timeout(left_s):
-                merged = await self._merged(context, proposals, baseline_of(pull))
+                merged = await self._merged(context, proposals, baseline_of(observation))
         except TimeoutError:
             self._ends(context, Action.SKIP_TICK_TIMEOUT, prediction, why=self._late())
             return ()
@@ -160,7 +169,7 @@ class PluginPipeline:
     async def _proposals(
         self, stage: Stage, context: PipelineContext, before: Sequence[Proposal]
     ) -> tuple[Proposal, ...]:
-        """What the plugins of the stage say, all asked at once."""
+        """The answers of the plugins of a stage, all called at once."""
         rows = self.registry.of(stage)
         if not rows:
             return ()
@@ -172,7 +181,7 @@ class PluginPipeline:
     async def _contribution(
         self, row: Registered, context: PipelineContext, proposals: Sequence[Proposal]
     ) -> Answer | None:
-        """What it says in this tick, or what it said last where that is to stand; None: nothing."""
+        """The plugin's answer in this tick, or its last answer if that one still holds; None: no answer."""
         counters, name, now_s = self.registry.counters, row.spec.plugin_id, context.at_s
         if not circuits.admits(row.circuit, now_s):
             return None
@@ -186,12 +195,14 @@ class PluginPipeline:
                 counters.add("plugin_held_over_total", name, row.spec.stage)
             return row.turn.held
         row.lag_s = scheduling.lag_s(row.turn, row.spec, now_s)
-        return await self._asked(row, context, proposals)
+        return await self._requested(row, context, proposals)
 
-    async def _asked(self, row: Registered, context: PipelineContext, proposals: Sequence[Proposal]) -> Answer | None:
+    async def _requested(
+        self, row: Registered, context: PipelineContext, proposals: Sequence[Proposal]
+    ) -> Answer | None:
         """Its answer; None where it gave none. Whatever it does is counted, and raises nothing."""
         registry, spec, began_s = self.registry, row.spec, self._clock.now_s()
-        row.circuit, row.last_call_s = circuits.asked(row.circuit), began_s
+        row.circuit, row.last_call_s = circuits.was_called(row.circuit), began_s
         row.evaluations += 1
         row.overrides = frozenset()
         result = "error"

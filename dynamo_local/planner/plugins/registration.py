@@ -17,7 +17,7 @@ ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
 PATHS_MAX = 32
 INTERVAL_MAX_S = 86_400.0 * 365
 ALIGNED_S = 1e-3
-"""A window may miss a multiple of the scale interval by so much; it travels as a 32-bit float."""
+"""A window may miss a multiple of the scale interval by so much, because the wire has 32-bit floats."""
 
 _VERSION = re.compile(r"\d{1,6}(\.\d{1,6}){0,3}")
 _PATH = re.compile(r"[a-z][a-z_]{0,63}(\.[a-z][a-z_]{0,63}){0,3}")
@@ -26,7 +26,7 @@ _TCP = re.compile(r"grpcs?://((?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5}))"
 
 @dataclass(frozen=True, slots=True)
 class Registering:
-    """What a registration says, as it came over the wire or stands in the configuration."""
+    """A registration, from the wire or from the configuration."""
 
     plugin_id: str
     plugin_type: str
@@ -43,7 +43,7 @@ class Registering:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What registrations are held against. `scale_interval_s` 0: the planner's ticks have no fixed grid."""
+    """The rules for registrations. `scale_interval_s` 0: the planner's ticks have no fixed grid."""
 
     protocol_version_min: str = "1.0"
     protocol_version_max: str = "1.0"
@@ -196,7 +196,7 @@ def admits(circuit: Circuit, now_s: float) -> bool:
     return circuit.state is CircuitState.CLOSED
 
 
-def asked(circuit: Circuit) -> Circuit:
+def was_called(circuit: Circuit) -> Circuit:
     """The plugin is asked, which was admitted."""
     if circuit.state is CircuitState.CLOSED:
         return circuit
@@ -234,7 +234,7 @@ class Turn:
 def registered(now_s: float, grid_s: float, scale_interval_s: float) -> Turn:
     """The turn of a plugin that registers now.
 
-    The anchor is the last moment of the grid of ticks, which began at `grid_s`: plugins of one interval that registered
+    The anchor is the last moment of the grid of ticks, which began at `grid_s`. Plugins of one interval that register
     shortly after each other are then due in the same tick. A grid of 0 s is none.
     """
     if scale_interval_s <= 0.0 or now_s < grid_s:
@@ -253,7 +253,8 @@ def lag_s(turn: Turn, spec: PluginSpec, now_s: float) -> float:
 
 
 def answered(turn: Turn, spec: PluginSpec, answer: Answer, now_s: float) -> Turn:
-    """After an answer. What was held before is forgotten, whatever was answered: an accept takes an override back."""
+    """The turn after an answer. A held answer is forgotten, whatever the new one is: an accept takes an override
+    back."""
     if spec.hold_policy is HoldPolicy.HOLD_LAST:
         if isinstance(answer, Override):
             return Turn(now_s, replace(answer, final=False), now_s)

@@ -104,7 +104,7 @@ def _registering(
 
 
 # --- counting
-# What is counted of plugins, under the names of Dynamo's metrics (without their prefix `dynamo_planner_`).
+# Counters of plugins, under the names of Dynamo's metrics (without their prefix `dynamo_planner_`).
 
 COUNTERS = {
     "plugin_evaluations_total": ("plugin_id", "stage", "result"),
@@ -137,7 +137,7 @@ class Durations:
 
 
 class Counters:
-    """By name, then by the values of the labels. Those of a plugin go with it, so that they do not pile up."""
+    """Counts by name and label values. The counts of a plugin go when it goes, so that they do not pile up."""
 
     def __init__(self) -> None:
         self.totals: dict[str, Counter[tuple[str, ...]]] = {name: Counter() for name in COUNTERS}
@@ -185,7 +185,7 @@ class Registered:
     lag_s: float = 0.0
     overrides: frozenset[OverrideType] = frozenset()
     trouble: str | None = None
-    told: bool = False
+    reported: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +279,7 @@ class Registry:
         task.add_done_callback(self._leaving.discard)
 
     def subject_of(self, plugin_id: str) -> str | None:
-        """Who registered it; None: there is no such plugin."""
+        """The subject that registered the plugin; None: no such plugin."""
         row = self._plugins.get(plugin_id)
         return None if row is None else row.subject
 
@@ -310,7 +310,7 @@ class Registry:
         return sorted(found, key=lambda row: (row.spec.priority, row.spec.plugin_id))
 
     def specs(self) -> tuple[PluginSpec, ...]:
-        """What each plugin said of itself when it registered."""
+        """The registration of each plugin."""
         return tuple(row.spec for row in self._plugins.values())
 
     def answered(self, row: Registered) -> None:
@@ -327,14 +327,14 @@ class Registry:
         row.turn, row.overrides = scheduling.forgotten(row.turn), frozenset()
         name, times = row.spec.plugin_id, row.circuit.failures
         if self._plugins.get(name) is row:
-            row.told = True
+            row.reported = True
             then = f"it is asked again in {circuits.OPEN_S:g} s"
             self.tell(f"planner: plugin {name} failed {times} times in a row ({why}); {then}", _trouble(row))
 
     def _well(self, row: Registered) -> None:
-        if row.told:
+        if row.reported:
             self.tell(f"planner: the trouble of plugin {row.spec.plugin_id} is over", Over(_trouble(row).name))
-        row.trouble, row.told = None, False
+        row.trouble, row.reported = None, False
 
     # --- being shown -------------------------------------------------------------------------------
 
@@ -374,7 +374,7 @@ async def _let_go(plugin: Plugin, reason: str) -> None:
 
 
 # --- tokens
-# Who a plugin is, by the token that it shows.
+# The identity of a plugin follows from its token.
 
 UNAUTHENTICATED = "unauthenticated"
 OPTION = "Planner.plugin-registration.auth.static-secrets"

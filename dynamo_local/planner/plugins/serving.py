@@ -22,7 +22,7 @@ from typing import Any
 import grpc
 
 from dynamo_local.errors import DynamoError
-from dynamo_local.planner.plugins import codec, reading
+from dynamo_local.planner.plugins import codec
 from dynamo_local.planner.plugins import codec as wire
 from dynamo_local.planner.stages import PluginSpec, Stage, Unusable, usable
 from dynamo_local.transport.access import Tls
@@ -99,12 +99,12 @@ def _handlers(plugin: object, stage: Stage) -> tuple[Any, ...]:
     _, request, _ = codec.METHODS[stage]
 
     async def ask(raw: bytes, context: Any) -> bytes:
-        asked = request.FromString(raw)
-        given: tuple[Any, ...] = (reading.context(asked.context),)
+        requested = request.FromString(raw)
+        given: tuple[Any, ...] = (codec.context_of_message(requested.context),)
         if stage is Stage.RECONCILE:
-            given = (*given, reading.proposals(asked.proposals))
+            given = (*given, codec.proposals_of_message(requested.proposals))
         try:
-            return reading.response(stage, usable(stage, await _called(method, *given)))
+            return codec.response(stage, usable(stage, await _called(method, *given)))
         except Unusable as error:
             await context.abort(grpc.StatusCode.INTERNAL, f"the plugin's answer is wrong: {error}")
         except Exception as error:

@@ -3,10 +3,11 @@
 In prose:
 
 * No role goes below its endpoint floor. Floors that need more than the budget win: a fleet is never scaled to 0
-  because it costs too much (the configuration refuses such floors; a budget may be lowered at run time).
-* Above `gpus_max` there is nothing: what is wanted is cut in proportion, prefill first, decode gets the rest, and what
-  then is left over goes to prefill. A cut never makes a role larger than it was wanted, nor smaller than it is, unless
-  by its own wish: at the maximum there are only whole swaps (guard hold).
+  because it costs too much. The configuration refuses such floors, but a budget may be lowered at run time.
+* The fleet never exceeds `gpus_max`. A larger demand is cut in proportion: prefill first, decode gets the rest, and
+  prefill gets what decode leaves.
+* A cut never makes a role larger than its claim. It makes a role smaller only if the role's own claim is smaller: at
+  the maximum there are only whole swaps (guard hold).
 * No reduction goes below `gpus_min` (guard hold).
 * A fleet outside of these bounds, or below an endpoint floor, is repaired at once, and if need be from the other role
   (reconcile).
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Wish(NamedTuple):
+class Claim(NamedTuple):
     """One role: replicas that serve or will, replicas wanted, the floor, GPUs of each."""
 
     current: int
@@ -30,7 +31,7 @@ class Wish(NamedTuple):
 
 
 class Fit(enum.Enum):
-    """What became of a wish."""
+    """The outcome of a claim."""
 
     AS_WANTED = enum.auto()
     GUARD_HOLD = enum.auto()
@@ -44,23 +45,23 @@ class Granted(NamedTuple):
     fit: Fit
 
 
-def granted(wishes: Sequence[Wish], *, gpus_max: float, gpus_min: int) -> tuple[Granted, ...]:
+def granted(claims: Sequence[Claim], *, gpus_max: float, gpus_min: int) -> tuple[Granted, ...]:
     """For one role, or for prefill and decode."""
-    gpus = [wish.gpus for wish in wishes]
-    held = _total([wish.current for wish in wishes], gpus)
-    below_floor = any(wish.current < wish.floor for wish in wishes)
+    gpus = [claim.gpus for claim in claims]
+    held = _total([claim.current for claim in claims], gpus)
+    below_floor = any(claim.current < claim.floor for claim in claims)
     short = held < gpus_min
     repairs = below_floor or held > gpus_max or short
-    wanted = [max(wish.wanted, wish.floor) for wish in wishes]
+    wanted = [max(claim.wanted, claim.floor) for claim in claims]
     if below_floor or held > gpus_max:
-        least = [wish.floor for wish in wishes]
+        least = [claim.floor for claim in claims]
     else:
-        least = [max(wish.floor, min(wish.wanted, wish.current)) for wish in wishes]
+        least = [max(claim.floor, min(claim.wanted, claim.current)) for claim in claims]
     counts = fitting(wanted, least, gpus, gpus_max)
     if counts is None:
-        counts = [min(wish.current, low) for wish, low in zip(wishes, least, strict=True)]
-    _raised(counts, [wish.current for wish in wishes], gpus, gpus_min, gpus_max)
-    return tuple(_judged(wish, count, repairs) for wish, count in zip(wishes, counts, strict=True))
+        counts = [min(claim.current, low) for claim, low in zip(claims, least, strict=True)]
+    _raised(counts, [claim.current for claim in claims], gpus, gpus_min, gpus_max)
+    return tuple(_judged(claim, count, repairs) for claim, count in zip(claims, counts, strict=True))
 
 
 def fitting(wanted: Sequence[int], least: Sequence[int], gpus: Sequence[int], gpus_max: float) -> list[int] | None:
@@ -79,9 +80,9 @@ def fitting(wanted: Sequence[int], least: Sequence[int], gpus: Sequence[int], gp
     return [prefill, decode]
 
 
-def _most(room: float, gpus: int, wanted: int) -> int:
+def _most(space: float, gpus: int, wanted: int) -> int:
     """At most `wanted`, and what fits into that many GPUs."""
-    return wanted if gpus <= 0 or room == math.inf else max(0, min(wanted, int(room // gpus)))
+    return wanted if gpus <= 0 or space == math.inf else max(0, min(wanted, int(space // gpus)))
 
 
 def _raised(counts: list[int], current: Sequence[int], gpus: Sequence[int], gpus_min: int, gpus_max: float) -> None:
@@ -97,10 +98,10 @@ def _raised(counts: list[int], current: Sequence[int], gpus: Sequence[int], gpus
             counts[min(fits, key=lambda n: counts[n])] += 1
 
 
-def _judged(wish: Wish, count: int, repairs: bool) -> Granted:
-    if count == wish.wanted:
+def _judged(claim: Claim, count: int, repairs: bool) -> Granted:
+    if count == claim.wanted:
         return Granted(count, Fit.AS_WANTED)
-    return Granted(count, Fit.RECONCILED if repairs and count != wish.current else Fit.GUARD_HOLD)
+    return Granted(count, Fit.RECONCILED if repairs and count != claim.current else Fit.GUARD_HOLD)
 
 
 def _total(counts: Sequence[int], gpus: Sequence[int]) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Missing, floor_workers
 from dynamo_local.planner.policies.load_rules import (
     NEW_DECODE_WORKER_GRACE_PERIOD,
@@ -17,19 +18,18 @@ from dynamo_local.planner.policies.load_rules import (
     mean_name,
     nearest,
 )
-from dynamo_local.planner.policies.options import LoadOptions
-from dynamo_local.planner.values import Decision, Observation, Pool, Reading, Reason, exact_sum
+from dynamo_local.planner.values import Decision, IntervalObservation, Pool, Reading, Reason, exact_sum
 
-__all__ = ["LoadOptions", "LoadPolicy"]
+__all__ = ["LoadPolicy", "PlannerConfig"]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPolicy:
     """Applies `rules.judge` to an observation. Stateless: all that it needs is in the observation."""
 
-    options: LoadOptions
+    options: PlannerConfig
 
-    def on_tick(self, observation: Observation) -> Decision:
+    def on_tick(self, observation: IntervalObservation) -> Decision:
         """Decide about one interval. The next tick is due at the end of the next interval, without drift."""
         facts = self._facts(observation)
         verdicts = judge(facts)
@@ -42,11 +42,11 @@ class LoadPolicy:
             now_s=observation.now_s,
             targets=targets,
             reasons=_in_order(reasons),
-            next_tick_at=next_tick_at(observation, self.options.adjustment_interval_s),
+            next_tick_at=next_tick_at(observation, self.options.adjustment_interval),
             apart=not _swaps(facts, verdicts),
         )
 
-    def _facts(self, observation: Observation) -> Facts:
+    def _facts(self, observation: IntervalObservation) -> Facts:
         options, pools = self.options, observation.pools
         sides = []
         if pools.prefill is not None:
@@ -77,7 +77,7 @@ class LoadPolicy:
             sides=tuple(sides),
             max_gpu_budget=options.max_gpu_budget,
             min_gpu_budget=options.min_gpu_budget,
-            grace_s=NEW_DECODE_WORKER_GRACE_PERIOD * options.adjustment_interval_s,
+            grace_s=NEW_DECODE_WORKER_GRACE_PERIOD * options.adjustment_interval,
         )
 
 
@@ -87,7 +87,7 @@ def _swaps(facts: Facts, verdicts: Sequence[Verdict]) -> bool:
     return 1 in acts and -1 in acts and bool(acts[-1].flippable)
 
 
-def next_tick_at(observation: Observation, interval_s: float) -> float:
+def next_tick_at(observation: IntervalObservation, interval_s: float) -> float:
     """The first moment after now that is a whole number of intervals after this one began."""
     began_s = observation.interval_began_s
     count = math.floor((observation.now_s - began_s) / interval_s) + 1

@@ -1,4 +1,4 @@
-"""The load planner's rules (planner-rules 1-7), on the few numbers that they compare. `load.LoadPolicy` computes these
+"""The load planner's seven rules, on the few numbers that they compare. `load.LoadPolicy` computes these
 numbers and explains the result.
 
 In prose, for each component:
@@ -11,8 +11,8 @@ In prose, for each component:
 * Up: above the upper threshold. Not while another one waits to start (it counts as capacity), not where the prefill
   queue is about to empty by itself, not above the budget. A worker that still drains is taken back first: its GPUs
   are counted already.
-* An up that only fits once the GPU of this same decision's down is free is planned now and carried out then; at once
-  where the one that goes down can take over its role (a flip).
+* An up may fit only when the GPU of this decision's own down is free. The up is then planned now and carried out
+  later. It is carried out at once if the worker that goes down can take over its role (a flip).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Facts(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What is decided about one component, by which rule. `gpus_counted`: the budget's use when it was judged."""
+    """The decision about one component, and its rule. `gpus_counted`: the budget's use when it was judged."""
 
     rule: Rule
     step: int
@@ -93,12 +93,12 @@ def judge(facts: Facts) -> tuple[Verdict, ...]:
     counted = sum(side.gpus_spoken_for for side in facts.sides)
     if facts.adjusting:
         return tuple(Verdict(Rule.ADJUSTING, 0, False, counted) for _ in facts.sides)
-    wishes = [_wish(side, facts) for side in facts.sides]
-    downs = [side for side, (_, step, deferred) in zip(facts.sides, wishes, strict=True) if step and not deferred]
+    claims = [_claim(side, facts) for side in facts.sides]
+    downs = [side for side, (_, step, deferred) in zip(facts.sides, claims, strict=True) if step and not deferred]
     freed = sum(side.gpus_per_worker for side in downs)
     flips = any(side.flippable for side in downs)
     verdicts = []
-    for side, answer in zip(facts.sides, wishes, strict=True):
+    for side, answer in zip(facts.sides, claims, strict=True):
         if answer[0] in _WISHES:
             answer = _up(side, answer[0], counted, freed, flips, facts.max_gpu_budget)
         verdicts.append(Verdict(*answer, counted))
@@ -111,7 +111,7 @@ _WISHES = (Rule.SCALE_UP, Rule.BELOW_FLOOR)
 """One more is wanted: `_up` says whether it can be had."""
 
 
-def _wish(side: Side, facts: Facts) -> _Answer:
+def _claim(side: Side, facts: Facts) -> _Answer:
     """Rules 1 and 3. One of `_WISHES` has no step yet."""
     floor = floor_workers(facts.min_gpu_budget, side.gpus_per_worker)
     if side.mean is None and side.capacity > 0:
@@ -129,20 +129,20 @@ def _wish(side: Side, facts: Facts) -> _Answer:
     return Rule.SCALE_DOWN, -1, side.deferred > 0
 
 
-def _up(side: Side, wish: Rule, counted: int, freed: int, flips: bool, budget: int) -> _Answer:
+def _up(side: Side, claim: Rule, counted: int, freed: int, flips: bool, budget: int) -> _Answer:
     """Rules 4, 5 and 7."""
     if side.waiting > 0:
         return Rule.COMING, 0, False
     expected = side.expected
-    if wish is Rule.SCALE_UP and expected is not None and expected <= side.up:
+    if claim is Rule.SCALE_UP and expected is not None and expected <= side.up:
         return Rule.QUEUE_EMPTYING, 0, False
     if side.cancellable > 0:
         return Rule.TAKE_BACK, 1, False
     needed = counted + side.gpus_per_worker
     if needed <= budget:
-        return wish, 1, False
+        return claim, 1, False
     if needed - freed <= budget:
-        return wish, 1, not flips
+        return claim, 1, not flips
     return Rule.BUDGET, 0, False
 
 
@@ -159,9 +159,8 @@ def _up(side: Side, wish: Rule, counted: int, freed: int, flips: bool, budget: i
 # * `max_gpu_budget`, `min_gpu_budget`.
 #
 # *Nearest* is the smallest change relative to the larger of both values, `|needed - value| / max(|needed|, |value|)`;
-# of equal ones the first of this list. Each is checked before it is reported: judged again with `needed` the
-# component's
-# step differs, and one step short of it (the next float, or one less of what is counted) it is still the same.
+# of equal ones the first of this list. Each candidate is checked twice before it is reported. With `needed` the step
+# of the component differs. One step short of `needed` (the next float, or one less of a count) the step is the same.
 
 
 class _Change(NamedTuple):
@@ -208,7 +207,7 @@ def _changes(facts: Facts, index: int, verdict: Verdict) -> Iterator[_Change]:
     if verdict.rule in _MORE:
         if side.mean is not None and side.ends is not None and side.samples > 1:
             yield from _last(side, side.mean, side.ends, with_side)
-        yield from _room(facts, index, verdict, with_side)
+        yield from _space(facts, index, verdict, with_side)
         if side.waiting:
             yield _Change("workers_waiting", side.waiting, 0, 1, lambda n: with_side(_with_waiting(side, int(n))))
     elif side.since_added_s is not None:
@@ -261,9 +260,9 @@ def _last(side: Side, mean: float, ends: tuple[float, float], with_side: WithSid
         yield _Change("prefill_queue_last", last, grows, emptied, apply)
 
 
-def _room(facts: Facts, index: int, verdict: Verdict, with_side: WithSide) -> Iterator[_Change]:
-    """To where one more fits into the budget or no longer does: beside what is counted, without the GPU that the other
-    component frees, or with the one that it takes first.
+def _space(facts: Facts, index: int, verdict: Verdict, with_side: WithSide) -> Iterator[_Change]:
+    """Changes at which one more just fits into the budget, or just does not. They count the present use, the use
+    without the GPU that the other component frees, and the use with the GPU that the other component takes first.
     """
     side, budget = facts.sides[index], facts.max_gpu_budget
     others = [other.gpus_per_worker for i, other in enumerate(facts.sides) if i != index]

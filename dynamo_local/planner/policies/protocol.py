@@ -1,23 +1,23 @@
-"""What every policy is, so that the arbiter's loop, the simulation and a replay of recorded pulls can drive any."""
+"""The interface of policies. The arbiter's loop, the simulator and a replay drive any of them."""
 
 from __future__ import annotations
 
 import math
 from typing import Protocol, TypeVar
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.policies.options import PolicyOptions
 from dynamo_local.planner.values import (
     ComponentTarget,
     Decision,
     Forecasts,
     ForecastTask,
+    Needs,
+    Observation,
+    PolicyStatus,
     Prediction,
     Proposal,
-    Pull,
     Reason,
-    Standing,
-    Wants,
     WorkerPools,
 )
 
@@ -30,18 +30,18 @@ class Policy(Protocol[S]):
     A tick runs through it in this order (`driver.PolicyDriver`); the shell does what takes time (forecasts in another
     process, plugins of others) between the calls, each under a deadline:
 
-        task = policy.forecasting(state, pull)          # PREDICT
-        state, prediction = policy.predicted(state, pull, forecasts)
-        state, proposals = policy.propose(state, pull, prediction)   # PROPOSE; RECONCILE and CONSTRAIN merge them
-        state, decision = policy.settle(state, pull, targets)        # budgets and floors, with the reasons
+        task = policy.forecasting(state, observation)          # PREDICT
+        state, prediction = policy.predicted(state, observation, forecasts)
+        state, proposals = policy.propose(state, observation, prediction)   # PROPOSE; RECONCILE and CONSTRAIN merge
+        them state, decision = policy.settle(state, observation, targets)        # budgets and floors, with the reasons
 
-    A policy that holds proposes nothing; `settle` then says why. While `pull.blind` says that the workers cannot be
-    observed, every other value of the pull is `Missing`, and a policy holds.
+    A policy that holds proposes nothing; `settle` then says why. While `observation.blind` says that the workers cannot
+    be observed, every other value of the observation is `Missing`, and a policy holds.
     """
 
     @property
-    def options(self) -> PolicyOptions:
-        """What it goes by."""
+    def options(self) -> PlannerConfig:
+        """Its options."""
         ...
 
     def first(self, now_s: float) -> S:
@@ -53,35 +53,41 @@ class Policy(Protocol[S]):
         ...
 
     def next_at_s(self, state: S) -> float:
-        """When it wants the next pull: an absolute time of the planner's clock."""
+        """When it wants the next observation: an absolute time of the planner's clock."""
         ...
 
-    def wants(self, state: S) -> Wants:
-        """What that pull must bring."""
+    def needs(self, state: S) -> Needs:
+        """The needs for the next observation."""
         ...
 
-    def forecasting(self, state: S, pull: Pull) -> ForecastTask | None:
-        """What is to be forecast for this tick; None where nothing is due."""
+    def forecasting(self, state: S, observation: Observation) -> ForecastTask | None:
+        """The forecast that this tick needs; None if none is due."""
         ...
 
-    def predicted(self, state: S, pull: Pull, forecasts: Forecasts | Missing | None) -> tuple[S, Prediction | None]:
+    def predicted(
+        self, state: S, observation: Observation, forecasts: Forecasts | Missing | None
+    ) -> tuple[S, Prediction | None]:
         """The next window as this policy expects it; plugins of others may then fill in, or say otherwise."""
         ...
 
-    def propose(self, state: S, pull: Pull, prediction: Prediction | None) -> tuple[S, tuple[Proposal, ...]]:
+    def propose(
+        self, state: S, observation: Observation, prediction: Prediction | None
+    ) -> tuple[S, tuple[Proposal, ...]]:
         """The targets that its built-in stages propose, one proposal for each of them."""
         ...
 
-    def settle(self, state: S, pull: Pull, targets: tuple[ComponentTarget, ...]) -> tuple[S, Decision | None]:
+    def settle(
+        self, state: S, observation: Observation, targets: tuple[ComponentTarget, ...]
+    ) -> tuple[S, Decision | None]:
         """The decision for the merged targets (none: nobody proposed any): within floors, budget and jumps. None where
-        this pull was only an observation."""
+        this observation was only an observation."""
         ...
 
     def manual(self, state: S, now_s: float) -> S:
         """A person has changed the number of workers."""
         ...
 
-    def standing(self, state: S) -> Standing:
+    def status(self, state: S) -> PolicyStatus:
         """Where it stands, for people and for the record of the last decision."""
         ...
 
@@ -110,13 +116,15 @@ def steps_ahead(interval_s: float, pools: WorkerPools) -> int:
 # The decision of a policy that changes nothing.
 
 
-def holding(pull: Pull, held: tuple[str, str], next_tick_at: float) -> Decision:
+def holding(observation: Observation, held: tuple[str, str], next_tick_at: float) -> Decision:
     """All components keep the workers that they have. `held` is the rule that says so, and its sentence;
     `next_tick_at` the absolute time of the next decision, in seconds."""
     rule, why = held
     return Decision(
-        now_s=pull.at_s,
-        targets={pool.component: pool.capacity for pool in pull.pools.all},
-        reasons=tuple(Reason(pool.component, 0, rule, {"workers": pool.capacity}, why=why) for pool in pull.pools.all),
+        now_s=observation.at_s,
+        targets={pool.component: pool.capacity for pool in observation.pools.all},
+        reasons=tuple(
+            Reason(pool.component, 0, rule, {"workers": pool.capacity}, why=why) for pool in observation.pools.all
+        ),
         next_tick_at=next_tick_at,
     )

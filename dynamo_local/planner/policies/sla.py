@@ -1,18 +1,18 @@
-"""The SLA planner (seed 002): at the end of each interval, from the window's traffic and a forecast of the next one, so
+"""The SLA planner sizes both roles at the end of each interval. It takes the traffic of the window and its forecast. So
 many prefill and decode workers as the profile says that the next window needs.
 
 The rules, in prose:
 
 * A decision is due at `began + n × adjustment_interval`: absolute times, so that ticks and windows do not drift.
-* What is not known changes nothing: without the number of requests, or without a forecast, both roles are held. A
+* Unknown values change nothing: without the number of requests, or without a forecast, both roles are held. A
   window without requests is known: it counts as 0, with the prompt and answer lengths of before. Before the first
   request there are no lengths, and nothing is planned.
 * A window that was longer or shorter than the interval counts by its rate.
 * Correction factors compare what was measured with what the profile expects (`sizing`). A window that says nothing
   about one leaves it as it was.
-* Nothing blocks: workers that start or drain are counted, and the next decision is made when it is due. But a decision
-  that another environment carries out is waited for (`WorkerPools.pending`), until it is acknowledged or given up; what
-  was forecast meanwhile is then decided at once, and not lost for an interval.
+* Nothing blocks: workers that start or drain are counted, and the next decision is made when it is due. A decision of
+  another environment is waited for (`WorkerPools.pending`), until it is acknowledged or given up. The forecast of
+  meanwhile is then decided at once, and not lost for an interval.
 * Floors and budget are applied to what the pipeline has merged (`bounds`), also where a plugin asked for it.
 * An ITL target that not even a single request keeps gets one request for each engine: a stricter target never gives
   fewer workers.
@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.policies import sla_sizing as words
 from dynamo_local.planner.policies.protocol import adapted_interval_s, holding, steps_ahead
@@ -34,7 +35,6 @@ from dynamo_local.planner.policies.sla_sizing import (
     Need,
     PrefillModel,
     Side,
-    SlaOptions,
     SlaRule,
     Verdict,
     complete,
@@ -45,34 +45,35 @@ from dynamo_local.planner.policies.sla_sizing import (
     nearest,
     prefill_need,
 )
+from dynamo_local.planner.predictors import forecast_task, windows_max
 from dynamo_local.planner.values import (
     ComponentTarget,
     Decision,
     Forecasts,
     ForecastTask,
+    Needs,
+    Observation,
     Override,
+    PolicyStatus,
     Pool,
     Prediction,
     Proposal,
-    Pull,
     Reading,
     Reason,
     Series,
-    Standing,
     Traffic,
-    Wants,
     Window,
     WorkerPools,
 )
 
 PLUGIN_ID, PRIORITY = "builtin_sla_propose", 20
 _SLACK_S = 1e-3
-"""A pull is at the interval's end within this (rounding, a timer that fires early)."""
+"""A observation is at the interval's end within this (rounding, a timer that fires early)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """What this tick's proposal was made of: the expected window and both roles' needs; `wanted` are the engines."""
+    """The inputs of this tick's proposal: the expected window and both roles' needs; `wanted` are the engines."""
 
     num_req: float
     isl: float
@@ -104,20 +105,20 @@ class SlaState:
 class SlaPolicy:
     """`planner.policies.protocol.Policy` of `SlaState`. `warmup` are windows of a trace, as if they had been before."""
 
-    options: SlaOptions
+    options: PlannerConfig
     prefill: PrefillModel
     decode: DecodeModel
     warmup: tuple[Window, ...] = ()
 
     def first(self, now_s: float) -> SlaState:
         """The first decision is due after one whole interval."""
-        interval_s = self.options.adjustment_interval_s
-        series = Series(interval_s, windows_max=self.options.predictor.windows_max)
+        interval_s = self.options.throughput_adjustment_interval_seconds
+        series = Series(interval_s, windows_max=windows_max(self.options))
         return SlaState(now_s, now_s + interval_s, series.warmed_up(self.warmup))
 
     def taking_over(self, state: SlaState) -> SlaState:
         """The interval keeps its beginning, and what was learned stays. Counts are those of the new length."""
-        interval_s = self.options.adjustment_interval_s
+        interval_s = self.options.throughput_adjustment_interval_seconds
         before = state.series
         windows = tuple(replace(w, num_req=w.num_req * interval_s / before.window_s) for w in before.windows)
         series = replace(before, window_s=interval_s, windows=windows)
@@ -127,33 +128,33 @@ class SlaPolicy:
         """At the interval's end, and while a decision waits."""
         return min(state.due_s, state.again_s)
 
-    def wants(self, state: SlaState) -> Wants:
+    def needs(self, state: SlaState) -> Needs:
         """The traffic of the interval, at its end."""
-        return Wants(traffic_window_s=state.due_s - state.began_s if state.due_s <= state.again_s else None)
+        return Needs(traffic_window_s=state.due_s - state.began_s if state.due_s <= state.again_s else None)
 
-    def standing(self, state: SlaState) -> Standing:
+    def status(self, state: SlaState) -> PolicyStatus:
         """When it decides next, and what it decided from last."""
         began_s, readings = state.decided
-        return Standing(state.due_s, interval_began_s=began_s, readings=readings)
+        return PolicyStatus(state.due_s, interval_began_s=began_s, readings=readings)
 
-    def forecasting(self, state: SlaState, pull: Pull) -> ForecastTask | None:
+    def forecasting(self, state: SlaState, observation: Observation) -> ForecastTask | None:
         """The three series, continued to the window that is planned for."""
-        state = self._observed(state, pull)
-        if state.held is not None or not self._due(state, pull):
+        state = self._observed(state, observation)
+        if state.held is not None or not self._due(state, observation):
             return None
-        return self.options.predictor.task(state.series, self._lead(pull))
+        return forecast_task(self.options, state.series, self._lead_windows(observation))
 
     def predicted(
-        self, state: SlaState, pull: Pull, forecasts: Forecasts | Missing | None
+        self, state: SlaState, observation: Observation, forecasts: Forecasts | Missing | None
     ) -> tuple[SlaState, Prediction | None]:
         """The forecast as a prediction. One that is missing, or not a number, holds this tick."""
-        if not self._due(state, pull):
+        if not self._due(state, observation):
             return state, state.waiting
-        state = replace(self._observed(state, pull), waiting=None, again_s=math.inf)
+        state = replace(self._observed(state, observation), waiting=None, again_s=math.inf)
         if state.held is not None:
             return state, None
-        asked = Missing("nobody was asked for a forecast") if forecasts is None else forecasts
-        ahead = state.series.prediction(asked, self._lead(pull))
+        requested = Missing("nobody was asked for a forecast") if forecasts is None else forecasts
+        ahead = state.series.prediction(requested, self._lead_windows(observation))
         if isinstance(ahead, Missing):
             return replace(state, held=(SlaRule.PREDICT_FAILED, ahead.reason)), None
         # A falling trend may end below one token; there is no such prompt, and the last one's length is likelier.
@@ -165,17 +166,17 @@ class SlaPolicy:
         return state, replace(ahead, isl=isl, osl=osl)
 
     def propose(
-        self, state: SlaState, pull: Pull, prediction: Prediction | None
+        self, state: SlaState, observation: Observation, prediction: Prediction | None
     ) -> tuple[SlaState, tuple[Proposal, ...]]:
         """The engines of both roles, before floors and budget. A plugin's prediction counts as one's own."""
-        if not self._due(state, pull) and state.waiting is None:
+        if not self._due(state, observation) and state.waiting is None:
             return state, ()
-        pools, ahead = pull.pools, complete(prediction)
+        pools, ahead = observation.pools, complete(prediction)
         state = replace(state, sizing=None)
         if pools.prefill is None:
             return replace(state, held=(SlaRule.DISAGGREGATED_ONLY, NEEDS_PREFILL)), ()
-        if pull.blind is not None:
-            return replace(state, held=(SlaRule.NO_TRAFFIC_DATA, pull.blind)), ()
+        if observation.blind is not None:
+            return replace(state, held=(SlaRule.NO_TRAFFIC_DATA, observation.blind)), ()
         if pools.pending:
             return replace(state, held=(SlaRule.SCALING_IN_PROGRESS, NOT_ACKNOWLEDGED), waiting=prediction), ()
         if ahead is None:
@@ -187,27 +188,27 @@ class SlaPolicy:
         return replace(state, held=None, sizing=sizing), (Proposal(PLUGIN_ID, PRIORITY, Override(targets, said)),)
 
     def settle(
-        self, state: SlaState, pull: Pull, targets: tuple[ComponentTarget, ...]
+        self, state: SlaState, observation: Observation, targets: tuple[ComponentTarget, ...]
     ) -> tuple[SlaState, Decision | None]:
         """Within floors, step and budget; the next interval begins where this one ended."""
-        due, pools = self._due(state, pull), pull.pools
+        due, pools = self._due(state, observation), observation.pools
         if not due and state.waiting is None:
             return state, None
-        after = replace(state, held=None, sizing=None, decided=(state.began_s, (pull.reading,)))
+        after = replace(state, held=None, sizing=None, decided=(state.began_s, (observation.reading,)))
         if due:
-            began_s = self._grid(state, pull.at_s)
+            began_s = self._grid(state, observation.at_s)
             after = replace(after, began_s=began_s, due_s=began_s + self._interval_s(pools))
-        if pools.prefill is None or pull.blind is not None or pools.pending or not targets:
-            again_s = math.inf if state.waiting is None else pull.at_s + self.options.metric_pulling_interval_s
+        if pools.prefill is None or observation.blind is not None or pools.pending or not targets:
+            again_s = math.inf if state.waiting is None else observation.at_s + self.options.metric_pulling_interval
             after = replace(after, again_s=again_s)
             held = state.held or (SlaRule.OVERRIDDEN, "a plugin rejected what was proposed")
-            return after, holding(pull, held, after.due_s) if due else None
+            return after, holding(observation, held, after.due_s) if due else None
         after = replace(after, waiting=None, again_s=math.inf)
         facts = self._facts(state.sizing, pools.prefill, pools.decode, targets)
         verdicts = judge(facts)
         reasons = [self._reason(state, facts, index, verdict) for index, verdict in enumerate(verdicts)]
         return after, Decision(
-            now_s=pull.at_s,
+            now_s=observation.at_s,
             targets={side.component: verdict.target for side, verdict in zip(facts.sides, verdicts, strict=True)},
             reasons=tuple(sorted(reasons, key=lambda reason: reason.step >= 0)),
             next_tick_at=after.due_s,
@@ -216,30 +217,34 @@ class SlaPolicy:
 
     def manual(self, state: SlaState, now_s: float) -> SlaState:
         """A whole interval from now on."""
-        due_s = now_s + self.options.adjustment_interval_s
+        due_s = now_s + self.options.throughput_adjustment_interval_seconds
         return replace(state, began_s=now_s, due_s=due_s, waiting=None, again_s=math.inf)
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _due(self, state: SlaState, pull: Pull) -> bool:
-        return pull.at_s >= state.due_s - _SLACK_S
+    def _due(self, state: SlaState, observation: Observation) -> bool:
+        return observation.at_s >= state.due_s - _SLACK_S
 
     def _interval_s(self, pools: WorkerPools) -> float:
-        interval_s = self.options.adjustment_interval_s
+        interval_s = self.options.throughput_adjustment_interval_seconds
         return adapted_interval_s(interval_s, pools) if self.options.adaptive_intervals else interval_s
 
-    def _lead(self, pull: Pull) -> int:
+    def _lead_windows(self, observation: Observation) -> int:
         """The window that is planned for: the next one, or (adaptive) the first that a new worker sees whole."""
-        return steps_ahead(self.options.adjustment_interval_s, pull.pools) if self.options.adaptive_intervals else 1
+        return (
+            steps_ahead(self.options.throughput_adjustment_interval_seconds, observation.pools)
+            if self.options.adaptive_intervals
+            else 1
+        )
 
     def _grid(self, state: SlaState, now_s: float) -> float:
         """Where the interval that is under way now began; those that were missed in a sleep are left out."""
         interval_s = state.due_s - state.began_s
         return state.due_s + interval_s * max(0, math.floor((now_s - state.due_s + _SLACK_S) / interval_s))
 
-    def _observed(self, state: SlaState, pull: Pull) -> SlaState:
+    def _observed(self, state: SlaState, observation: Observation) -> SlaState:
         """With this window in the history, and the factors after it; or with the reason why there is nothing new."""
-        traffic = pull.traffic
+        traffic = observation.traffic
         if not isinstance(traffic, Traffic):
             why = traffic.reason if isinstance(traffic, Missing) else "nobody was asked"
             return replace(state, held=(SlaRule.NO_TRAFFIC_DATA, why), sizing=None)
@@ -248,7 +253,7 @@ class SlaPolicy:
             why = traffic.num_req.reason if isinstance(traffic.num_req, Missing) else f"{traffic.num_req} requests"
             return replace(state, held=(SlaRule.NO_TRAFFIC_DATA, why), sizing=None)
         series = state.series.after(traffic)
-        factors = corrected(state.corrections, traffic, pull.pools.decode.ready, self.prefill, self.decode)
+        factors = corrected(state.corrections, traffic, observation.pools.decode.ready, self.prefill, self.decode)
         nobody = (SlaRule.NO_TRAFFIC_DATA, NOBODY_YET)
         return replace(state, series=series, corrections=factors, held=None if series.known else nobody, sizing=None)
 
@@ -258,7 +263,7 @@ class SlaPolicy:
             factors = Corrections()
         of_prefill = prefill_need(isl, factors.prefill, options.ttft_ms, prefill.gpus_per_worker, self.prefill)
         of_decode = decode_need(isl + osl / 2, osl, factors.decode, options.itl_ms, decode.gpus_per_worker, self.decode)
-        interval_s = options.adjustment_interval_s
+        interval_s = options.throughput_adjustment_interval_seconds
         wanted = (of_prefill.engines(num_req, interval_s), of_decode.engines(num_req, interval_s))
         return Sizing(num_req, isl, osl, factors, of_prefill, of_decode, wanted)
 
@@ -267,10 +272,12 @@ class SlaPolicy:
         merged = {target.sub_component_type: target.replicas for target in targets}
 
         def side(pool: Pool, role: str, need: Need | None, wanted: int | None) -> Side:
-            asked = merged.get(role, wanted)
-            if sizing is None and asked == pool.ready:  # the number from which others reckon, and nobody's wish
-                asked = None
-            return Side(pool.component, pool.capacity, pool.gpus_per_worker, need, None if asked == wanted else asked)
+            requested = merged.get(role, wanted)
+            if sizing is None and requested == pool.ready:  # the number from which others reckon, and nobody's wish
+                requested = None
+            return Side(
+                pool.component, pool.capacity, pool.gpus_per_worker, need, None if requested == wanted else requested
+            )
 
         if sizing is None:
             sides = (side(prefill, "prefill", None, None), side(decode, "decode", None, None))
@@ -283,11 +290,11 @@ class SlaPolicy:
         return Facts(
             sides,
             0.0 if sizing is None else sizing.num_req,
-            options.adjustment_interval_s,
+            options.throughput_adjustment_interval_seconds,
             options.min_endpoint,
             options.min_gpu_budget,
             options.max_gpu_budget,
-            options.max_step,
+            options.max_throughput_scaling_replicas,
         )
 
     def _reason(self, state: SlaState, facts: Facts, index: int, verdict: Verdict) -> Reason:
@@ -307,8 +314,8 @@ class SlaPolicy:
         return Reason(side.component, step, verdict.rule, numbers, nearest(facts, index), why=why)
 
     def _sized(self, sizing: Sizing, need: Need, index: int) -> dict[str, float]:
-        """What the number of engines was computed from."""
-        interval_s = self.options.adjustment_interval_s
+        """The numbers from which the engines were computed."""
+        interval_s = self.options.throughput_adjustment_interval_seconds
         numbers = {
             "next_num_req": sizing.num_req,
             "next_isl": sizing.isl,
@@ -337,7 +344,7 @@ NOBODY_YET = "no request has come yet whose length is known"
 
 
 def _notes(facts: Facts) -> list[str]:
-    """What a person should know about the numbers."""
+    """Notes on the numbers, for people."""
     notes = []
     for side, what in zip(facts.sides, ("TTFT", "ITL"), strict=True):
         need = side.need

@@ -1,11 +1,11 @@
-"""How many engines a demand needs: the formulas of seed 002, on numbers.
+"""How many engines a demand needs: the formulas of Dynamo's SLA planner, on numbers.
 
     prefill:  requests × ISL / interval × min(1, p_corr)  /  tokens/s of an engine with prompts of that length
     decode:   requests × OSL / interval  /  the most tokens/s of an engine within ITL target / d_corr,
               at a context of ISL + OSL / 2
 
-A correction factor is what was measured over what the profile expects. One for prefill above 1 means that prompts
-waited for each other; it would not make an engine slower, and adds nothing.
+A correction factor is what was measured over what the profile expects. A factor for prefill above 1 means that prompts
+waited for each other. Such a factor does not make an engine slower, and adds nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, Protocol
 
 from dynamo_local.core.types import Missing, floor_workers
 from dynamo_local.planner.policies.budget import fitting
-from dynamo_local.planner.predictors import PredictorOptions
 from dynamo_local.planner.values import Counterfactual, Prediction, Traffic
 
 _ROUNDING = 1e-9
@@ -93,7 +92,7 @@ class Corrections:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one role has to do, and what one engine of it can.
+    """The demand of one role, and the capacity of one engine.
 
     `tokens_per_request` of each request count as load (discounted already); `engine_tokens_per_s` is one engine's
     throughput, `expected_ms` its TTFT or ITL at that, against `target_ms` (for decode the corrected one).
@@ -142,7 +141,7 @@ def _of_prefill(traffic: Traffic, prefill: PrefillModel) -> float | None:
 
 
 def _of_decode(traffic: Traffic, workers: int, decode: DecodeModel) -> float | None:
-    """By Little's law each engine holds rate × duration requests."""
+    """Decode correction. Each engine holds rate × duration requests (Little's law)."""
     isl, osl, itl_ms = known(traffic.isl), known(traffic.osl), known(traffic.itl_ms)
     num_req, lasted_s = known(traffic.num_req), known(traffic.request_duration_s)
     if not isl or not itl_ms or not num_req or not lasted_s or osl is None or workers < 1 or traffic.duration_s <= 0:
@@ -201,7 +200,7 @@ def complete(prediction: Prediction | None) -> tuple[float, float, float] | None
 
 
 class SlaRule(enum.StrEnum):
-    """What decided about a role. Where Dynamo has a name for it, it is Dynamo's."""
+    """The rule that decided about a role, under Dynamo's name if it has one."""
 
     SCALE = "scale"
     """As many workers as the expected demand needs."""
@@ -216,7 +215,7 @@ class SlaRule(enum.StrEnum):
     OVERRIDDEN = "overridden"
     """A plugin wanted another number, or rejected this one."""
     NO_TRAFFIC_DATA = "no_traffic_data"
-    """What the clients did is not known, or nobody has come yet."""
+    """The traffic is not known, or no request has come yet."""
     PREDICT_FAILED = "predict_failed"
     """There is no forecast."""
     SCALING_IN_PROGRESS = "scaling_in_progress"
@@ -309,32 +308,6 @@ def _verdict(side: Side, wanted: int, stepped: tuple[int, SlaRule | None], targe
 # The SLA planner's options as a value. `config` checks what people write, and has Dynamo's names for them.
 
 
-@dataclass(frozen=True, slots=True)
-class SlaOptions:
-    """`ttft_ms` and `itl_ms` are the targets, `profile` is a profile's name or folder.
-
-    There are never fewer than `min_endpoint` workers of a role, nor than `min_gpu_budget` GPUs hold, nor than one; both
-    roles together never hold more than `max_gpu_budget` GPUs. One decision changes a role by `max_step` at most.
-    `warmup_trace` is a trace from which the predictor learns before it starts. With `adaptive_intervals` the start-up
-    times that were seen are the forecast's lead, and the shortest interval. With `no_correction` the profile is taken
-    as it is.
-    """
-
-    profile: str
-    ttft_ms: float = 500.0
-    itl_ms: float = 50.0
-    adjustment_interval_s: float = 180.0
-    metric_pulling_interval_s: float = 1.0
-    predictor: PredictorOptions = PredictorOptions()  # noqa: RUF009 - frozen
-    warmup_trace: str | None = None
-    min_endpoint: int = 1
-    min_gpu_budget: int = 1
-    max_gpu_budget: int = 8
-    max_step: int = 8
-    adaptive_intervals: bool = False
-    no_correction: bool = False
-
-
 # --- words
 # The numbers of a reason of the SLA planner as a sentence.
 
@@ -344,39 +317,41 @@ def why(rule: SlaRule, numbers: Mapping[str, float]) -> str:
     if "engine_tokens_per_s" not in numbers:
         if rule is SlaRule.NO_CHANGE:
             return "nobody asked for another number"
-        told = "what the demand needs is not known"
+        reported = "what the demand needs is not known"
     else:
-        told = f"{_load(numbers)}; an engine does {_tokens(numbers['engine_tokens_per_s'])}{_bound(numbers)}: "
-        told += f"{numbers['engines']:g} wanted"
+        reported = f"{_load(numbers)}; an engine does {_tokens(numbers['engine_tokens_per_s'])}{_bound(numbers)}: "
+        reported += f"{numbers['engines']:g} wanted"
     if rule is SlaRule.MIN_ENDPOINT:
-        return f"{told}, but there are never fewer than {numbers['workers_min']:g}"
+        return f"{reported}, but there are never fewer than {numbers['workers_min']:g}"
     if rule is SlaRule.MAX_STEP:
-        return f"{told}, {numbers['workers']:g} there, but one step is at most {numbers['max_step']:g}"
+        return f"{reported}, {numbers['workers']:g} there, but one step is at most {numbers['max_step']:g}"
     if rule is SlaRule.MAX_GPU_BUDGET:
-        return f"{told}, but both roles share {numbers['max_gpu_budget']:g} GPUs"
+        return f"{reported}, but both roles share {numbers['max_gpu_budget']:g} GPUs"
     if rule is SlaRule.OVERRIDDEN:
-        return f"{told}, but a plugin asked for {numbers['workers_wanted']:g}"
-    return f"{told}, {'as many' if rule is SlaRule.NO_CHANGE else format(numbers['workers'], 'g')} there"
+        return f"{reported}, but a plugin asked for {numbers['workers_wanted']:g}"
+    return f"{reported}, {'as many' if rule is SlaRule.NO_CHANGE else format(numbers['workers'], 'g')} there"
 
 
 def _load(numbers: Mapping[str, float]) -> str:
     """`7,200 requests of 3,000 tokens in 180 s × 0.4 (TTFT measured / expected): 48,000 tokens/s`"""
     prefill = "p_correction" in numbers
     length = numbers["next_isl" if prefill else "next_osl"]
-    told = f"{numbers['next_num_req']:,.6g} requests of {length:,.6g} tokens in {numbers['adjustment_interval_s']:g} s"
+    reported = (
+        f"{numbers['next_num_req']:,.6g} requests of {length:,.6g} tokens in {numbers['adjustment_interval_s']:g} s"
+    )
     if prefill and numbers["p_correction"] < 1:
-        told += f" × {numbers['p_correction']:.3g} (TTFT measured / expected)"
-    return f"{told}: {_tokens(numbers['load_tokens_per_s'])}"
+        reported += f" × {numbers['p_correction']:.3g} (TTFT measured / expected)"
+    return f"{reported}: {_tokens(numbers['load_tokens_per_s'])}"
 
 
 def _bound(numbers: Mapping[str, float]) -> str:
     """Under which target a decode engine does that."""
     if "d_correction" not in numbers:
         return ""
-    told = f" within ITL {numbers['itl_ms']:g} ms"
+    reported = f" within ITL {numbers['itl_ms']:g} ms"
     if numbers["d_correction"] != 1:
-        told += f" / {numbers['d_correction']:.3g} (measured / expected)"
-    return f"{told} at {numbers['context_length']:,.6g} tokens"
+        reported += f" / {numbers['d_correction']:.3g} (measured / expected)"
+    return f"{reported} at {numbers['context_length']:,.6g} tokens"
 
 
 def _tokens(value: float) -> str:
@@ -396,7 +371,7 @@ _LOOK_AT = 16
 """So many changes of either role are looked at in each direction: one that is farther off tells nobody anything."""
 
 _NEAR = 1e-13
-"""Of a number of requests: rounding moves a change by less."""
+"""A share of the requests: rounding moves a change by less."""
 
 Step = Callable[[Facts], int]
 
@@ -449,8 +424,8 @@ def _edges(facts: Facts, direction: int) -> list[float]:
 def _exactly(facts: Facts, same: float, different: float, now: int, step: Step) -> Counterfactual:
     """The float at which the step changes, between one where it is the same and one where it is not.
 
-    Halving the whole distance takes some fifty judgements; mostly the change is where one of the roles needs another
-    engine, so the few floats around those points are looked at first."""
+    Halving the whole distance takes some fifty judgements. Mostly the change is where one role needs another engine,
+    so the few floats around those points come first."""
     for side in facts.sides:
         if side.need is None or side.wanted is not None:
             continue

@@ -1,1 +1,1 @@
-"""What is written of each decision: the decision log, the tick log, and the figures for metrics."""
+"""The records of each decision: the decision log, the tick log, and the figures for metrics."""

@@ -12,23 +12,21 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import BadInput
 from dynamo_local.planner.connectors import Committed, Refused, Written
 from dynamo_local.planner.policies.explain import explain
 from dynamo_local.planner.policies.load import exact_mean, mean_kv, queue_samples
-from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions, name_of
 from dynamo_local.planner.policies.protocol import steps_ahead
-from dynamo_local.planner.policies.sla_sizing import SlaOptions
-from dynamo_local.planner.policies.slo.ladder import SloOptions
-from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
+from dynamo_local.planner.policies.slo.scaling_options import INTERVAL_S
 from dynamo_local.planner.records.figures import window_figures
-from dynamo_local.planner.values import Decision, Engines, Observation, Prediction, Traffic, WorkerPools
+from dynamo_local.planner.values import Decision, Engines, IntervalObservation, Prediction, Traffic, WorkerPools
 from dynamo_local.system import json_lines as jsonl
 from dynamo_local.system.json_lines import JsonLog, Record
 
 # --- seen
-# What a record keeps of engines and options: few numbers, so that a day of decisions fits into the log.
+# Sums of engines and options for a record: few numbers, so that a day of decisions fits into the log.
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +48,9 @@ class EngineLoads:
 
 @dataclass(frozen=True, slots=True)
 class Aims:
-    """What the options ask for: targets (ms; None: the policy has none), GPUs (None: no bound), and the forecast's
-    window, in seconds (None: nothing is forecast), the `ahead`th after the one that was seen."""
+    """The aims of the options. Targets are in ms (None: the policy has none), bounds in GPUs (None: no bound).
+    `window_s` is the forecast's window in seconds (None: no forecast), and it is the `ahead`th after the observed
+    one."""
 
     ttft_ms: float | None = None
     itl_ms: float | None = None
@@ -62,7 +61,7 @@ class Aims:
 
 
 def engine_loads(engines: Engines) -> dict[str, EngineLoads]:
-    """By component; one of whose engines nothing is known is absent."""
+    """The loads by component. A component without a known engine is absent."""
     found: dict[str, list[tuple[int, int, int]]] = {}
     for seen in engines.values():
         if not isinstance(seen.last, Missing):
@@ -77,22 +76,23 @@ def _summed(rows: list[tuple[int, int, int]]) -> EngineLoads:
     return EngineLoads(len(rows), sum(prompts), max(prompts), sum(waiting), max(waiting), sum(running), max(running))
 
 
-def aims_of(options: PolicyOptions, pools: WorkerPools) -> Aims:
-    """Of these options, with these workers."""
-    lowest, highest = _bound(options.min_gpu_budget), _bound(options.max_gpu_budget)
-    match options:
-        case LoadOptions():
+def aims_of(options: PlannerConfig, pools: WorkerPools) -> Aims:
+    """The aims of these options, with these workers."""
+    unset = options.policy == "throughput-load" and "min_gpu_budget" not in options.model_fields_set
+    lowest, highest = None if unset or options.min_gpu_budget < 0 else options.min_gpu_budget, options.max_gpu_budget
+    match options.policy:
+        case "load":
             return Aims(min_gpu_budget=lowest, max_gpu_budget=highest)
-        case SlaOptions():
-            window_s = options.adjustment_interval_s
+        case "sla":
+            window_s = options.throughput_adjustment_interval_seconds
             ahead = steps_ahead(window_s, pools) if options.adaptive_intervals else 1
             return Aims(options.ttft_ms, options.itl_ms, lowest, highest, window_s, ahead)
-        case SloOptions():
-            window_s = options.adjustment_interval_s
-            return Aims(options.ttft_ms, options.itl_ms, lowest, highest, window_s, steps_ahead(window_s, pools))
-        case ThroughputLoadOptions():
-            window_s = options.throughput_adjustment_interval_s
-            by_models = options.optimization_target is Target.SLA
+        case "slo":
+            ahead = steps_ahead(INTERVAL_S, pools)
+            return Aims(options.ttft_ms, options.itl_ms, lowest, highest, INTERVAL_S, ahead)
+        case "throughput-load":
+            window_s = options.throughput_adjustment_interval_seconds
+            by_models = options.optimization_target == "sla"
             return Aims(
                 options.ttft_ms if by_models else None,
                 options.itl_ms if by_models else None,
@@ -100,10 +100,6 @@ def aims_of(options: PolicyOptions, pools: WorkerPools) -> Aims:
                 highest,
                 window_s if options.predicts else None,
             )
-
-
-def _bound(gpus: int) -> int | None:
-    return None if gpus < 0 else gpus
 
 
 # --- record
@@ -127,8 +123,8 @@ class Outcome(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """`workers` are those of a committed step (the intent stands in the statefile); `reason`, `code` and `retryable`
-    are a refusal's; `decision_id` and `acknowledged` (None: nobody waited for that) are those of a written one."""
+    """`workers` belong to a committed step: the intent stands in the statefile. `reason`, `code` and `retryable` belong
+    to a refusal. `decision_id` and `acknowledged` (None: nobody waited for it) belong to a written decision."""
 
     outcome: Outcome
     workers: tuple[str, ...] = ()
@@ -141,7 +137,7 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What was observed, summed up. Means over all samples of the interval; None without one (never 0).
+    """The observation in sums. Means over all samples of the interval; None without one (never 0).
 
     `prefill_queue_size` counts requests nobody has pulled, `average_kv_load` is 0..1 (what waits is added by the
     option `decode_kv_per_waiting_request`), `num_queued_request` is the mean number of requests that wait in a
@@ -180,18 +176,18 @@ class DecisionRecord:
 
 
 def inputs_of(
-    observation: Observation,
-    options: PolicyOptions,
+    observation: IntervalObservation,
+    options: PlannerConfig,
     *,
     traffic: Traffic | Missing | None = None,
     prediction: Prediction | None = None,
     engines: Engines | None = None,
 ) -> Inputs:
-    """What a record keeps of what a decision was made from."""
+    """The inputs of a decision, as a record keeps them."""
     readings = observation.readings
     samples = sum(reading.kv.count for reading in readings)
     waiting = sum(reading.kv.waiting for reading in readings)
-    per_waiting = options.decode_kv_per_waiting_request if isinstance(options, LoadOptions) else 0.0
+    per_waiting = options.decode_kv_per_waiting_request if options.policy == "load" else 0.0
     return Inputs(
         interval_began_s=observation.interval_began_s,
         readings=len(readings),
@@ -199,7 +195,7 @@ def inputs_of(
         average_kv_load=mean_kv(readings, per_waiting),
         num_queued_request=waiting / samples if samples else None,
         fleet=observation.pools,
-        policy=name_of(options),
+        policy=options.policy,
         traffic=traffic,
         prediction=prediction,
         aims=aims_of(options, observation.pools),
@@ -282,7 +278,7 @@ def parse(logged: Record) -> DecisionRecord:
     return from_line(json.dumps(logged))
 
 
-def words(logged: Record) -> str:
+def describe(logged: Record) -> str:
     """The decision in words: what was seen and expected, a line for each component, and the outcome of each step.
 
     Raises `BadInput` as `parse` does.
@@ -307,13 +303,13 @@ def _window(logged: Record) -> Iterator[str]:
     Nothing where the decision was not about that.
     """
     found = window_figures(logged) or {}
-    told = {}
+    reported = {}
     for what, prefix in (("seen", "observed"), ("expected", "predicted")):
         known = ((found.get(f"{prefix}_{name}"), form) for name, form in _SEEN)
-        told[what] = [form.format(value) for value, form in known if value is not None]
+        reported[what] = [form.format(value) for value, form in known if value is not None]
     capacity = ((role, found.get(f"engine_{role}_capacity_requests_per_second")) for role in ("prefill", "decode"))
-    told["a worker takes"] = [f"{value:.4g} requests/s ({role})" for role, value in capacity if value is not None]
-    parts = [f"{what}: {', '.join(values)}" for what, values in told.items() if values]
+    reported["a worker takes"] = [f"{value:.4g} requests/s ({role})" for role, value in capacity if value is not None]
+    parts = [f"{what}: {', '.join(values)}" for what, values in reported.items() if values]
     if parts:
         yield "; ".join(parts)
 

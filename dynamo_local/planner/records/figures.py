@@ -1,7 +1,7 @@
 """The figures of a logged decision, by the names of Dynamo's gauges (without their prefix), for `/metrics` and reports.
 
-They are taken from the line as it is logged, so that lines of earlier versions are read, too. What a line does not
-have, or says is missing, is absent: never 0.
+They are taken from the line as it is logged, so that lines of earlier versions are read, too. A value that a line does
+not have, or says is missing, is absent: never 0.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ENGINE_TOKENS = ("queued_prefill_tokens", "queued_decode_kv_tokens", "inflight_d
 
 
 def window_figures(line: Line) -> Figures | None:
-    """What the clients did and will do, and what an engine can take; None where this decision was not about that."""
+    """The traffic, its forecast and the capacity of an engine; None if this decision was not about them."""
     inputs = line["inputs"]
     traffic, prediction = inputs.get("traffic"), inputs.get("prediction")
     if traffic is None and prediction is None:
@@ -59,7 +59,7 @@ def window_figures(line: Line) -> Figures | None:
 
 
 def latency_figures(line: Line) -> Figures | None:
-    """What the policy estimates of latencies on the worst engine; None where this decision was not about that."""
+    """The estimated latencies on the worst engine; None if this decision was not about them."""
     found: Figures = {}
     for role, reason in _by_role(line):
         numbers = reason["numbers"]
@@ -127,9 +127,9 @@ def scaling_decisions(line: Line) -> dict[str, dict[str, str]]:
     policy = line["inputs"].get("policy", "load")
     found = {}
     for reason in line["decision"]["reasons"]:
-        told = reason.get("decisions") or _in_dynamo_s_words(policy, str(reason["rule"]), reason["step"])
+        reported = reason.get("decisions") or _in_dynamo_s_words(policy, str(reason["rule"]), reason["step"])
         found[reason["component"]] = {
-            name: told[name] if told.get(name) in states else "unset" for name, states in STATES.items()
+            name: reported[name] if reported.get(name) in states else "unset" for name, states in STATES.items()
         }
     return found
 
@@ -200,7 +200,7 @@ def _capacity_rps(role: str, numbers: Mapping[str, float]) -> float | None:
 
 
 # --- scalars
-# What TensorBoard shows of a planner, as values: Dynamo's scalar names (planner-rules, last paragraph).
+# The TensorBoard scalars of a planner, as values, under Dynamo's names.
 #
 # A value that is missing gives no point: a curve shows a gap instead of a wrong 0.
 
@@ -215,8 +215,8 @@ DECODE_SCALING_ACTION = "decode_scaling_action"
 
 
 def of_reading(reading: Reading, pools: WorkerPools) -> dict[str, float]:
-    """Scalars of one pull: queue (requests), mean KV load (0..1), requests that wait in decode workers, the workers
-    that serve, and the GPUs that both components hold, leaving workers included.
+    """Scalars of one observation: queue (requests), mean KV load (0..1), requests that wait in decode workers, the
+    workers that serve, and the GPUs that both components hold, leaving workers included.
 
     The mean is over the workers that answered; the sum needs all of them.
     """

@@ -1,43 +1,47 @@
-"""What a replay needs of a planner's ticks: the policy's options, all that it was shown, and what it decided then.
+"""The tick log and its replay: the policy's options, each observation, and each decision.
 
-`decisions.jsonl` sums a decision up for people. This log, beside it, has the pulls whole, also those that decided
-nothing: a policy remembers them. A pull is written packed (zlib, base64), its passes as columns (`columns`): values by
-chance, which pack worst, 73 kB for 64 new passes of each of 64 engines. The file is rotated as the decision log is,
-and bounded so that an hour of that, at a tick every five seconds, is always in it; the options are written again now
-and then, so that a log whose beginning has gone can still be read.
+`decisions.jsonl` sums a decision up for people. This log, beside it, has each observation whole, also those
+that decided nothing: a policy remembers them. An observation is packed (zlib, base64), its passes as columns
+(`packed`). Random values pack worst: 73 kB for 64 new passes of each of 64 engines. The file is rotated as the decision
+log is. An hour of such ticks, one every five seconds, always fits. The options are written again now and then, so that
+a log without its beginning can be read.
+
+Replay shows the same observations to the same policy, and compares its decisions with those of the log. It makes the
+forecasts anew: the same task has the same answer. The log does not have the answers of plugins, so decisions that they
+changed differ. With another policy or other options the replay says what it would have decided on the same
+observations. Data that the recorded policy did not need is missing then.
 """
 
 from __future__ import annotations
 
 import base64
-import functools
 import json
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from itertools import accumulate, islice, pairwise
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
+from dynamo_local.config.planner import PlannerConfig, options_of
 from dynamo_local.core.passes import EngineId, ForwardPass, Requests
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import BadInput
-from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions, name_of
-from dynamo_local.planner.policies.sla_sizing import SlaOptions
-from dynamo_local.planner.policies.slo.ladder import SloOptions
-from dynamo_local.planner.policies.throughput_load.options import ThroughputLoadOptions
+from dynamo_local.planner.choosing import policy_of
+from dynamo_local.planner.driver import PolicyDriver
+from dynamo_local.planner.forecasting.answers import InlineForecaster
 from dynamo_local.planner.values import (
     Capabilities,
     Decision,
     Ended,
     Engines,
     EngineSeen,
+    Observation,
     Pool,
-    Pull,
     Reading,
     Traffic,
     WorkerPools,
@@ -49,10 +53,9 @@ from dynamo_local.system.json_lines import JsonLog, Record
 # --- columns
 # Columns of numbers, packed small and without loss: for the log of ticks, most of which are engines' passes.
 #
-# Neighbours in a column are alike (a pass has a token more than the one before), and most numbers are small or have
-# few
-# decimals. So each column becomes whole numbers if it can, their differences if these are smaller, and its bytes are
-# sorted by their weight: the upper ones are then long runs of zeros, which zlib makes nothing of.
+# Neighbours in a column are alike: a pass has a token more than the one before. Most numbers are small or have few
+# decimals. So each column becomes whole numbers if possible, or their differences if these are smaller. Its bytes are
+# sorted by their weight: the upper ones are long runs of zeros, which zlib packs to almost nothing.
 
 _HEAD = struct.Struct("<I")
 _COLUMN = struct.Struct("<BBBI")
@@ -65,7 +68,7 @@ _LEVEL = 6
 
 
 def packed(columns: Sequence[Sequence[float]]) -> bytes:
-    """Of columns of one length. Whole numbers must be within 2^53; `unpacked` gives the same numbers, of the same
+    """Packs columns of one length. Whole numbers must be within 2^53; `unpacked` gives the same numbers, of the same
     types."""
     return b"".join([_HEAD.pack(len(columns[0]) if columns else 0), *map(_column_out, columns)])
 
@@ -132,26 +135,14 @@ def _column_in(kind: int, differs: bool, width: int, count: int, small: bytes) -
     return [number / scale for number in numbers]
 
 
-VERSION = 2
-"""Of the records' form. Another one is refused."""
+VERSION = 3
+"""The version of the records' form. A log of version 2 (0.14) is read as well; others are refused."""
+READABLE = (2, VERSION)
 FILE_NAME = "ticks.jsonl"
 MAX_BYTES = 20 * 1024 * 1024
-"""Of each of its four files; three of them are always full, once the oldest had to go."""
+"""The limit of each of its four files. Three of them are always full after the first rotation."""
 BEGAN, GOES_ON, CHANGED, MANUAL, TICK = "began", "goes_on", "changed", "manual", "tick"
 KINDS: jsonl.Kinds = (("seq", int), ("version", int), ("kind", str), ("at_s", (int, float)))
-
-_OPTIONS: Mapping[str, type[Any]] = {
-    "load": LoadOptions,
-    "sla": SlaOptions,
-    "slo": SloOptions,
-    "throughput-load": ThroughputLoadOptions,
-}
-
-
-@functools.cache
-def _adapter(policy: str) -> TypeAdapter[Any]:
-    """Made when it is first needed. KeyError for a policy that there is not."""
-    return TypeAdapter(_OPTIONS[policy])
 
 
 class TickLog(JsonLog):
@@ -164,28 +155,8 @@ class TickLog(JsonLog):
         super().__init__(path, max_bytes=max_bytes, kept=kept)
 
 
-class Recorder(Protocol):
-    """Told by a `PolicyDriver` what happens to it, in order. On the planner's loop: it must return at once."""
-
-    def began(self, options: PolicyOptions, at_s: float) -> None:
-        """A policy with these options begins, at that time of the planner's clock."""
-        ...
-
-    def changed(self, options: PolicyOptions, at_s: float) -> None:
-        """It goes on with other options (or another policy begins)."""
-        ...
-
-    def manual(self, at_s: float) -> None:
-        """A person has changed the number of workers."""
-        ...
-
-    def ticked(self, pull: Pull, decision: Decision | None) -> None:
-        """It has taken this pull in, and decided this."""
-        ...
-
-
 class Decided(NamedTuple):
-    """What of a decision is compared: by component, the step and the rule; `targets` are workers."""
+    """The compared part of a decision: by component, the step and the rule; `targets` are workers."""
 
     targets: Mapping[str, int]
     steps: Mapping[str, int]
@@ -200,7 +171,7 @@ def tick_log_path(logs: Path) -> Path:
 def oldest_first(path: Path) -> Iterator[Record]:
     """All records in order, rotated files included, one at a time. Raises `BadInput` for one of another version."""
     for record in jsonl.oldest_first(path, KINDS):
-        if record["version"] != VERSION:
+        if record["version"] not in READABLE:
             raise BadInput(
                 f"{path}: record {record['seq']} has version {record['version']}, this dynamo-local reads {VERSION}: "
                 f"replay it with the one that wrote it"
@@ -219,10 +190,13 @@ def decided(decision: Decision | None) -> Decided | None:
 # --- records ---------------------------------------------------------------------------------------
 
 
-def options_record(kind: str, options: PolicyOptions, at_s: float) -> dict[str, Any]:
-    """Of `began`, `goes_on` and `changed`."""
-    name = name_of(options)
-    return {**_head(kind, at_s), "policy": name, "options": json.loads(_adapter(name).dump_json(options))}
+def options_record(kind: str, options: PlannerConfig, at_s: float) -> dict[str, Any]:
+    """The record of `began`, `goes_on` and `changed`."""
+    unset = () if "min_gpu_budget" in options.model_fields_set else ("min_gpu_budget",)
+    names = set(options_of(options.policy)) - {"plugin_registration", "scheduling", *unset}
+    shown = options.model_dump(mode="json", include={*names})
+    shown["scheduling"] = {"scale_interval_seconds": options.scheduling.scale_interval_seconds}
+    return {**_head(kind, at_s), "policy": options.policy, "options": shown}
 
 
 def manual_record(at_s: float) -> dict[str, Any]:
@@ -230,34 +204,75 @@ def manual_record(at_s: float) -> dict[str, Any]:
     return _head(MANUAL, at_s)
 
 
-def tick_record(pull: Pull, decision: Decision | None) -> dict[str, Any]:
-    """A line of the log: a tick, with all of its pull. Some milliseconds for thousands of passes: not on the loop."""
+def tick_record(observation: Observation, decision: Decision | None) -> dict[str, Any]:
+    """A line of the log: a tick, with all of its observation. Some milliseconds for thousands of passes: not on the
+    loop."""
     found = decided(decision)
-    told = None if found is None else found._asdict()
-    small = zlib.compress(json.dumps(_pull_out(pull), separators=(",", ":")).encode())
-    return {**_head(TICK, pull.at_s), "decided": told, "pull": _text(small), "passes": _text(_passes_out(pull.engines))}
+    reported = None if found is None else found._asdict()
+    small = zlib.compress(json.dumps(_observation_out(observation), separators=(",", ":")).encode())
+    return {
+        **_head(TICK, observation.at_s),
+        "decided": reported,
+        "pull": _text(small),
+        "passes": _text(_passes_out(observation.engines)),
+    }
 
 
 def _text(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def options_in(record: Record) -> PolicyOptions:
-    """Of `began`, `goes_on` and `changed`. Raises `BadInput`; `ConfigError` where they need what is not installed."""
+def options_in(record: Record) -> PlannerConfig:
+    """The options of `began`, `goes_on` and `changed`. Raises `BadInput`."""
     try:
-        options: PolicyOptions = _adapter(str(record.get("policy"))).validate_python(record["options"])
-    except (KeyError, ValidationError) as error:
+        values = record["options"]
+        if record["version"] == 2:
+            values = _of_version_2(values)
+        return PlannerConfig.model_validate({**values, "policy": record.get("policy")})
+    except (AttributeError, KeyError, TypeError, ValidationError) as error:
         raise _bad(record, error) from None
-    return options
 
 
-def tick_in(record: Record) -> tuple[Pull, Decided | None]:
-    """The pull and the decision of a line that `tick_record` made. Raises `BadInput`."""
+_NAMES_OF_VERSION_2 = {
+    "metric_pulling_interval_s": "metric_pulling_interval",
+    "throughput_adjustment_interval_s": "throughput_adjustment_interval_seconds",
+    "load_adjustment_interval_s": "load_adjustment_interval_seconds",
+    "down_rule": "scale_down_rule",
+    "max_step": "max_throughput_scaling_replicas",
+    "thrift": "cost_factor",
+    "profile": "profile_results_dir",
+    "warmup_trace": "load_predictor_warmup_trace",
+    "log1p": "load_predictor_log1p",
+    "q_level": "kalman_q_level",
+    "q_trend": "kalman_q_trend",
+    "r": "kalman_r",
+    "min_points": "kalman_min_points",
+    "window_size": "prophet_window_size",
+}
+_GONE_SINCE_VERSION_2 = ("start_up_s", "speed", "engine", "windows_max", "predictor", "predictor_options")
+
+
+def _of_version_2(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The options under their names in a configuration. Version 2 had names of its own for some of them."""
+    values = {**found, **found.get("predictor", {}), **dict(found.get("predictor_options", ()))}
+    interval_s = values.pop("adjustment_interval_s", None)
+    if interval_s is not None and "thrift" not in values:
+        values["throughput_adjustment_interval_seconds" if "profile" in values else "adjustment_interval"] = interval_s
+    if "scale_interval_s" in values:
+        values["scheduling"] = {"scale_interval_seconds": values.pop("scale_interval_s")}
+        if values.get("min_gpu_budget", 0) < 0:
+            del values["min_gpu_budget"]
+    named = {_NAMES_OF_VERSION_2.get(name, name): value for name, value in values.items()}
+    return {name: value for name, value in named.items() if name not in _GONE_SINCE_VERSION_2}
+
+
+def tick_in(record: Record) -> tuple[Observation, Decided | None]:
+    """The observation and the decision of a line that `tick_record` made. Raises `BadInput`."""
     try:
-        told = record["decided"]
+        reported = record["decided"]
         raw = zlib.decompress(base64.b64decode(record["pull"], validate=True))
         passes = _passes_in(base64.b64decode(record["passes"], validate=True))
-        return _pull_in(json.loads(raw), passes), None if told is None else Decided(**told)
+        return _observation_in(json.loads(raw), passes), None if reported is None else Decided(**reported)
     except (KeyError, TypeError, ValueError, IndexError, StopIteration, zlib.error) as error:
         raise _bad(record, error) from None
 
@@ -271,7 +286,7 @@ def _head(kind: str, at_s: float) -> dict[str, Any]:
     return {"version": VERSION, "kind": kind, "at_s": at_s}
 
 
-# --- a pull as lists ---------------------------------------------------------------------------------
+# --- an observation as lists ---------------------------------------------------------------------------------
 
 
 def _out(value: Any) -> Any:
@@ -283,30 +298,33 @@ def _in(value: Any) -> Any:
     return Missing(value["missing"]) if isinstance(value, dict) else value
 
 
-def _pull_out(pull: Pull) -> dict[str, Any]:
+def _observation_out(observation: Observation) -> dict[str, Any]:
     """All but its engines."""
-    reading, traffic = pull.reading, pull.traffic
+    reading, traffic = observation.reading, observation.traffic
     return {
         "at_s": reading.at_s,
         "queue": _out(reading.queue),
         "loads": {name: _load_out(load) for name, load in reading.loads.items()},
-        "pools": asdict(pull.pools),
+        "pools": asdict(observation.pools),
         "traffic": [_out(getattr(traffic, one.name)) for one in fields(Traffic)]
         if isinstance(traffic, Traffic)
         else _out(traffic),
-        "capabilities": {name: _can_out(told) for name, told in pull.capabilities.items()},
-        "blind": pull.blind,
-        "engines": [_engine_out(engine, seen) for engine, seen in pull.engines.items()],
-        **({} if pull.requests is None else {"requests": _clients_out(pull.requests)}),
+        "capabilities": {name: _can_out(reported) for name, reported in observation.capabilities.items()},
+        "blind": observation.blind,
+        "engines": [_engine_out(engine, seen) for engine, seen in observation.engines.items()],
+        **({} if observation.requests is None else {"requests": _clients_out(observation.requests)}),
     }
 
 
-def _pull_in(told: Mapping[str, Any], passes: Iterator[_Row]) -> Pull:
+def _observation_in(reported: Mapping[str, Any], passes: Iterator[_Row]) -> Observation:
     """`passes` are those of all its engines, one after the other."""
-    pools, traffic = told["pools"], told["traffic"]
+    pools, traffic = reported["pools"], reported["traffic"]
+    for pool in (pools["prefill"], pools["decode"]):
+        if pool is not None and "leads" in pool:  # version 2
+            pool["lead_times"] = pool.pop("leads")
     prefill = None if pools["prefill"] is None else Pool(**pools["prefill"])
     engines: dict[EngineId, EngineSeen] = {}
-    for worker, rank, component, count, last in told["engines"]:
+    for worker, rank, component, count, last in reported["engines"]:
         engine = EngineId(worker, rank)
         known = tuple(_pass_in(engine, row) for row in islice(passes, count))
         if isinstance(last, dict):
@@ -316,14 +334,16 @@ def _pull_in(told: Mapping[str, Any], passes: Iterator[_Row]) -> Pull:
                 component, known, known[-1] if last == _IN_THEM else _pass_in(engine, next(passes))
             )
     seen: Engines = engines
-    return Pull(
-        Reading(told["at_s"], _in(told["queue"]), {name: _load_in(load) for name, load in told["loads"].items()}),
+    return Observation(
+        Reading(
+            reported["at_s"], _in(reported["queue"]), {name: _load_in(load) for name, load in reported["loads"].items()}
+        ),
         WorkerPools(prefill, Pool(**pools["decode"]), pools["pending"]),
         Traffic(*map(_in, traffic)) if isinstance(traffic, list) else _in(traffic),
         seen,
-        {name: _can_in(limits) for name, limits in told["capabilities"].items()},
-        told["blind"],
-        _clients_in(told["requests"]) if "requests" in told else None,
+        {name: _can_in(limits) for name, limits in reported["capabilities"].items()},
+        reported["blind"],
+        _clients_in(reported["requests"]) if "requests" in reported else None,
     )
 
 
@@ -331,28 +351,28 @@ _LIMITS = tuple(one.name for one in fields(Capabilities) if one.name != "benchma
 
 
 def _can_out(can: Capabilities) -> dict[str, Any]:
-    limits, told = {name: getattr(can, name) for name in _LIMITS}, can.benchmark
-    if told is None:
+    limits, reported = {name: getattr(can, name) for name in _LIMITS}, can.benchmark
+    if reported is None:
         return limits
-    if isinstance(told, Missing):
-        return {**limits, "benchmark": _out(told)}
-    return {**limits, "benchmark": [[*one.engine, *_row(one)] for one in told]}
+    if isinstance(reported, Missing):
+        return {**limits, "benchmark": _out(reported)}
+    return {**limits, "benchmark": [[*one.engine, *_row(one)] for one in reported]}
 
 
-def _can_in(told: Mapping[str, Any]) -> Capabilities:
-    benchmark = told.get("benchmark")
+def _can_in(reported: Mapping[str, Any]) -> Capabilities:
+    benchmark = reported.get("benchmark")
     if isinstance(benchmark, list):
         known = tuple(_pass_in(EngineId(worker, rank), tuple(row)) for worker, rank, *row in benchmark)
-        return Capabilities(**{**told, "benchmark": known})
-    return Capabilities(**{**told, "benchmark": _in(benchmark)})
+        return Capabilities(**{**reported, "benchmark": known})
+    return Capabilities(**{**reported, "benchmark": _in(benchmark)})
 
 
 def _clients_out(seen: ClientRequests) -> list[Any]:
     return [seen.since_s, seen.at_s, seen.began, [astuple(one) for one in seen.ended]]
 
 
-def _clients_in(told: list[Any]) -> ClientRequests:
-    since_s, at_s, began, ended = told
+def _clients_in(reported: list[Any]) -> ClientRequests:
+    since_s, at_s, began, ended = reported
     return ClientRequests(since_s, at_s, tuple(began), tuple(Ended(*one) for one in ended))
 
 
@@ -364,10 +384,10 @@ def _load_out(load: Load | Missing) -> dict[str, Any]:
     }
 
 
-def _load_in(told: Mapping[str, Any]) -> Load | Missing:
-    if "load" not in told:
-        return Missing(told["missing"])
-    return Load(**{name: _in(value) for name, value in told["load"].items()})
+def _load_in(reported: Mapping[str, Any]) -> Load | Missing:
+    if "load" not in reported:
+        return Missing(reported["missing"])
+    return Load(**{name: _in(value) for name, value in reported["load"].items()})
 
 
 # --- passes as columns -------------------------------------------------------------------------------
@@ -380,7 +400,7 @@ _WIDTH = len(fields(Requests))
 
 
 def _engine_out(engine: EngineId, seen: EngineSeen) -> list[Any]:
-    """What is not in the columns: whose passes, how many, and which was the last."""
+    """The part beside the columns: the engine, its number of passes, and its last pass."""
     last = _out(seen.last) if isinstance(seen.last, Missing) else _BEHIND_THEM if _behind(seen) else _IN_THEM
     return [engine.worker_id, engine.dp_rank, seen.component, len(seen.passes), last]
 
@@ -411,3 +431,80 @@ def _pass_in(engine: EngineId, row: _Row) -> ForwardPass:
     counter_id, wall_time_s, at_s, *counts = row
     scheduled, queued = Requests(*counts[:_WIDTH]), Requests(*counts[_WIDTH:])
     return ForwardPass(engine, counter_id, wall_time_s, scheduled, queued, at_s)
+
+
+# --- replay
+NOT_RECORDED = Missing("the log of ticks does not have it: the policy that was recorded did not ask for it")
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One tick in which one of both decided something: `then` is the log's decision, `now` the replay's."""
+
+    seq: int
+    at_s: float
+    then: Decided | None
+    now: Decided | None
+
+    @property
+    def agrees(self) -> bool:
+        """Targets, steps and rules are the same."""
+        return self.then == self.now
+
+
+@dataclass(slots=True)
+class Replay:
+    """Shows a policy what is in a log. `options` None: the recorded ones. The counts grow while `run` is iterated.
+
+    `whole` is False if the log does not have its planner's beginning. The earlier knowledge of the policy is then
+    missing, and it may decide otherwise until it has learned the same again.
+    """
+
+    options: PlannerConfig | None = None
+    ticks: int = 0
+    without: int = 0
+    """Ticks in which the policy wanted something that the log does not have."""
+    whole: bool = True
+    policies: list[str] = field(default_factory=list)
+    """Those that were shown something."""
+    _driver: PolicyDriver | None = None
+
+    def run(self, records: Iterable[Record]) -> Iterator[Replayed]:
+        """In order. Raises `BadInput` for a record that cannot be read."""
+        for record in records:
+            kind, at_s = record["kind"], float(record["at_s"])
+            if kind == TICK:
+                yield from self._tick(record)
+            elif kind == MANUAL:
+                if self._driver is not None:
+                    self._driver.manual(at_s)
+            elif kind == BEGAN or (self._driver is None and kind in (GOES_ON, CHANGED)):
+                self.whole = self.whole and kind == BEGAN
+                self._driver = PolicyDriver(policy_of(self._chosen(record)), at_s, forecaster=InlineForecaster())
+            elif kind == CHANGED and self._driver is not None:
+                self._driver.change(policy_of(self._chosen(record)), at_s)
+            elif kind != GOES_ON:
+                raise BadInput(f"record {record['seq']} of the log of ticks is a {kind[:40]!r}: not known here")
+
+    def _chosen(self, record: Record) -> PlannerConfig:
+        options = self.options or options_in(record)
+        if options.policy not in self.policies:
+            self.policies.append(options.policy)
+        return options
+
+    def _tick(self, record: Record) -> Iterator[Replayed]:
+        if self._driver is None:  # the options of its time have gone with the log's beginning
+            self.whole = False
+            return
+        observation, then = tick_in(record)
+        self.ticks += 1
+        now = decided(self._driver.tick_now(self._as_wanted(self._driver, observation)))
+        if then is not None or now is not None:
+            yield Replayed(int(record["seq"]), observation.at_s, then, now)
+
+    def _as_wanted(self, driver: PolicyDriver, observation: Observation) -> Observation:
+        needs = driver.needs
+        no_traffic = needs.traffic_window_s is not None and observation.traffic is None
+        if no_traffic or (needs.passes and not observation.engines):
+            self.without += 1
+        return replace(observation, traffic=NOT_RECORDED) if no_traffic else observation

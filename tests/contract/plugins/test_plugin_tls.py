@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_local.config.planner import planner_section
+from dynamo_local.config.planner_section import planner_section
 from dynamo_local.errors import ConfigError
 from dynamo_local.planner.plugins.serving import serve
 from dynamo_local.planner.stages import PluginSpec, Stage

@@ -7,10 +7,10 @@ import random
 
 from dynamo_local.core.passes import EngineId, ForwardPass
 from dynamo_local.core.passes import Requests as PassRequests
-from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
-from dynamo_local.planner.values import Capabilities, Ended, EngineSeen, Pull, Requests, Traffic, Wants
+from dynamo_local.planner.values import Capabilities, Ended, EngineSeen, Needs, Observation, Requests, Traffic
 from dynamo_local.profile.reading import DEFAULT_PROFILE
 from tests.fakes.planner.observations import DECODE, PREFILL, pool, reading, worker_pools
+from tests.fakes.planner.options import throughput_load_options
 
 WORKERS = 64
 """Half of them prefill."""
@@ -18,32 +18,32 @@ REQUESTS_PER_S = 200.0
 PASSES = 64
 """Of each engine, since the last pull."""
 LIMITS = Capabilities(8192, 256, 1_000_000, 131_072)
-BOTH_LOOPS = ThroughputLoadOptions(
-    optimization_target=Target.SLA,
+BOTH_LOOPS = throughput_load_options(
+    optimization_target="sla",
     enable_load_scaling=True,
     load_predictor="constant",
-    profile=DEFAULT_PROFILE,
-    throughput_adjustment_interval_s=30.0,
-    load_adjustment_interval_s=5.0,
+    profile_results_dir=DEFAULT_PROFILE,
+    throughput_adjustment_interval_seconds=30.0,
+    load_adjustment_interval_seconds=5.0,
     max_gpu_budget=WORKERS,
 )
 
 
-def busy_pull(at_s: float, tick: int, wants: Wants) -> Pull:
+def busy_pull(at_s: float, tick: int, needs: Needs) -> Observation:
     """What the workers, and their clients, did since the last pull: as much of it as is wanted."""
     pools = worker_pools(pool(PREFILL, WORKERS // 2), pool(DECODE, WORKERS // 2))
     engines = {}
-    for n in range(WORKERS if wants.passes else 0):
+    for n in range(WORKERS if needs.passes else 0):
         engine, prefill = EngineId(str(n)), n < WORKERS // 2
         seen = tuple(_pass(engine, at_s, tick, k, prefill=prefill) for k in range(PASSES))
         engines[engine] = EngineSeen(PREFILL if prefill else DECODE, seen, seen[-1])
-    window_s = wants.traffic_window_s
+    window_s = needs.traffic_window_s
     traffic = None
     if window_s is not None:
         traffic = Traffic(at_s, window_s, 300.0 + tick % 40, 3000.0, 200.0, 120.0, 9.0, 2.0, 0.2, 1.0)
     limits = {PREFILL: LIMITS, DECODE: LIMITS}
-    requests = _requests(at_s, window_s) if wants.requests and window_s is not None else None
-    return Pull(reading(at_s, 1, 0.7, WORKERS // 2), pools, traffic, engines, limits, requests=requests)
+    requests = _requests(at_s, window_s) if needs.requests and window_s is not None else None
+    return Observation(reading(at_s, 1, 0.7, WORKERS // 2), pools, traffic, engines, limits, requests=requests)
 
 
 def _requests(at_s: float, window_s: float) -> Requests:

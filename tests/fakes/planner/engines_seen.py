@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.passes import EngineId, ForwardPass, Requests
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.pass_model import Kind, PassModel
-from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
 from dynamo_local.planner.policies.throughput_load.policy import ThroughputLoadPolicy
 from dynamo_local.planner.values import (
     Capabilities,
@@ -21,13 +21,14 @@ from dynamo_local.planner.values import (
     EngineSeen,
     Forecasts,
     ForecastTask,
+    Observation,
     Pool,
-    Pull,
     Reading,
     Traffic,
     WorkerPools,
 )
 from tests.fakes.planner.observations import DECODE, PREFILL, worker_pools
+from tests.fakes.planner.options import throughput_load_options
 
 LIMITS = Capabilities(max_num_batched_tokens=8192, max_num_seqs=256, max_kv_tokens=200_000, context_length=32_768)
 CONTEXT = 2167
@@ -35,18 +36,18 @@ NOT_SEEN = Missing("nothing came from it")
 TRAINER = EngineId("0")
 
 
-def sla(**more: Any) -> ThroughputLoadOptions:
+def sla(**more: Any) -> PlannerConfig:
     """The options of the worked examples; by default the throughput loop alone."""
-    given = {"optimization_target": Target.SLA, "ttft_ms": 500.0, "itl_ms": 20.0, "max_gpu_budget": 16}
-    return ThroughputLoadOptions(**(given | more))
+    given = {"optimization_target": "sla", "ttft_ms": 500.0, "itl_ms": 20.0, "max_gpu_budget": 16}
+    return throughput_load_options(**(given | more))
 
 
-def load_loop(**more: Any) -> ThroughputLoadOptions:
+def load_loop(**more: Any) -> PlannerConfig:
     """The load loop alone, by models."""
     return sla(enable_throughput_scaling=False, enable_load_scaling=True, **more)
 
 
-def both_loops(**more: Any) -> ThroughputLoadOptions:
+def both_loops(**more: Any) -> PlannerConfig:
     """As seed 001 describes them."""
     return sla(enable_load_scaling=True, **more)
 
@@ -140,7 +141,7 @@ def traffic(at_s: float, num_req: float | Missing, isl: float = 2000, osl: float
     return Traffic(at_s, 180.0, num_req, isl, osl, **more)
 
 
-def pull(
+def observation(
     at_s: float,
     prefill: int | Pool | None = 1,
     decode: int | Pool = 1,
@@ -152,7 +153,7 @@ def pull(
     engines: Mapping[EngineId, EngineSeen] | None = None,
     waiting: float | Missing | None = None,
     **more: Any,
-) -> Pull:
+) -> Observation:
     """Pools, and one engine for each queue and KV (by default: all that are ready, idle). `waiting`: prompts in a queue
     of the graph, where it has one."""
     pools: WorkerPools = worker_pools(prefill, decode)
@@ -164,7 +165,9 @@ def pull(
         for n, kv in enumerate([0] * pools.decode.ready if kvs is None else kvs):
             found.update([decode_engine(f"2{n}", kv, at_s)])
     capabilities = {one.component: limits for one in pools.all}
-    return Pull(Reading(at_s, waiting, {}), pools, seen, found if engines is None else engines, capabilities, **more)
+    return Observation(
+        Reading(at_s, waiting, {}), pools, seen, found if engines is None else engines, capabilities, **more
+    )
 
 
 class LastValue:
@@ -183,7 +186,7 @@ class LastValue:
 
 
 def driver(
-    options: ThroughputLoadOptions, models: Mapping[Kind, PassModel] = MODELS, forecaster: LastValue | None = None
+    options: PlannerConfig, models: Mapping[Kind, PassModel] = MODELS, forecaster: LastValue | None = None
 ) -> PolicyDriver:
     """The policy with those models, from 0 s on."""
     return PolicyDriver(ThroughputLoadPolicy(options, models), 0.0, forecaster=forecaster or LastValue())
@@ -208,18 +211,16 @@ def numbers(decision: Decision | None, component: str) -> Mapping[str, float]:
     return found
 
 
-def decide(
-    options: ThroughputLoadOptions, *args: Any, models: Mapping[Kind, PassModel] = MODELS, **more: Any
-) -> Decision:
+def decide(options: PlannerConfig, *args: Any, models: Mapping[Kind, PassModel] = MODELS, **more: Any) -> Decision:
     """The first decision of the loop that is alone, from one pull: `decide(load_loop(), 2, 1, queues=[30_000, 0])`."""
     drives = driver(options, models)
-    decision = drives.tick_now(pull(drives.next_at_s, *args, **more))
+    decision = drives.tick_now(observation(drives.next_at_s, *args, **more))
     assert decision is not None
     return decision
 
 
-def sized(options: ThroughputLoadOptions, num_req: float | Missing, *args: Any, **more: Any) -> Decision:
+def sized(options: PlannerConfig, num_req: float | Missing, *args: Any, **more: Any) -> Decision:
     """What the throughput loop makes of a window: `sized(sla(), 7200, 1, 1, isl=2000, osl=200)`."""
     of_traffic = {key: more.pop(key) for key in ("isl", "osl", "kv_hit_rate", "accept_length") if key in more}
-    at_s = options.throughput_adjustment_interval_s
+    at_s = options.throughput_adjustment_interval_seconds
     return decide(options, *args, seen=traffic(at_s, num_req, **of_traffic), **more)

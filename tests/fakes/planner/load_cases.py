@@ -9,11 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.planner.policies.load import LoadPolicy
-from dynamo_local.planner.policies.options import LoadOptions
-from dynamo_local.planner.values import Decision, Observation, Rule
+from dynamo_local.planner.values import Decision, IntervalObservation, Rule
 from tests.fakes.planner.observations import DECODE, NOT_HAD, PREFILL, observe, pool, readings
+from tests.fakes.planner.options import load_options
 
 Expected = tuple[int, Rule]
 
@@ -26,17 +27,17 @@ class Case:
     """`prefill` is None for an aggregated graph. `acts` are the steps of now, None: all steps, downs first."""
 
     name: str
-    observation: Observation
+    observation: IntervalObservation
     prefill: Expected | None
     decode: Expected
-    options: LoadOptions = LoadOptions()  # noqa: RUF009 - frozen
+    options: PlannerConfig = load_options()  # noqa: RUF009 - frozen
     acts: tuple[tuple[str, int], ...] | None = None
     apart: bool = True
     """Its steps stand apart."""
     next_tick_at: float | None = None
     """None: two intervals after this one began."""
 
-    def decide(self, policy: Callable[[LoadOptions], Any] = LoadPolicy) -> Decision:
+    def decide(self, policy: Callable[[PlannerConfig], Any] = LoadPolicy) -> Decision:
         """What a policy makes of it."""
         decision: Decision = policy(self.options).on_tick(self.observation)
         return decision
@@ -53,14 +54,16 @@ class Case:
         steps = tuple((c, expected[c][0]) for c in order if expected[c][0])
         assert decision.acts == (steps if self.acts is None else self.acts), self.name
         assert decision.apart is self.apart, self.name
-        due_s = self.observation.interval_began_s + 2 * self.options.adjustment_interval_s
+        due_s = self.observation.interval_began_s + 2 * self.options.adjustment_interval
         assert decision.next_tick_at == (due_s if self.next_tick_at is None else self.next_tick_at), self.name
         self._check_numbers(decision)
 
     def _check_numbers(self, decision: Decision) -> None:
         """Each reason has the numbers that could be had, and no others."""
-        depths = [pull.queue for pull in self.observation.readings if not isinstance(pull.queue, Missing)]
-        had = {"average_kv_load"} if any(pull.kv.count for pull in self.observation.readings) else set()
+        depths = [
+            observation.queue for observation in self.observation.readings if not isinstance(observation.queue, Missing)
+        ]
+        had = {"average_kv_load"} if any(observation.kv.count for observation in self.observation.readings) else set()
         if self.prefill is not None and depths:
             had |= {"prefill_queue_size", "prefill_queue_expected"}
         found = {name for reason in decision.reasons for name in reason.numbers}
@@ -145,35 +148,35 @@ BOUNDARIES = (
         observe(2, 3, queue=QUIET, kv=IDLE, prefill_gpus=2, decode_gpus=1),
         (0, R.FLOOR),
         (0, R.FLOOR),
-        LoadOptions(min_gpu_budget=3),
+        load_options(min_gpu_budget=3),
     ),
     Case(
         "one worker above it",
         observe(3, 4, queue=QUIET, kv=IDLE, prefill_gpus=2, decode_gpus=1),
         DOWN,
         DOWN,
-        LoadOptions(min_gpu_budget=3, max_gpu_budget=10),
+        load_options(min_gpu_budget=3, max_gpu_budget=10),
     ),
     Case(
         "below the floor it goes up whatever the load",
         observe(1, 1, queue=QUIET, kv=IDLE),
         (1, R.BELOW_FLOOR),
         (1, R.BELOW_FLOOR),
-        LoadOptions(min_gpu_budget=2),
+        load_options(min_gpu_budget=2),
     ),
     Case(
         "below the floor the budget still holds",
         observe(1, 1, queue=QUIET, kv=IDLE),
         (1, R.BELOW_FLOOR),
         (0, R.BUDGET),
-        LoadOptions(min_gpu_budget=2, max_gpu_budget=3),
+        load_options(min_gpu_budget=2, max_gpu_budget=3),
     ),
     Case(
         "below the floor nobody asks where the queue is heading",
         observe(1, 2, queue=[9, 2], kv=CALM),
         (1, R.BELOW_FLOOR),
         HOLD,
-        LoadOptions(min_gpu_budget=2),
+        load_options(min_gpu_budget=2),
     ),
     Case("without any worker there is nobody to measure", observe(0, 0), (1, R.BELOW_FLOOR), (1, R.BELOW_FLOOR)),
     Case(
@@ -188,7 +191,7 @@ BOUNDARIES = (
         observe(1, 1, queue=QUIET, kv=IDLE),
         (0, R.FLOOR),
         (0, R.FLOOR),
-        LoadOptions(min_gpu_budget=0),
+        load_options(min_gpu_budget=0),
     ),
     # Grace.
     Case(
@@ -244,7 +247,7 @@ BOUNDARIES = (
         observe(2, 3, queue=QUIET, kv=FULL, decode_gpus=2),
         DOWN,
         UP,
-        LoadOptions(max_gpu_budget=9),
+        load_options(max_gpu_budget=9),
         acts=CHANGES_HANDS,
     ),
     Case(
@@ -252,14 +255,14 @@ BOUNDARIES = (
         observe(2, 3, queue=QUIET, kv=FULL, decode_gpus=2),
         DOWN,
         UP,
-        LoadOptions(max_gpu_budget=10),
+        load_options(max_gpu_budget=10),
     ),
     Case(
         "a drain is taken back without room",
         observe(_prefill(2, leaving=1, cancellable=1), _decode(4, leaving=1, cancellable=1), queue=BUSY, kv=FULL),
         (1, R.TAKE_BACK),
         (1, R.TAKE_BACK),
-        LoadOptions(max_gpu_budget=8),
+        load_options(max_gpu_budget=8),
     ),
     Case(
         "a drain taken back takes no room",
@@ -278,14 +281,14 @@ BOUNDARIES = (
         replace(observe(1, 1, queue=[0.3], kv=[0.85]), readings=readings(queue=[0.3, 0.3], kv=[0.85, 0.85], waiting=5)),
         HOLD,
         UP,
-        LoadOptions(decode_kv_per_waiting_request=0.02),
+        load_options(decode_kv_per_waiting_request=0.02),
     ),
     Case(
         "each as much as was said",
         replace(observe(1, 1, queue=[0.3], kv=[0.85]), readings=readings(queue=[0.3], kv=[0.85], waiting=2)),
         HOLD,
         HOLD,
-        LoadOptions(decode_kv_per_waiting_request=0.02),
+        load_options(decode_kv_per_waiting_request=0.02),
     ),
     # When to be asked again: on the grid of intervals, and never now.
     Case("late", replace(observe(1, 1, queue=[0.3], kv=CALM), now_s=331.0), HOLD, HOLD, next_tick_at=360.0),
@@ -295,7 +298,7 @@ BOUNDARIES = (
         replace(observe(1, 1, queue=[0.3], kv=CALM), now_s=34.75913119424004, interval_began_s=32.459131194240044),
         HOLD,
         HOLD,
-        LoadOptions(adjustment_interval_s=2.3),
+        load_options(adjustment_interval=2.3),
     ),
     Case("early", replace(observe(1, 1, queue=[0.3], kv=CALM), now_s=329.0), HOLD, HOLD, next_tick_at=330.0),
 )

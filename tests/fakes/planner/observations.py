@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from dynamo_local.core.types import Load, Missing
-from dynamo_local.planner.values import Observation, Pool, Reading, WorkerPools
+from dynamo_local.planner.values import IntervalObservation, Pool, Reading, WorkerPools
 
 PREFILL, DECODE = "PrefillWorker", "VllmWorker"
 
@@ -63,7 +63,7 @@ def observe(
     kv: Sequence[float | Load | Missing | None] = (),
     added_intervals_ago: float | None = None,
     **gpus: int,
-) -> Observation:
+) -> IntervalObservation:
     """An interval of 30 s that ended now. `prefill` None: an aggregated graph."""
     seen = worker_pools(prefill, decode, **gpus)
     depths: Sequence[float | Missing | None] = [None] * len(kv) if prefill is None else queue
@@ -71,4 +71,4 @@ def observe(
     if added_intervals_ago is not None:
         added_at_s = began_s + INTERVAL_S * (1 - added_intervals_ago)
         seen = replace(seen, decode=replace(seen.decode, added_at_s=added_at_s))
-    return Observation(began_s + INTERVAL_S, began_s, readings(depths, kv), seen)
+    return IntervalObservation(began_s + INTERVAL_S, began_s, readings(depths, kv), seen)

@@ -8,18 +8,19 @@ from dataclasses import replace
 from typing import Any
 
 from dynamo_local.clock import AsyncioClock, run_virtual
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Load, Missing
-from dynamo_local.planner.collector import Puller, Sampled
+from dynamo_local.planner.collector import Collector, Sampled
 from dynamo_local.planner.connectors import Committed, Refused
 from dynamo_local.planner.loop import PlannerLoop
 from dynamo_local.planner.policies.load_planner import LoadPlanner
-from dynamo_local.planner.policies.options import LoadOptions
 from dynamo_local.planner.records.decision_log import DecisionRecord
-from dynamo_local.planner.values import Pool, Pull, Reading, WorkerPools
+from dynamo_local.planner.values import Observation, Pool, Reading, WorkerPools
 from tests.fakes.arbiter.told import Told
+from tests.fakes.planner.options import load_options
 
 PREFILL, DECODE = "PrefillWorker", "VllmWorker"
-OPTIONS = LoadOptions(adjustment_interval_s=10.0, metric_pulling_interval_s=1.0)
+OPTIONS = load_options(adjustment_interval=10.0, metric_pulling_interval=1.0)
 
 
 class Rig:
@@ -51,7 +52,7 @@ class Rig:
         self.told = Told()
         self.loop = PlannerLoop(
             self,
-            Puller(self, self, self.clock),
+            Collector(self, self, self.clock),
             self,
             self.clock,
             last_number=last_number,
@@ -110,19 +111,19 @@ class Rig:
             self.acting -= 1
         return self.outcome
 
-    def on_pull(self, pull: Pull) -> None:
-        self.readings.append(pull.reading)
+    def on_observation(self, observation: Observation) -> None:
+        self.readings.append(observation.reading)
 
     def on_decision(self, record: DecisionRecord) -> None:
         self.records.append(record)
 
     # --- for tests ---------------------------------------------------------------------------------
 
-    def start(self, options: LoadOptions = OPTIONS, *, no_operation: bool = False) -> None:
+    def start(self, options: PlannerConfig = OPTIONS, *, no_operation: bool = False) -> None:
         """Begin now."""
         self.loop.start(options, LoadPlanner(options), no_operation=no_operation)
 
-    def change(self, options: LoadOptions) -> None:
+    def change(self, options: PlannerConfig) -> None:
         """Other options."""
         self.loop.change(options, LoadPlanner(options), no_operation=False)
 

@@ -8,10 +8,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Load, Missing
-from dynamo_local.planner.policies.options import LoadOptions
-from dynamo_local.planner.values import Observation, Pool, Reading, WorkerPools
+from dynamo_local.planner.values import IntervalObservation, Pool, Reading, WorkerPools
 from tests.fakes.planner.observations import DECODE, INTERVAL_S, NOT_HAD, PREFILL
+from tests.fakes.planner.options import load_options
 
 missing = st.just(NOT_HAD)
 depths = st.integers(0, 12) | st.floats(0, 12, allow_subnormal=False)
@@ -43,7 +44,7 @@ def pools(draw: st.DrawFn, component: str, *, adjusting: bool = False) -> Pool:
 
 
 @st.composite
-def observations(draw: st.DrawFn, *, adjusting: bool = False) -> Observation:
+def observations(draw: st.DrawFn, *, adjusting: bool = False) -> IntervalObservation:
     """An interval of up to six pulls. Half of the graphs are aggregated."""
     prefill = draw(st.none() | pools(PREFILL, adjusting=adjusting))
     decode = draw(pools(DECODE, adjusting=adjusting))
@@ -58,16 +59,16 @@ def observations(draw: st.DrawFn, *, adjusting: bool = False) -> Observation:
                 kv if isinstance(kv, Missing) else Load(1, gpu_cache_usage_perc=kv, num_requests_waiting=waiting)
             )
         pulls.append(Reading(300.0 + n, queue, loads))
-    return Observation(300.0 + INTERVAL_S, 300.0, tuple(pulls), WorkerPools(prefill, decode))
+    return IntervalObservation(300.0 + INTERVAL_S, 300.0, tuple(pulls), WorkerPools(prefill, decode))
 
 
 @st.composite
-def options(draw: st.DrawFn) -> LoadOptions:
+def options(draw: st.DrawFn) -> PlannerConfig:
     """Thresholds and budgets that `config` lets through."""
     kv = sorted(draw(st.tuples(fractions, fractions).filter(lambda pair: pair[0] != pair[1])))
     queue = sorted(draw(st.tuples(depths, depths).filter(lambda pair: pair[0] != pair[1])))
     budget = draw(st.integers(1, 24))
-    return LoadOptions(
+    return load_options(
         max_gpu_budget=budget,
         min_gpu_budget=draw(st.integers(1, min(budget, 6))),
         decode_kv_scale_down_threshold=float(kv[0]),
@@ -86,11 +87,11 @@ def short_of(needed: float, value: float) -> float:
 
 
 def with_number(
-    seen: Observation, given: LoadOptions, component: str, name: str, value: float
-) -> tuple[Observation, LoadOptions]:
+    seen: IntervalObservation, given: PlannerConfig, component: str, name: str, value: float
+) -> tuple[IntervalObservation, PlannerConfig]:
     """The same world with one number of one component changed."""
     if name in ("max_gpu_budget", "min_gpu_budget"):
-        return seen, replace(given, **{name: int(value)})
+        return seen, given.model_copy(update={name: int(value)})
     if name == "since_added_s":
         pools = replace(seen.pools, decode=replace(seen.pools.decode, added_at_s=0.0))
         return replace(seen, interval_began_s=value, now_s=value + INTERVAL_S, pools=pools), given
@@ -118,18 +119,20 @@ def _with_count(pool: Pool, name: str, count: int) -> Pool:
 
 
 def _with_samples(pulls: tuple[Reading, ...], name: str, value: float) -> tuple[Reading, ...]:
-    had = [pull for pull in pulls if not isinstance(pull.queue, Missing)]
+    had = [observation for observation in pulls if not isinstance(observation.queue, Missing)]
 
-    def changed(pull: Reading) -> Reading:
+    def changed(observation: Reading) -> Reading:
         if name == "average_kv_load":
             loads = {
                 worker: load if isinstance(load, Missing) else Load(gpu_cache_usage_perc=value)
-                for worker, load in pull.loads.items()
+                for worker, load in observation.loads.items()
             }
-            return replace(pull, loads=loads)
-        every = name == "prefill_queue_size" and not isinstance(pull.queue, Missing)
+            return replace(observation, loads=loads)
+        every = name == "prefill_queue_size" and not isinstance(observation.queue, Missing)
         return (
-            replace(pull, queue=value) if every or (had and pull is had[-1] and name == "prefill_queue_last") else pull
+            replace(observation, queue=value)
+            if every or (had and observation is had[-1] and name == "prefill_queue_last")
+            else observation
         )
 
-    return tuple(changed(pull) for pull in pulls)
+    return tuple(changed(observation) for observation in pulls)

@@ -12,7 +12,7 @@ from dynamo_local.planner.plugins.pipeline import PluginPipeline
 from dynamo_local.planner.plugins.registration import Rules
 from dynamo_local.planner.plugins.registry import PluginFailed, PluginRow, Registry
 from dynamo_local.planner.stages import Answer, PipelineContext, PluginSpec, Stage
-from dynamo_local.planner.values import ComponentTarget, Override, OverrideType, Proposal, Pull
+from dynamo_local.planner.values import ComponentTarget, Observation, Override, OverrideType, Proposal
 from tests.fakes.planner.observations import reading, worker_pools
 
 Says = Callable[[PipelineContext], Answer | Awaitable[Answer]]
@@ -23,9 +23,9 @@ def override(*, final: bool = False, kind: OverrideType = OverrideType.SET, **re
     return Override(tuple(ComponentTarget(role, count, kind) for role, count in replicas.items()), final=final)
 
 
-def pull(at_s: float, prefill: int = 2, decode: int = 2, **more: Any) -> Pull:
+def observation(at_s: float, prefill: int = 2, decode: int = 2, **more: Any) -> Observation:
     """Of an idle graph."""
-    return Pull(reading(at_s, 0, 0.3), worker_pools(prefill, decode), **more)
+    return Observation(reading(at_s, 0, 0.3), worker_pools(prefill, decode), **more)
 
 
 class Scripted:
@@ -81,7 +81,7 @@ class Plugins:
 
     async def tick(self, *own: Proposal, predicted: Any = None, at_s: float | None = None) -> dict[str, int]:
         """The targets of a tick of the graph of two workers of each role, by role."""
-        seen = pull(self._clock.now_s() if at_s is None else at_s)
+        seen = observation(self._clock.now_s() if at_s is None else at_s)
         prediction = await self.pipeline.predict(seen, predicted)
         found = await self.pipeline.targets(seen, prediction, own)
         return {target.sub_component_type: target.replicas for target in found}

@@ -6,11 +6,20 @@ from typing import Any
 
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.policies.sla import SlaPolicy, SlaState
-from dynamo_local.planner.policies.sla_sizing import SlaOptions
-from dynamo_local.planner.values import ComponentTarget, Decision, Forecasts, Override, Pull, Reading, Reason, Traffic
+from dynamo_local.planner.values import (
+    ComponentTarget,
+    Decision,
+    Forecasts,
+    Observation,
+    Override,
+    Reading,
+    Reason,
+    Traffic,
+)
 from dynamo_local.profile.interpolation import interpolators
 from dynamo_local.profile.reading import DEFAULT_PROFILE
 from tests.fakes.planner.observations import DECODE, PREFILL, worker_pools
+from tests.fakes.planner.options import sla_options
 
 INTERVAL_S = 180.0
 H200 = interpolators(DEFAULT_PROFILE)
@@ -18,7 +27,7 @@ H200 = interpolators(DEFAULT_PROFILE)
 
 def policy(**options: Any) -> SlaPolicy:
     """On the H200's profile, with an ITL target of 10 ms and a budget that does not bind."""
-    return SlaPolicy(SlaOptions(**{"profile": DEFAULT_PROFILE, "itl_ms": 10.0, "max_gpu_budget": 64} | options), *H200)
+    return SlaPolicy(sla_options(**{"itl_ms": 10.0, "max_gpu_budget": 64} | options), *H200)
 
 
 def traffic(num_req: float | Missing = 7200.0, **more: Any) -> Traffic:
@@ -27,15 +36,15 @@ def traffic(num_req: float | Missing = 7200.0, **more: Any) -> Traffic:
     return Traffic(**usual | more)
 
 
-def pull(
+def observation(
     seen: Traffic | Missing | None, pools: tuple[Any, Any] = (1, 1), at_s: float = INTERVAL_S, **more: Any
-) -> Pull:
+) -> Observation:
     """At the end of an interval. `pools` are ready workers, or pools."""
     gpus = {name: more.pop(name) for name in ("prefill_gpus", "decode_gpus") if name in more}
-    return Pull(Reading(at_s, None, {}), worker_pools(*pools, **gpus), seen, **more)
+    return Observation(Reading(at_s, None, {}), worker_pools(*pools, **gpus), seen, **more)
 
 
-def constant(one: SlaPolicy, state: SlaState, seen: Pull) -> Forecasts | None:
+def constant(one: SlaPolicy, state: SlaState, seen: Observation) -> Forecasts | None:
     """The last window again; None where nothing is to be forecast."""
     task = one.forecasting(state, seen)
     return None if task is None else Forecasts(tuple((series[-1],) * task.steps for series in task.series))
@@ -44,7 +53,7 @@ def constant(one: SlaPolicy, state: SlaState, seen: Pull) -> Forecasts | None:
 def tick(
     one: SlaPolicy,
     state: SlaState,
-    seen: Pull,
+    seen: Observation,
     forecasts: Forecasts | Missing | None = None,
     plugin: tuple[ComponentTarget, ...] | None = None,
 ) -> tuple[SlaState, Decision | None]:
@@ -59,7 +68,7 @@ def tick(
     return one.settle(state, seen, targets if plugin is None else plugin)
 
 
-def decided(one: SlaPolicy, seen: Pull, **more: Any) -> Decision:
+def decided(one: SlaPolicy, seen: Observation, **more: Any) -> Decision:
     """The decision of the first interval."""
     decision = tick(one, one.first(0.0), seen, **more)[1]
     assert decision is not None

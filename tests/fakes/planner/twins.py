@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.forecasting.answers import InlineForecaster
-from dynamo_local.planner.policies.options import PolicyOptions
 from dynamo_local.profile.interpolation import FixedModel
 from dynamo_local.simulator.options import FleetShape, SimulationOptions
 from dynamo_local.simulator.simulation import Run, Simulation
@@ -30,12 +30,12 @@ def options(prefill: int, decode: int, **more: Any) -> SimulationOptions:
     return SimulationOptions(shape=FleetShape(prefill, decode), sim=SimOptions(**sim), **more)
 
 
-def run(twin: SimulationOptions, trace: Sequence[TraceRequest], planner: PolicyOptions | None = None) -> Run:
+def run(twin: SimulationOptions, trace: Sequence[TraceRequest], planner: PlannerConfig | None = None) -> Run:
     """One run on `PERF`."""
     return Simulation(twin, trace, planner=driven(planner), perf=PERF).run()
 
 
-def driven(planner: PolicyOptions | None) -> PolicyDriver | None:
+def driven(planner: PlannerConfig | None) -> PolicyDriver | None:
     """A policy with these options, from second 0 on."""
     if planner is None:
         return None

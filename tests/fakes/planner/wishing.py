@@ -11,13 +11,13 @@ from dynamo_local.planner.values import (
     Decision,
     Forecasts,
     ForecastTask,
+    Needs,
+    Observation,
     Override,
+    PolicyStatus,
     Prediction,
     Proposal,
-    Pull,
     Reason,
-    Standing,
-    Wants,
 )
 
 
@@ -36,7 +36,7 @@ class Wishing:
     targets: Mapping[str, int]
     interval_s: float = 10.0
     task: ForecastTask | None = None
-    needs: Wants = field(default_factory=Wants)
+    need: Needs = field(default_factory=Needs)
 
     def first(self, now_s: float) -> Wished:
         return Wished(now_s + self.interval_s)
@@ -47,37 +47,41 @@ class Wishing:
     def next_at_s(self, state: Wished) -> float:
         return state.due_s
 
-    def wants(self, state: Wished) -> Wants:
-        return self.needs
+    def needs(self, state: Wished) -> Needs:
+        return self.need
 
-    def forecasting(self, state: Wished, pull: Pull) -> ForecastTask | None:
+    def forecasting(self, state: Wished, observation: Observation) -> ForecastTask | None:
         return self.task
 
     def predicted(
-        self, state: Wished, pull: Pull, forecasts: Forecasts | Missing | None
+        self, state: Wished, observation: Observation, forecasts: Forecasts | Missing | None
     ) -> tuple[Wished, Prediction | None]:
         if not isinstance(forecasts, Forecasts):
             return state, None
         (values,) = forecasts.values
         return state, None if isinstance(values, Missing) else Prediction(num_req=values[0], source="wishing")
 
-    def propose(self, state: Wished, pull: Pull, prediction: Prediction | None) -> tuple[Wished, tuple[Proposal, ...]]:
+    def propose(
+        self, state: Wished, observation: Observation, prediction: Prediction | None
+    ) -> tuple[Wished, tuple[Proposal, ...]]:
         wanted = tuple(ComponentTarget(role, count) for role, count in self.targets.items())
         return replace(state, seen=(*state.seen, prediction)), (Proposal("wishing", 10, Override(wanted)),)
 
-    def settle(self, state: Wished, pull: Pull, targets: tuple[ComponentTarget, ...]) -> tuple[Wished, Decision | None]:
-        pools, wanted = pull.pools.by_role, {target.sub_component_type: target.replicas for target in targets}
-        due_s = pull.at_s + self.interval_s
+    def settle(
+        self, state: Wished, observation: Observation, targets: tuple[ComponentTarget, ...]
+    ) -> tuple[Wished, Decision | None]:
+        pools, wanted = observation.pools.by_role, {target.sub_component_type: target.replicas for target in targets}
+        due_s = observation.at_s + self.interval_s
         steps = {pool.component: wanted.get(role, pool.capacity) - pool.capacity for role, pool in pools.items()}
         reasons = tuple(
             Reason(pool.component, steps[pool.component], "wished", {"wanted": wanted.get(role, pool.capacity)})
             for role, pool in pools.items()
         )
         numbers = {pool.component: pool.capacity + steps[pool.component] for pool in pools.values()}
-        return replace(state, due_s=due_s), Decision(pull.at_s, numbers, reasons, due_s)
+        return replace(state, due_s=due_s), Decision(observation.at_s, numbers, reasons, due_s)
 
     def manual(self, state: Wished, now_s: float) -> Wished:
         return replace(state, due_s=now_s + self.interval_s)
 
-    def standing(self, state: Wished) -> Standing:
-        return Standing(state.due_s)
+    def status(self, state: Wished) -> PolicyStatus:
+        return PolicyStatus(state.due_s)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_local.planner.records.decision_log import words as in_words
+from dynamo_local.planner.records.decision_log import describe as in_words
 from tests.drivers.planned import DECODE, POLICY_WORDS, PREFILL, audited, capacity, decided, open_loop, planner, steady
 from tests.drivers.served import Served, auntil
 from tests.fakes.profile_folders import slow_engine

@@ -10,6 +10,7 @@ import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -17,7 +18,8 @@ import pytest
 from benchmarks.traces import conversation
 from dynamo_local.engines.sim.facts import shape_of
 from dynamo_local.engines.sim.options import SimOptions
-from dynamo_local.planner.policies.slo.ladder import SloOptions
+from dynamo_local.planner.choosing import policy_of
+from dynamo_local.planner.policies.slo.scaling_options import INTERVAL_S
 from dynamo_local.profile.interpolation import ProfileModel
 from dynamo_local.profile.reading import DEFAULT_PROFILE
 from dynamo_local.simulator.metrics import gpu_seconds, measure
@@ -27,6 +29,7 @@ from dynamo_local.simulator.trace import TraceRequest
 from tests.drivers.beside_twin import Watched, all_answered, by_blocks, play, unless_busy
 from tests.drivers.planned import decided, planner
 from tests.drivers.served import Served
+from tests.fakes.planner.options import slo_options
 
 pytestmark = [pytest.mark.infra, pytest.mark.full, pytest.mark.timeout(1500)]
 
@@ -79,15 +82,18 @@ def twins(trace: Sequence[TraceRequest]) -> list[tuple[float, float]]:
     by a handful of answers: which ones these are hangs on milliseconds, and a fleet that was ordered stays for a while.
     So one twin is one draw, as the real graph is.
     """
-    # The arbiter has seen its first workers start; the simulated ones are there from the beginning.
-    planned = SloOptions(DEFAULT_PROFILE, ttft_ms=TTFT_MS, itl_ms=ITL_MS, max_gpu_budget=BUDGET, start_up_s=START_UP_S)
+    # The arbiter has seen its first workers start; those of the twin are there from the beginning.
+    planned = slo_options(ttft_ms=TTFT_MS, itl_ms=ITL_MS, max_gpu_budget=BUDGET)
     twin = SimulationOptions(shape=START, gpus=BUDGET, start_up_s=START_UP_S, conditional=False)
     found = []
     for seed in range(DRAWS):
         chance = random.Random(seed)
-        quiet_s = chance.uniform(0.0, planned.adjustment_interval_s)
+        quiet_s = chance.uniform(0.0, INTERVAL_S)
         late = [replace(each, at_s=quiet_s + each.at_s + chance.uniform(0.0, LATE_MAX_S)) for each in trace]
-        run = run_case(sorted(late, key=lambda each: each.at_s), Case("", twin, planned))
+        run = run_case(
+            sorted(late, key=lambda each: each.at_s),
+            Case("", twin, planned, make_policy=partial(policy_of, start_up_s=START_UP_S)),
+        )
         measured = measure(run, Slo(TTFT_MS, ITL_MS))
         assert measured.completed == len(trace)
         held_before_s = (START.prefill + START.decode) * quiet_s

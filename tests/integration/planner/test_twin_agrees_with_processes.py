@@ -14,16 +14,15 @@ from pathlib import Path
 
 import pytest
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.engines.sim.options import SimOptions
-from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions
-from dynamo_local.planner.policies.sla_sizing import SlaOptions
-from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
 from dynamo_local.simulator.metrics import measure
 from dynamo_local.simulator.options import FleetShape, SimulationOptions, Slo
 from dynamo_local.simulator.simulation import Case, Run, run_case
 from dynamo_local.simulator.trace import TraceRequest
 from tests.drivers.beside_twin import Watched, all_answered, counter, play, unless_busy
 from tests.drivers.served import Served
+from tests.fakes.planner.options import load_options, sla_options, throughput_load_options
 from tests.fakes.profile_folders import slow_engine
 
 pytestmark = [pytest.mark.infra, pytest.mark.full, pytest.mark.timeout(300)]
@@ -82,9 +81,9 @@ async def test_a_fixed_fleet_is_as_fast_as_its_twin(prefill: int, decode: int, r
 
 START_UP_S = 3.0
 PLANNED_SIM = replace(SIM, num_gpu_blocks=230)
-PLANNER = LoadOptions(
-    adjustment_interval_s=3.0,
-    metric_pulling_interval_s=0.5,
+PLANNER = load_options(
+    adjustment_interval=3.0,
+    metric_pulling_interval=0.5,
     max_gpu_budget=5,
     decode_kv_scale_up_threshold=0.4,
     decode_kv_scale_down_threshold=0.15,
@@ -112,25 +111,25 @@ async def test_the_planned_fleet_is_the_twins_within_one_worker() -> None:
         agree(watched, run)
 
 
-def by_targets(policy: str, profile: str) -> tuple[PolicyOptions, tuple[str, ...]]:
+def by_targets(policy: str, profile: str) -> tuple[PlannerConfig, tuple[str, ...]]:
     """The policy's options, and what of them are words of its own."""
     if policy == "sla":
-        return SlaOptions(
-            profile=profile,
+        return sla_options(
+            profile_results_dir=profile,
             ttft_ms=1500.0,
             itl_ms=60.0,
-            adjustment_interval_s=6.0,
-            metric_pulling_interval_s=0.5,
+            throughput_adjustment_interval_seconds=6.0,
+            metric_pulling_interval=0.5,
             max_gpu_budget=5,
             no_correction=True,
         ), ("--Planner.no-correction=true",)
-    return ThroughputLoadOptions(
-        optimization_target=Target.SLA,
-        profile=profile,
+    return throughput_load_options(
+        optimization_target="sla",
+        profile_results_dir=profile,
         ttft_ms=1500.0,
         itl_ms=60.0,
-        throughput_adjustment_interval_s=6.0,
-        metric_pulling_interval_s=0.5,
+        throughput_adjustment_interval_seconds=6.0,
+        metric_pulling_interval=0.5,
         max_gpu_budget=5,
     ), ("--Planner.optimization-target=sla",)
 

@@ -12,7 +12,7 @@ from dynamo_local.arbiter.planner_metrics import PlannerGauges, PlannerNow
 from dynamo_local.core.passes import EngineId, ForwardPass, Requests
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.loop import PlannerState
-from dynamo_local.planner.values import EngineSeen, Pull, Reading
+from dynamo_local.planner.values import EngineSeen, Observation, Reading
 from dynamo_local.profile.judgement import Drifted
 from tests.fakes.planner.logged_lines import DECODE, POOLS, PREFILL, reasons, record
 from tests.tools.scraped import Samples, samples
@@ -70,17 +70,17 @@ class Scraped:
         return found
 
 
-def pull(*engines: tuple[str, int, ForwardPass | Missing], at_s: float = 179.0) -> Pull:
+def observation(*engines: tuple[str, int, ForwardPass | Missing], at_s: float = 179.0) -> Observation:
     """With these ranks of workers."""
     seen = {EngineId(worker, rank): EngineSeen(DECODE, last=last) for worker, rank, last in engines}
-    return Pull(Reading(at_s, 0, {}), POOLS, engines=seen)
+    return Observation(Reading(at_s, 0, {}), POOLS, engines=seen)
 
 
 @pytest.fixture
 def scraped() -> Scraped:
     """After a pull and a decision."""
     found = Scraped()
-    found.gauges.on_pull(pull())
+    found.gauges.on_observation(observation())
     found.gauges.on_decision(record())
     return found
 
@@ -144,11 +144,13 @@ def test_each_rank_has_its_load_and_goes_with_its_worker(scraped: Scraped) -> No
         f"dynamo_planner_engine_{name}"
         for name in ("queued_prefill_tokens", "queued_decode_kv_tokens", "inflight_decode_kv_tokens")
     ]
-    scraped.gauges.on_pull(pull(("7", 0, last), ("7", 1, last), ("8", 0, Missing("no pass yet")), at_s=180.0))
+    scraped.gauges.on_observation(
+        observation(("7", 0, last), ("7", 1, last), ("8", 0, Missing("no pass yet")), at_s=180.0)
+    )
     found = scraped.samples()
     assert [found[name, ("0", "7")] for name in names] == [900, 20, 50]  # dp_rank, worker_id
     assert {labels for name, labels in found if name in names} == {("0", "7"), ("1", "7")}
-    scraped.gauges.on_pull(pull(at_s=181.0))
+    scraped.gauges.on_observation(observation(at_s=181.0))
     assert not {labels for name, labels in scraped.samples() if name in names}
 
 

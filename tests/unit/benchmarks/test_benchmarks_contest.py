@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.contest.clairvoyant import STEP_S, clairvoyant
-from benchmarks.contest.measuring import REPLAY, TWIN, Facts, Row, frontier, measure_all, planner_options, slo_options
+from benchmarks.contest.measuring import REPLAY, TWIN, Facts, Row, frontier, measure_all, planner_options, slo_of
 from benchmarks.contest.page import beaten_by, picture, section
 from benchmarks.contest.trials import TRIALS, Trial
 from dynamo_local.planner.choosing import policy_of
@@ -57,7 +57,7 @@ def test_the_frontier_begins_small_and_ends_at_the_cap() -> None:
 @pytest.mark.usefixtures("without_recorded")
 def test_who_knows_the_demand_orders_a_start_up_ahead_and_stays_within_the_cap() -> None:
     requests = SIN.requests(None).rows
-    knows = clairvoyant(requests, slo_options(SIN))
+    knows = clairvoyant(requests, slo_of(SIN), SIN.start_up_s, SIN.speed)
     ahead = int(SIN.start_up_s / STEP_S)
     for step in range(len(knows.needed) - ahead):
         fleet = knows.needed_from(step * STEP_S)

@@ -10,10 +10,13 @@ from benchmarks.measured_pages import END, write_measured
 from benchmarks.predictors.cases import Case
 from benchmarks.predictors.measure import Cost, Error, Facts, compare, continued
 from benchmarks.predictors.page import section
-from dynamo_local.planner.predictors import PredictorOptions
+from dynamo_local.config.planner import PlannerConfig
 
 RISING = Case("a ramp", 60.0, "made by hand", {"num_req": tuple(100.0 + 10 * number for number in range(40))})
-OURS = {"constant": PredictorOptions("constant"), "kalman": PredictorOptions("kalman")}
+OURS = {
+    "constant": PlannerConfig(policy="sla", load_predictor="constant"),
+    "kalman": PlannerConfig(policy="sla", load_predictor="kalman"),
+}
 
 
 def facts(**given: object) -> Facts:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from dynamo_local.config.planner import PluginRegistrationConfig, SchedulingConfig, check_plugins, planner_section
+from dynamo_local.config.planner import PluginRegistrationConfig, SchedulingConfig, check_plugins
+from dynamo_local.config.planner_section import planner_section
 from dynamo_local.errors import ConfigError
 
 PLUGIN = {"plugin_id": "mine", "plugin_type": "propose", "endpoint": "unix:///run/p.sock"}

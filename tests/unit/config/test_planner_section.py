@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo_local.config.planner import POLICIES, known_names, options_of, planner_section
-from dynamo_local.config.planner_words import parse_settings
+from dynamo_local.config.planner import POLICIES, PlannerConfig, known_names, options_of
+from dynamo_local.config.planner_section import parse_settings, planner_section
 from dynamo_local.errors import BadInput, ConfigError
 
 
@@ -83,3 +83,9 @@ def test_options_of_slo() -> None:
     assert (found.ttft_ms, found.itl_ms, found.max_gpu_budget, found.target) == (2000, 50, 4, 0.999)
     with pytest.raises(ConfigError, match="min_endpoint 0: the policy slo keeps one worker of each role"):
         planner_section("Planner", {"policy": "slo", "min-endpoint": 0})
+
+
+def test_the_name_of_the_last_release_for_the_cost_factor_is_read() -> None:
+    """A section has it as an alias; a statefile is read as it was written."""
+    assert planner_section("Planner", {"ttft": 200, "thrift": 2.0}).cost_factor == 2.0
+    assert PlannerConfig.model_validate({"policy": "slo", "thrift": 2.0}).cost_factor == 2.0

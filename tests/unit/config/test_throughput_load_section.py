@@ -7,31 +7,22 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.arbiter.planner_options import policy_options
-from dynamo_local.config.planner import PlannerConfig, planner_section
+from dynamo_local.config.planner import PlannerConfig
+from dynamo_local.config.planner_section import planner_section
 from dynamo_local.config.resolve import check_planner
 from dynamo_local.core.types import GraphSpec, Resources, Role, ServiceSpec
 from dynamo_local.errors import ConfigError
 from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.pass_model import Kind
-from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
 from dynamo_local.planner.policies.throughput_load.policy import ThroughputLoadPolicy
 from dynamo_local.profile.reading import DEFAULT_PROFILE
 
 
-def section(**values: Any) -> PlannerConfig:
+def options(**values: Any) -> PlannerConfig:
     return planner_section("Planner", {"policy": "throughput-load", **values})
 
 
-def options(**values: Any) -> ThroughputLoadOptions:
-    found = policy_options(section(**values))
-    assert isinstance(found, ThroughputLoadOptions)
-    return found
-
-
-def test_the_defaults_are_those_of_the_value() -> None:
-    found = options()
-    assert found == ThroughputLoadOptions(predictor_options=found.predictor_options)
+section = options
 
 
 def test_the_grid_of_ticks_is_that_of_the_plugins() -> None:
@@ -44,7 +35,7 @@ def test_names_of_dynamo_and_of_the_seed() -> None:
         ttft_ms=300, itl_ms=20, throughput_adjustment_interval_seconds=60, optimization_target="sla", no_operation=True
     )
     assert seed == dynamo
-    assert (seed.ttft_ms, seed.throughput_adjustment_interval_s, seed.optimization_target) == (300, 60, Target.SLA)
+    assert (seed.ttft_ms, seed.throughput_adjustment_interval_seconds, seed.optimization_target) == (300, 60, "sla")
 
 
 @pytest.mark.parametrize(

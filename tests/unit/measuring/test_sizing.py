@@ -10,7 +10,7 @@ import yaml
 from click.testing import CliRunner
 
 from dynamo_local.cli.plan import plan as command
-from dynamo_local.config.planner import planner_section
+from dynamo_local.config.planner_section import planner_section
 from dynamo_local.errors import BadInput
 from dynamo_local.profile.reading import DEFAULT_PROFILE
 from dynamo_local.simulator.options import FleetShape, Slo

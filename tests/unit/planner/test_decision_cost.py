@@ -8,17 +8,15 @@ from dataclasses import replace
 
 import pytest
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Missing
 from dynamo_local.planner import queueing_task as queueing
 from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.forecasting.answers import InlineForecaster
-from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions, name_of
-from dynamo_local.planner.policies.sla_sizing import SlaOptions
-from dynamo_local.planner.policies.slo.ladder import SloOptions
 from dynamo_local.planner.values import Ended, Forecasts, ForecastTask, Requests
-from dynamo_local.profile.reading import DEFAULT_PROFILE
 from tests.fakes.planner.busy_hosts import BOTH_LOOPS, WORKERS, busy_pull
+from tests.fakes.planner.options import load_options, sla_options, slo_options
 
 WINDOWS = 600
 DECISIONS = 20
@@ -30,9 +28,9 @@ MEDIAN_MAX_MS = {"load": 2.0, "sla": 3.0, "slo": 5.0, "throughput-load": 5.0}
 YARDSTICK_MS = 13.0
 """What `yardstick_ms` is on a 2.8 GHz Xeon core. A slower machine may take longer in the same proportion."""
 OPTIONS = [
-    LoadOptions(adjustment_interval_s=30.0, metric_pulling_interval_s=30.0, max_gpu_budget=WORKERS),
-    SlaOptions(profile=DEFAULT_PROFILE, adjustment_interval_s=30.0, max_gpu_budget=WORKERS),
-    SloOptions(profile=DEFAULT_PROFILE, max_gpu_budget=WORKERS),
+    load_options(adjustment_interval=30.0, metric_pulling_interval=30.0, max_gpu_budget=WORKERS),
+    sla_options(throughput_adjustment_interval_seconds=30.0, max_gpu_budget=WORKERS),
+    slo_options(max_gpu_budget=WORKERS),
     BOTH_LOOPS,
 ]
 
@@ -74,26 +72,23 @@ def yardstick_ms() -> float:
 @pytest.mark.timing
 @pytest.mark.parametrize(
     "options",
-    [
-        pytest.param(each, marks=pytest.mark.full if isinstance(each, SloOptions) else (), id=name_of(each))
-        for each in OPTIONS
-    ],
+    [pytest.param(each, marks=pytest.mark.full if each.policy == "slo" else (), id=each.policy) for each in OPTIONS],
 )
-def test_a_decision_takes_a_few_milliseconds(options: PolicyOptions) -> None:
+def test_a_decision_takes_a_few_milliseconds(options: PlannerConfig) -> None:
     """The arbiter decides on its own loop, where everything else waits meanwhile."""
     driver = PolicyDriver(policy_of(options), 0.0, forecaster=Elsewhere())
     took_ms = []
     windows = tick = 0
     while len(took_ms) < DECISIONS:
-        wants = driver.wants
-        windows += wants.traffic_window_s is not None or not wants.passes
-        heard = wants if windows > WINDOWS - LEARNING else replace(wants, passes=False)
+        needs = driver.needs
+        windows += needs.traffic_window_s is not None or not needs.passes
+        heard = needs if windows > WINDOWS - LEARNING else replace(needs, passes=False)
         seen = busy_pull(driver.next_at_s, tick, heard)
-        if wants.requests and wants.traffic_window_s is not None:
-            seen = replace(seen, requests=answered(seen.at_s, wants.traffic_window_s, 300.0 + tick % 40))
+        if needs.requests and needs.traffic_window_s is not None:
+            seen = replace(seen, requests=answered(seen.at_s, needs.traffic_window_s, 300.0 + tick % 40))
         tick += 1
         began_s = time.thread_time()
         decision = driver.tick_now(seen)
         if decision is not None and windows > WINDOWS:
             took_ms.append((time.thread_time() - began_s) * 1000)
-    assert statistics.median(took_ms) < MEDIAN_MAX_MS[name_of(options)] * max(1.0, yardstick_ms() / YARDSTICK_MS)
+    assert statistics.median(took_ms) < MEDIAN_MAX_MS[options.policy] * max(1.0, yardstick_ms() / YARDSTICK_MS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
@@ -11,27 +10,27 @@ from dynamo_local.clock import run_virtual
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.policies.load_planner import LoadPlanner
-from dynamo_local.planner.policies.options import LoadOptions
 from dynamo_local.planner.values import (
     ComponentTarget,
     Decision,
     Forecasts,
     ForecastTask,
+    Needs,
+    Observation,
     Prediction,
     Proposal,
-    Pull,
-    Wants,
 )
 from tests.fakes.planner.observations import DECODE, PREFILL, reading, worker_pools
+from tests.fakes.planner.options import load_options
 from tests.fakes.planner.wishing import Wishing
 
 TASK = ForecastTask("constant", ((3.0, 4.0),))
 POOLS = worker_pools(1, 1)
-OPTIONS = LoadOptions(adjustment_interval_s=10.0, metric_pulling_interval_s=5.0)
+OPTIONS = load_options(adjustment_interval=10.0, metric_pulling_interval=5.0)
 
 
-def pull(at_s: float = 10.0, kv: float = 0.95) -> Pull:
-    return Pull(reading(at_s, 0, kv), POOLS)
+def observation(at_s: float = 10.0, kv: float = 0.95) -> Observation:
+    return Observation(reading(at_s, 0, kv), POOLS)
 
 
 class Foresight:
@@ -56,15 +55,15 @@ class Others:
         self.said = targets
         self.heard: list[Prediction | None] = []
 
-    def wants(self, wants: Wants) -> Wants:
-        return wants
+    def needs(self, needs: Needs) -> Needs:
+        return needs
 
-    async def predict(self, pull: Pull, own: Prediction | None) -> Prediction | None:
+    async def predict(self, observation: Observation, own: Prediction | None) -> Prediction | None:
         self.heard.append(own)
         return self.prediction
 
     async def targets(
-        self, pull: Pull, prediction: Prediction | None, proposals: tuple[Proposal, ...]
+        self, observation: Observation, prediction: Prediction | None, proposals: tuple[Proposal, ...]
     ) -> tuple[ComponentTarget, ...]:
         self.heard.append(prediction)
         return self.said
@@ -79,7 +78,7 @@ def test_a_tick_goes_from_forecast_to_targets() -> None:
     foresight = Foresight()
     driver = PolicyDriver(Wishing({"prefill": 3, "decode": 5}, task=TASK), 0.0, forecaster=foresight)
     assert driver.next_at_s == 10.0
-    decision = driver.tick_now(pull())
+    decision = driver.tick_now(observation())
     assert targets(decision) == {PREFILL: 3, DECODE: 5}
     assert foresight.asked == [TASK]
     assert driver.prediction == Prediction(num_req=5.0, source="wishing")
@@ -89,20 +88,20 @@ def test_a_tick_goes_from_forecast_to_targets() -> None:
 def test_others_may_predict_and_want_something_else() -> None:
     others = Others(Prediction(num_req=9.0), (ComponentTarget("decode", 7),))
     driver = PolicyDriver(Wishing({"decode": 5}, task=TASK), 0.0, forecaster=Foresight(), pipeline=others)
-    assert targets(driver.tick_now(pull())) == {PREFILL: 1, DECODE: 7}
+    assert targets(driver.tick_now(observation())) == {PREFILL: 1, DECODE: 7}
     assert [None if each is None else each.num_req for each in others.heard] == [5.0, 9.0]
 
 
 def test_without_a_forecaster_a_forecast_is_missing_and_the_policy_goes_on() -> None:
     driver = PolicyDriver(Wishing({"decode": 2}, task=TASK), 0.0)
-    assert targets(driver.tick_now(pull()))[DECODE] == 2
+    assert targets(driver.tick_now(observation()))[DECODE] == 2
     assert driver.prediction is None
 
 
 def test_a_pull_of_before_a_persons_change_decides_nothing() -> None:
     driver = PolicyDriver(Wishing({"decode": 5}), 0.0)
     driver.manual(11.0)
-    assert driver.tick_now(pull(10.5)) is None
+    assert driver.tick_now(observation(10.5)) is None
     assert driver.next_at_s == 21.0
 
 
@@ -111,7 +110,7 @@ def test_a_change_while_a_forecast_is_waited_for_takes_the_decision_back() -> No
     async def run() -> None:
         for change in ("manual", "options"):
             driver = PolicyDriver(Wishing({"decode": 5}, task=TASK), 0.0, forecaster=Foresight(2.0))
-            tick = asyncio.ensure_future(driver.tick(pull()))
+            tick = asyncio.ensure_future(driver.tick(observation()))
             await asyncio.sleep(1.0)
             if change == "manual":
                 driver.manual(11.0)
@@ -124,21 +123,21 @@ def test_a_change_while_a_forecast_is_waited_for_takes_the_decision_back() -> No
 
 def test_a_tick_that_fails_leaves_the_state_of_before() -> None:
     class Broken(Wishing):
-        def settle(self, state: object, pull: Pull, targets: object) -> tuple[object, Decision | None]:  # type: ignore[override]
+        def settle(self, state: object, observation: Observation, targets: object) -> tuple[object, Decision | None]:  # type: ignore[override]
             raise ZeroDivisionError
 
     driver = PolicyDriver(Broken({"decode": 5}), 0.0)
     with pytest.raises(ZeroDivisionError):
-        driver.tick_now(pull())
+        driver.tick_now(observation())
     assert driver.next_at_s == 10.0
 
 
 def test_other_options_go_on_and_another_policy_begins() -> None:
     driver = PolicyDriver(LoadPlanner(OPTIONS), 0.0)
-    assert driver.tick_now(pull(5.0)) is None
-    driver.change(LoadPlanner(replace(OPTIONS, decode_kv_scale_up_threshold=0.99)), 6.0)
+    assert driver.tick_now(observation(5.0)) is None
+    driver.change(LoadPlanner(OPTIONS.model_copy(update=dict(decode_kv_scale_up_threshold=0.99))), 6.0)
     assert driver.next_at_s == 10.0
-    assert targets(driver.tick_now(pull(10.0))) == {PREFILL: 1, DECODE: 1}
+    assert targets(driver.tick_now(observation(10.0))) == {PREFILL: 1, DECODE: 1}
     driver.change(Wishing({"decode": 5}), 12.0)
     assert driver.next_at_s == 22.0
 
@@ -147,8 +146,8 @@ def test_the_load_planner_gives_way_to_a_plugin_within_its_budget_and_floor() ->
     for wanted, found in ((3, 3), (0, 1), (99, 1)):
         others = Others(None, (ComponentTarget("decode", wanted),))
         driver = PolicyDriver(LoadPlanner(OPTIONS), 0.0, pipeline=others)
-        driver.tick_now(pull(5.0))
-        decision = driver.tick_now(pull(10.0))
+        driver.tick_now(observation(5.0))
+        decision = driver.tick_now(observation(10.0))
         assert targets(decision)[DECODE] == found
         assert decision is not None
         assert {str(reason.rule) for reason in decision.reasons} == {"overridden"}
@@ -158,14 +157,14 @@ def test_plugins_are_asked_where_something_is_decided() -> None:
     """The load planner pulls every second: a plugin's turn would be over before the interval is."""
     others = Others(None, ())
     driver = PolicyDriver(LoadPlanner(OPTIONS), 0.0, pipeline=others)
-    driver.tick_now(pull(5.0, 0.7))
+    driver.tick_now(observation(5.0, 0.7))
     assert others.heard == []
-    driver.tick_now(pull(10.0, 0.7))
+    driver.tick_now(observation(10.0, 0.7))
     assert others.heard == [None, None]
 
 
 def test_the_same_pulls_give_the_same_decisions() -> None:
-    pulls = [pull(5.0 * n, 0.1 * (n % 11)) for n in range(1, 60)]
+    pulls = [observation(5.0 * n, 0.1 * (n % 11)) for n in range(1, 60)]
 
     def decisions() -> list[Decision | None]:
         driver = PolicyDriver(LoadPlanner(OPTIONS), 0.0)
@@ -179,6 +178,6 @@ def test_where_time_does_not_pass_nobody_may_wait() -> None:
 
     async def run() -> None:
         with pytest.raises(RuntimeError, match="waits"):
-            driver.tick_now(pull())
+            driver.tick_now(observation())
 
     run_virtual(run())

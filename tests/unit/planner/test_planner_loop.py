@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
@@ -133,7 +132,7 @@ async def test_a_failing_tick_is_counted_told_once_and_tried_again() -> None:
 @on_virtual_time
 async def test_an_observer_that_fails_costs_nobody_anything() -> None:
     class Broken:
-        def on_pull(self, pull: object) -> None:
+        def on_observation(self, observation: object) -> None:
             raise RuntimeError("no disk")
 
         def on_decision(self, record: object) -> None:
@@ -236,9 +235,9 @@ async def test_paused_it_observes_and_decides_nothing_and_resumed_its_interval_b
 async def test_new_options_wake_a_loop_that_sleeps_for_long() -> None:
     rig = Rig()
     rig.kv = 0.8
-    rig.start(replace(OPTIONS, adjustment_interval_s=600.0, metric_pulling_interval_s=300.0))
+    rig.start(OPTIONS.model_copy(update=dict(adjustment_interval=600.0, metric_pulling_interval=300.0)))
     await rig.until(5.0)
-    rig.change(replace(OPTIONS, decode_kv_scale_up_threshold=0.75))
+    rig.change(OPTIONS.model_copy(update=dict(decode_kv_scale_up_threshold=0.75)))
     await rig.until(10.5)
     assert [(component, step) for component, step, *_ in rig.acts] == [(DECODE, 1)]
     await rig.loop.stop()
@@ -270,7 +269,7 @@ async def test_while_etcd_or_nats_is_away_it_holds_says_so_once_and_goes_on() ->
 async def test_an_up_that_waited_for_a_gpu_is_not_carried_out_while_etcd_is_away() -> None:
     rig = Rig(prefill=2, decode=1)
     rig.kv = 0.95
-    rig.start(replace(OPTIONS, max_gpu_budget=3))
+    rig.start(OPTIONS.model_copy(update=dict(max_gpu_budget=3)))
     await rig.until(10.5)
     assert [(component, step) for component, step, *_ in rig.acts] == [(PREFILL, -1)]
     assert rig.records[0].outcomes[DECODE].outcome is Outcome.DEFERRED
@@ -303,7 +302,7 @@ async def test_a_source_that_fails_for_long_is_told_of_once() -> None:
 @on_virtual_time
 async def test_a_loop_that_fails_is_stopped_at_once() -> None:
     rig = Rig()
-    rig.start(replace(OPTIONS, adjustment_interval_s=600.0, metric_pulling_interval_s=300.0))
+    rig.start(OPTIONS.model_copy(update=dict(adjustment_interval=600.0, metric_pulling_interval=300.0)))
     rig.pools_fail = [ValueError("no fleet")]
     await rig.until(310.0)
     await rig.loop.stop()

@@ -97,5 +97,5 @@ async def test_what_became_of_it_is_told_in_words_and_survives_the_log() -> None
         await rig.until(rig.clock.now_s() + 10.5)
         (record,) = rig.records
         assert from_line(to_line(record)) == record
-        assert decisions.words(decisions.as_json(record)).splitlines()[-1] == words
+        assert decisions.describe(decisions.as_json(record)).splitlines()[-1] == words
         await rig.loop.stop()

@@ -30,7 +30,7 @@ class Story:
                 Transition("dynamo_W", DECODE, before, after, TransitionKind.SPAWN_REQUESTED, "test"),
             )
             before = after
-        return self.times.told(worker_pools(1, 1))
+        return self.times.reported(worker_pools(1, 1))
 
 
 def test_a_start_is_from_the_spawn_until_it_serves_and_a_drain_until_it_is_gone() -> None:

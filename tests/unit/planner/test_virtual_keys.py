@@ -47,7 +47,7 @@ async def test_a_decision_and_its_acknowledgement_stand_where_dynamo_looks_witho
     }
     by_age = sorted(kvs, key=lambda kv: kv.mod_revision)
     assert [kv.key.rpartition("/")[2] for kv in by_age][2] == "decision_id", "after its numbers"
-    assert keys.told.acknowledged
+    assert keys.reported.acknowledged
 
 
 async def test_none_leaves_a_number_as_it_is(etcd: FakeEtcd) -> None:
@@ -57,7 +57,7 @@ async def test_none_leaves_a_number_as_it_is(etcd: FakeEtcd) -> None:
 
 async def test_what_somebody_writes_is_seen(etcd: FakeEtcd, keys: VirtualKeys) -> None:
     calls = []
-    keys.on_change = lambda: calls.append(keys.told)
+    keys.on_change = lambda: calls.append(keys.reported)
     await ForeignPlanner(etcd).decide(prefill=1, decode=3)
     async with asyncio.timeout(5.0):
         told = await keys.until(lambda told: told.decision.decision_id == 0)
@@ -71,7 +71,7 @@ async def test_etcd_going_away_and_coming_back_is_noticed(etcd: FakeEtcd, keys: 
         await keys.until(lambda told: told.decision.decision_id == 0)
         etcd.available = False
         await keys.until(lambda _: not keys.current)
-        assert keys.told.decision.num_decode_workers == 2
+        assert keys.reported.decision.num_decode_workers == 2
         with pytest.raises(EtcdUnavailable):
             await keys.refresh()
         etcd.available = True

@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import pytest
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.planner.driver import PolicyDriver
-from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions, name_of
-from dynamo_local.planner.policies.sla_sizing import SlaOptions
-from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
-from dynamo_local.planner.values import Wants
-from dynamo_local.profile.reading import DEFAULT_PROFILE
+from dynamo_local.planner.values import Needs
 from dynamo_local.simulator.options import DECODE, PREFILL, FleetShape, SimulationOptions
 from dynamo_local.simulator.simulation import Case, Run, Simulation, run_case
 from dynamo_local.simulator.trace import TraceRequest
+from tests.fakes.planner.options import load_options, sla_options, throughput_load_options
 from tests.fakes.planner.twins import PERF, options, requests
 from tests.fakes.planner.wishing import Wishing
 
 SPEED = 0.1
 """Engines at a tenth of their speed: a load that a test can afford keeps several of them busy."""
 TWIN = SimulationOptions(shape=FleetShape(1, 1), sim=SimOptions(speed=SPEED, num_gpu_blocks=2000), start_up_s=5.0)
-POLICIES: list[PolicyOptions] = [
-    LoadOptions(
-        adjustment_interval_s=10.0,
+POLICIES: list[PlannerConfig] = [
+    load_options(
+        adjustment_interval=10.0,
         decode_kv_scale_up_threshold=0.3,
         decode_kv_scale_down_threshold=0.1,
     ),
-    SlaOptions(profile=DEFAULT_PROFILE, ttft_ms=2000.0, itl_ms=70.0, adjustment_interval_s=15.0),
-    ThroughputLoadOptions(
-        optimization_target=Target.SLA,
+    sla_options(ttft_ms=2000.0, itl_ms=70.0, throughput_adjustment_interval_seconds=15.0),
+    throughput_load_options(
+        optimization_target="sla",
         ttft_ms=2000.0,
         itl_ms=70.0,
-        throughput_adjustment_interval_s=15.0,
-        load_adjustment_interval_s=5.0,
+        throughput_adjustment_interval_seconds=15.0,
+        load_adjustment_interval_seconds=5.0,
         enable_load_scaling=True,
         load_predictor="constant",
     ),
@@ -52,8 +50,8 @@ def gpus(run: Run, from_s: float, to_s: float) -> list[int]:
     return [point.gpus_held for point in run.points if from_s <= point.at_s <= to_s]
 
 
-@pytest.mark.parametrize("planner", POLICIES, ids=name_of)
-def test_it_follows_a_load_that_rises_and_falls_and_no_request_is_lost(planner: PolicyOptions) -> None:
+@pytest.mark.parametrize("planner", POLICIES, ids=lambda options: options.policy)
+def test_it_follows_a_load_that_rises_and_falls_and_no_request_is_lost(planner: PlannerConfig) -> None:
     trace = rising_and_falling()
     run = run_case(trace, Case("", TWIN, planner))
     assert all(job.last_s is not None for job in run.jobs)
@@ -89,11 +87,11 @@ def test_windows_of_traffic_count_each_request_once() -> None:
     seen = []
 
     class Watching(Wishing):
-        def propose(self, state, pull, prediction):  # type: ignore[no-untyped-def]
-            seen.append(pull.traffic)
-            return super().propose(state, pull, prediction)
+        def propose(self, state, observation, prediction):  # type: ignore[no-untyped-def]
+            seen.append(observation.traffic)
+            return super().propose(state, observation, prediction)
 
-    driver = PolicyDriver(Watching({"decode": 1}, needs=Wants(traffic_window_s=10.0)), 0.0)
+    driver = PolicyDriver(Watching({"decode": 1}, need=Needs(traffic_window_s=10.0)), 0.0)
     trace = requests(*[(n * 1.0, 100 + n, 5) for n in range(25)])
     Simulation(options(0, 1), trace, planner=driver, perf=PERF).run()
     assert [traffic.num_req for traffic in seen[:2]] == [10, 10]
@@ -107,11 +105,11 @@ def test_passes_are_those_of_the_engines_that_serve_at_most_so_many_of_each() ->
     seen = []
 
     class Watching(Wishing):
-        def propose(self, state, pull, prediction):  # type: ignore[no-untyped-def]
-            seen.append(pull.engines)
-            return super().propose(state, pull, prediction)
+        def propose(self, state, observation, prediction):  # type: ignore[no-untyped-def]
+            seen.append(observation.engines)
+            return super().propose(state, observation, prediction)
 
-    driver = PolicyDriver(Watching({"decode": 1}, needs=Wants(passes=True)), 0.0)
+    driver = PolicyDriver(Watching({"decode": 1}, need=Needs(passes=True)), 0.0)
     Simulation(
         options(1, 1, conditional=False), requests((0.0, 100, 950), (12.0, 100, 5)), planner=driver, perf=PERF
     ).run()

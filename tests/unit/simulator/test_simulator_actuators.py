@@ -9,10 +9,10 @@ import pytest
 from dynamo_local.core.types import Actuator
 from dynamo_local.errors import ConfigError
 from dynamo_local.planner.driver import PolicyDriver
-from dynamo_local.planner.policies.options import LoadOptions
 from dynamo_local.planner.values import WorkerPools
 from dynamo_local.simulator.options import DECODE, PREFILL, FleetShape, LeadOptions, SimulationOptions
 from dynamo_local.simulator.simulation import Run, Simulation
+from tests.fakes.planner.options import load_options
 from tests.fakes.planner.twins import PERF, options, requests
 from tests.fakes.planner.wishing import Wishing
 
@@ -60,9 +60,9 @@ def test_one_more_is_woken_and_one_less_sleeps() -> None:
     twin = options(0, 1, gpus=2, leads=LEADS, standby=FleetShape(0, 1))
 
     class UpAndDown(Wishing):
-        def settle(self, state: Any, pull: Any, targets: Any) -> Any:
-            wanted = 2 if pull.at_s < 25 else 1
-            return Wishing({"decode": wanted}).settle(state, pull, targets[:0] or _only(wanted))
+        def settle(self, state: Any, observation: Any, targets: Any) -> Any:
+            wanted = 2 if observation.at_s < 25 else 1
+            return Wishing({"decode": wanted}).settle(state, observation, targets[:0] or _only(wanted))
 
     trace = requests(*[(n * 1.0, 100, 20) for n in range(60)])
     run = Simulation(twin, trace, planner=PolicyDriver(UpAndDown({"decode": 1}), 0.0), perf=PERF).run()
@@ -81,8 +81,8 @@ def _only(wanted: int) -> Any:
 
 def test_the_load_planner_flips_at_once_where_a_gpu_would_have_to_be_freed_first() -> None:
     """On a full host the up waited for the drain; it counts on the flip, without knowing of it."""
-    planner = LoadOptions(
-        adjustment_interval_s=5.0,
+    planner = load_options(
+        adjustment_interval=5.0,
         max_gpu_budget=4,
         decode_kv_scale_up_threshold=0.9,
         decode_kv_scale_down_threshold=0.5,
@@ -108,9 +108,9 @@ def test_a_planner_is_told_what_there_is_and_how_long_it_takes() -> None:
     seen: list[WorkerPools] = []
 
     class Watching(Wishing):
-        def propose(self, state: Any, pull: Any, prediction: Any) -> Any:
-            seen.append(pull.pools)
-            return super().propose(state, pull, prediction)
+        def propose(self, state: Any, observation: Any, prediction: Any) -> Any:
+            seen.append(observation.pools)
+            return super().propose(state, observation, prediction)
 
     twin = options(2, 2, gpus=6, leads=LEADS, flips=True, standby=FleetShape(0, 1))
     driver = PolicyDriver(Watching({"prefill": 2, "decode": 2}), 0.0)
@@ -119,7 +119,7 @@ def test_a_planner_is_told_what_there_is_and_how_long_it_takes() -> None:
     assert pools.prefill is not None
     assert (pools.prefill.flippable, pools.decode.flippable) == (1, 1)
     assert (pools.prefill.asleep, pools.decode.asleep) == (0, 1)
-    assert pools.decode.leads == {"flip_to_decode": 0.5, "wake_1": 2.0, "cold": 30.0}
+    assert pools.decode.lead_times == {"flip_to_decode": 0.5, "wake_1": 2.0, "cold": 30.0}
     assert pools.decode.start_up_s == 30.0
 
 

@@ -9,18 +9,19 @@ import pytest
 
 import dynamo_local.engines.sim.engine as process_engine
 import dynamo_local.simulator.flow as twin_flow
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.routing.disagg import DisaggSettings
 from dynamo_local.core.types import Role, WorkerState
 from dynamo_local.engines.sim.scheduler import SimScheduler
 from dynamo_local.errors import ConfigError
-from dynamo_local.planner.policies.options import LoadOptions
 from dynamo_local.simulator.options import DECODE, PREFILL
 from dynamo_local.simulator.process import Dropped, Job
 from dynamo_local.simulator.report import decision_rows
 from dynamo_local.simulator.simulation import Simulation
+from tests.fakes.planner.options import load_options
 from tests.fakes.planner.twins import PERF, driven, options, requests, run
 
-QUICK = LoadOptions(adjustment_interval_s=1.0, metric_pulling_interval_s=0.1)
+QUICK = load_options(adjustment_interval=1.0, metric_pulling_interval=0.1)
 
 
 def test_process_and_twin_run_the_same_engine_class() -> None:
@@ -110,7 +111,7 @@ def test_full_workers_refuse() -> None:
     assert [job.dropped for job in jobs] == [None, None, None, Dropped.WORKERS_FULL]
 
 
-def simulation(prefill: int, decode: int, trace: list, planner: LoadOptions = QUICK, **more) -> Simulation:
+def simulation(prefill: int, decode: int, trace: list, planner: PlannerConfig = QUICK, **more) -> Simulation:
     return Simulation(options(prefill, decode, **more), trace, planner=driven(planner), perf=PERF)
 
 

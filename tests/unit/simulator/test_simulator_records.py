@@ -6,18 +6,20 @@ from pathlib import Path
 
 from dynamo_local.arbiter.planner_report_page import write_report
 from dynamo_local.engines.sim.options import SimOptions
-from dynamo_local.planner.policies.sla_sizing import SlaOptions
-from dynamo_local.planner.records.decision_log import DecisionLog, as_json, read, words
+from dynamo_local.planner.records.decision_log import DecisionLog, as_json, describe, read
 from dynamo_local.simulator.options import FleetShape, SimulationOptions
 from dynamo_local.simulator.records import recorded
 from dynamo_local.simulator.simulation import Case, run_case
 from dynamo_local.simulator.trace import TraceRequest
+from tests.fakes.planner.options import sla_options
 
 SIM = SimOptions()
 CASE = Case(
     "sla",
     SimulationOptions(shape=FleetShape(1, 1), sim=SIM, gpus=8),
-    planner=SlaOptions(SIM.profile, ttft_ms=400.0, itl_ms=12.0, adjustment_interval_s=20.0),
+    planner=sla_options(
+        profile_results_dir=SIM.profile, ttft_ms=400.0, itl_ms=12.0, throughput_adjustment_interval_seconds=20.0
+    ),
 )
 BURST = [TraceRequest(n / 20, 3000, 100) for n in range(1000)]
 
@@ -28,6 +30,6 @@ def test_they_are_those_of_the_run_with_what_they_were_made_from(tmp_path: Path)
     assert any(record.outcomes for record in records)
     log = tmp_path / "decisions.jsonl"
     DecisionLog(log).append(as_json(record) for record in records)
-    assert "seen: 20 requests/s, prompts of 3,000" in words(read(log)[1])
+    assert "seen: 20 requests/s, prompts of 3,000" in describe(read(log)[1])
     assert write_report(log, tmp_path / "r.html", title="T") == len(records)
     assert "forecast of requests/s" in (tmp_path / "r.html").read_text()

@@ -1,4 +1,4 @@
-"""What the engines really take, over what the profile says: learned from requests that ended. Pure.
+"""Corrections of the profile: measured time over profiled time, learned from requests that ended. Pure.
 
 * **Prefill.** Waiting only adds, so a low quantile of TTFT over the profile's is that of prompts that never waited. If
   all of them waited, it says nothing of the engines. But then the workers were never idle: what they had done by then
@@ -6,10 +6,10 @@
 * **Decode.** An answer's gap between tokens is compared with what the profile says of as many streams as there were
   in its middle. That is known of answers so old that those beside them have ended, too.
 
-While even fast answers wait for longer than the target, nothing is learned of decode: what waits there for a prefill,
-or is prefilled there, would be taken for slow engines, and with slow engines no fleet seems to help (so it was: the
-factor ran to 8, and the fleet stayed at one worker of each role). A factor near 1 counts as 1: bursts alone make the
-comparison wrong by so much.
+While even fast answers wait for longer than the target, nothing is learned of decode. Requests that wait there for a
+prefill, or are prefilled there, would look like slow engines. With slow engines no fleet seems to help: the factor once
+ran to 8, and the fleet stayed at one worker of each role. A factor near 1 counts as 1: bursts alone make the comparison
+wrong by so much.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ SERVED_S = 300.0
 """So long it is remembered how many workers served."""
 ENDED_MIN = 30
 ANSWERS = 250
-"""Of more answers every second one is looked at, or every third, …: it is done in the arbiter's loop."""
+"""With more answers than this the policy looks at every second one, or every third: it runs in the arbiter's loop."""
 SAMPLE = 150
 """So many of them are compared; all of them say with how many others each one was."""
 LOW_QUANTILE = 0.1
 LONG_QUANTILE = 0.9
-"""Of how long answers take: what began earlier than that has, nearly always, ended by now."""
+"""A quantile of the answers' durations. Requests that began earlier have nearly always ended by now."""
 SEEN_MIN_S = 5.0
 """Over less than this it is not told how busy workers were."""
 DEAD_BAND = 0.2
 STEP = 0.05
-"""Factors go in such steps: each new one is a new question to the queueing twin."""
+"""Factors go in such steps: each new one is a new task for the queueing model."""
 SLOWLY = 0.2
 LEAST, MOST = 0.2, 8.0
 REACHABLE = 0.7
-"""No factor is believed with which one request alone takes more than this share of its target: no fleet would help
-then, and what cannot be helped is not planned for. Decode workers that prefill themselves are seen as that slow."""
+"""A factor is not believed if one request alone then takes more than this share of its target. No fleet would help,
+so nothing is planned for that. Decode workers that prefill themselves look that slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,12 @@ class Factors:
 
     @property
     def prefill(self) -> float:
-        """Of prefill passes."""
+        """The factor of prefill passes."""
         return _used(self.prefill_raw)
 
     @property
     def decode(self) -> float:
-        """Of decode passes."""
+        """The factor of decode passes."""
         return _used(self.decode_raw)
 
 
@@ -94,13 +94,13 @@ class _Seen:
     until_s: float
 
     @property
-    def told(self) -> bool:
+    def reported(self) -> bool:
         return self.until_s - self.from_s >= SEEN_MIN_S
 
 
 @dataclass(frozen=True, slots=True)
 class Learning:
-    """What factors are learned by: the profile's engine, the prompt tokens of one of its passes, and the targets in
+    """The bases of the factors: the profile's engine, the prompt tokens of one of its passes, and the targets in
     seconds."""
 
     passes: Passes
@@ -109,7 +109,7 @@ class Learning:
     itl_s: float
 
     def alone_s(self, isl: int) -> float:
-        """Of a prompt that never waits, by the profile."""
+        """TTFT of a prompt that never waits, by the profile."""
         full, rest = divmod(isl, self.batched_tokens)
         return full * self.passes.ttft_s(self.batched_tokens) + (self.passes.ttft_s(rest) if rest else 0.0)
 
@@ -162,7 +162,7 @@ def _prefill(seen: _Seen, served: Sequence[Served], by: Learning) -> float | Non
     fast = _quantile(ratios[-SAMPLE:], LOW_QUANTILE)
     if fast <= 1:
         return fast
-    if not seen.told or busy_s <= 0:
+    if not seen.reported or busy_s <= 0:
         return None  # engines or a queue: that cannot be told yet
     had_s = sum(
         each.prefill * max(0.0, min(each.at_s, seen.until_s) - max(each.since_s, seen.from_s)) for each in served
@@ -171,18 +171,18 @@ def _prefill(seen: _Seen, served: Sequence[Served], by: Learning) -> float | Non
 
 
 def _decode(seen: _Seen, served: Sequence[Served], passes: Passes) -> float | None:
-    told = [(each.at_s, each.itl_s, each.osl - 1, each.isl) for each in seen.answers if each.itl_s and each.osl > 1]
-    starts = sorted(at_s - itl_s * tokens for at_s, itl_s, tokens, _ in told)
-    ends = sorted(at_s for at_s, _, _, _ in told)
+    reported = [(each.at_s, each.itl_s, each.osl - 1, each.isl) for each in seen.answers if each.itl_s and each.osl > 1]
+    starts = sorted(at_s - itl_s * tokens for at_s, itl_s, tokens, _ in reported)
+    ends = sorted(at_s for at_s, _, _, _ in reported)
     judged = [
         (middle_s, itl_s, tokens)
-        for at_s, itl_s, tokens, _ in told
+        for at_s, itl_s, tokens, _ in reported
         if seen.from_s < (middle_s := at_s - itl_s * tokens / 2) <= seen.until_s
     ]
-    if len(judged) < ENDED_MIN or not seen.told:
+    if len(judged) < ENDED_MIN or not seen.reported:
         return None
-    lasted_s = sum(itl_s * tokens for _, itl_s, tokens, _ in told)
-    context = sum((isl + tokens / 2) * itl_s * tokens for _, itl_s, tokens, isl in told) / lasted_s
+    lasted_s = sum(itl_s * tokens for _, itl_s, tokens, _ in reported)
+    context = sum((isl + tokens / 2) * itl_s * tokens for _, itl_s, tokens, isl in reported) / lasted_s
     since = [each.since_s for each in served]
     took_s = expected_s = 0.0
     gaps_s: dict[float, float] = {}  # a few numbers of streams, asked for again and again
@@ -198,5 +198,5 @@ def _decode(seen: _Seen, served: Sequence[Served], passes: Passes) -> float | No
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
-    """Of those; 0 of none."""
+    """The quantile of the values; 0 of none."""
     return sorted(values)[int(len(values) * share)] if values else 0.0

@@ -1,4 +1,4 @@
-"""What is expected of the rate at one lead, and how wrong such forecasts were. Pure; rates in requests per second.
+"""The rate that is expected at one lead time, and the errors of such forecasts. Pure; rates in requests per second.
 
 Errors are kept of the square roots: a count's scatter grows with its root, so that errors at one level say something
 about those at another.
@@ -101,11 +101,12 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Of one lead, in bins. `asked` are forecasts (roots, one of each expert) whose time has not come yet, the oldest
-    first; `past` are forecasts with their errors; `losses` are the experts' discounted squared errors."""
+    """The forecasts at one lead time, in bins. `requested` are forecasts (roots, one of each expert) that are not due
+    yet, the oldest first; `past` are forecasts with their errors; `losses` are the experts' discounted squared
+    errors."""
 
     lead_bins: int
-    asked: tuple[tuple[float, ...], ...] = ()
+    requested: tuple[tuple[float, ...], ...] = ()
     past: tuple[tuple[tuple[float, ...], float], ...] = ()
     losses: tuple[float, ...] = ()
 
@@ -114,18 +115,18 @@ class Outlook:
         found = experts(self.lead_bins)
         mean = sum(newest_first) / len(newest_first)
         # A window that is not full yet says nothing: the mean of what there is stands in.
-        told = tuple(
+        reported = tuple(
             math.sqrt(expert(newest_first) if len(expert.weights) <= len(newest_first) else mean) for expert in found
         )
-        asked = (*self.asked, told)
+        requested = (*self.requested, reported)
         past, losses = self.past, self.losses or (0.0,) * len(found)
         late = SMOOTH_BINS // 2
-        if len(asked) > self.lead_bins + late:
+        if len(requested) > self.lead_bins + late:
             came = math.sqrt(sum(newest_first[:SMOOTH_BINS]) / min(SMOOTH_BINS, len(newest_first)))
-            judged, asked = asked[0], asked[1:]
+            judged, requested = requested[0], requested[1:]
             past = (*past, (judged, came))[-PAST_MAX:]
             losses = tuple(DISCOUNT * loss + (came - root) ** 2 for loss, root in zip(losses, judged, strict=True))
-        return replace(self, asked=asked, past=past, losses=losses)
+        return replace(self, requested=requested, past=past, losses=losses)
 
     def voices(self) -> tuple[float, ...]:
         """The experts' shares in the forecast, by their losses; the best one's alone while none is known."""
@@ -138,16 +139,16 @@ class Outlook:
 
     def scenarios(self) -> tuple[Scenario, ...]:
         """The rate at the lead, after this many bins, with what it may be; empty before the first bin."""
-        if not self.asked:
+        if not self.requested:
             return ()
         voices = self.voices()
-        root = sum(map(mul, voices, self.asked[-1]))
-        rise = root - self.asked[-1][0]
+        root = sum(map(mul, voices, self.requested[-1]))
+        rise = root - self.requested[-1][0]
         unit = max(root, 1e-6)
         weighted = [(share * PRIOR_SPREAD * root, PRIOR_COUNT / len(PRIOR)) for share in PRIOR]
-        for age, (told, came) in enumerate(reversed(self.past)):
-            then = sum(map(mul, voices, told))
-            level, trend = (then - root) / (LIKE * unit), (then - told[0] - rise) / (LIKE_TREND * unit)
+        for age, (reported, came) in enumerate(reversed(self.past)):
+            then = sum(map(mul, voices, reported))
+            level, trend = (then - root) / (LIKE * unit), (then - reported[0] - rise) / (LIKE_TREND * unit)
             weighted.append((came - then, math.exp(-age / AGE_BINS - 0.5 * (level * level + trend * trend))))
         errors = _quantiles(sorted(weighted))
         return tuple(
@@ -156,7 +157,7 @@ class Outlook:
 
 
 def _quantiles(weighted: Sequence[tuple[float, float]]) -> list[float]:
-    """Of ascending values with weights."""
+    """The quantiles of ascending values with weights."""
     total = sum(weight for _, weight in weighted)
     found, seen, index = [], 0.0, 0
     for quantile in QUANTILES:
@@ -198,7 +199,7 @@ def demands(began: Sequence[float], ended: Sequence[Ended], now_s: float) -> tup
 
 
 def _demand(gaps: Sequence[float], sample: Sequence[Ended], window_s: float) -> Demand:
-    """Of these gaps, with lengths drawn from those of the answers of so many seconds."""
+    """The demand of these gaps, with lengths drawn from those of the answers of so many seconds."""
     # A long answer that began within the window is less likely to have ended in it than a short one.
     window_s = max(window_s, 1.0)
     floor_s = window_s / WEIGHT_MAX
@@ -220,7 +221,7 @@ def _lots(count: int) -> tuple[float, ...]:
 
 
 def _left(sample: Sequence[Ended], window_s: float) -> list[float]:
-    """Of each answer, how long before the window's end it may have begun: by `lasted_s`, which thousands of calls in
+    """For each answer, how long before the window's end it may have begun: by `lasted_s`, which thousands of calls in
     the arbiter's loop would take too long."""
     return [
         window_s - ((each.ttft_s or 0.0) + (each.itl_s or 0.0) * (each.osl - 1 if each.osl > 1 else 0))

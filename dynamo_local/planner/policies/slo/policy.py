@@ -2,30 +2,35 @@
 
 The rules, in prose (each was kept because the development traces want it: docs/slo.md):
 
-* A decision is due every `adjustment_interval`; what it decides is in force at the lead of the rung that it takes.
+* A decision is due every `adjustment_interval`; what it decides is in force at the lead of the scaling option that it
+  takes.
 * The rate at each lead is forecast by the best of several cheap experts, and its own errors there are the scenarios of
   what may come (`outlook`).
-* Requests have the lengths, and come in the bursts, in which they came lately (`lengths`); a queueing twin says, away
-  from the arbiter's loop, which share of them keeps the targets with how many workers (`queueing`).
-* A GPU is held, or ordered, if it is worth its price (`choosing`), which follows what was kept lately (`keeping`).
-* What waits too long already is to be cleared within one lead.
-* The fleet of the start is not gone below before its forecasts have been tried once or twice.
-* What is not known changes nothing. Floors and budget hold also for what plugins want.
+* Lengths and bursts of requests are those of the last minutes (`forecast`). The queueing model says which share of
+  them keeps the targets with how many workers (`queueing`). It runs outside the arbiter's loop.
+* The policy holds or starts a GPU if it is worth its price (`scaling_options`). The price follows the share that was
+  kept lately (`state`).
+* Requests that already wait too long are to be cleared within one lead time.
+* The planner keeps at least the initial fleet until it could check two forecasts.
+* Unknown values change nothing. Floors and budget hold also for what plugins want.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Missing, floor_workers
 from dynamo_local.planner.policies.budget import fitting
 from dynamo_local.planner.policies.protocol import holding
 from dynamo_local.planner.policies.slo import reasons as words
 from dynamo_local.planner.policies.slo.corrections import Learning, Served, learned, with_served
 from dynamo_local.planner.policies.slo.forecast import Scenario, demands
-from dynamo_local.planner.policies.slo.ladder import FLIP, SloOptions, rungs_of
 from dynamo_local.planner.policies.slo.reasons import SloRule, reasons
 from dynamo_local.planner.policies.slo.scaling_options import (
+    FLIP,
+    INTERVAL_S,
+    START_UP_S,
     Ahead,
     Bounds,
     Fleet,
@@ -34,24 +39,31 @@ from dynamo_local.planner.policies.slo.scaling_options import (
     overrun_yield,
     price,
     quick,
+    scaling_options_of,
     swapped,
 )
-from dynamo_local.planner.policies.slo.state import SloState, clearing, seen_requests, with_requests, with_rungs
-from dynamo_local.planner.queueing import Passes, Shares
+from dynamo_local.planner.policies.slo.state import (
+    SloState,
+    clearing,
+    seen_requests,
+    with_requests,
+    with_scaling_options,
+)
+from dynamo_local.planner.queueing import EngineOptions, Passes, Shares
 from dynamo_local.planner.queueing_task import Question, on_grid, shares_of
 from dynamo_local.planner.values import (
     ComponentTarget,
     Decision,
     Forecasts,
     ForecastTask,
+    Needs,
+    Observation,
     Override,
+    PolicyStatus,
     Prediction,
     Proposal,
-    Pull,
     Reading,
     Requests,
-    Standing,
-    Wants,
     WorkerPools,
 )
 
@@ -65,11 +77,11 @@ SLACK_S = 1e-3
 
 
 @dataclass(slots=True)
-class _Observed:
-    """What the last interval was taken in as: two stages of a tick ask for the same."""
+class _Absorbed:
+    """The last interval and the state after it: two stages of a tick ask for the same."""
 
     before: SloState | None = None
-    pull: Pull | None = None
+    observation: Observation | None = None
     after: SloState | None = None
 
 
@@ -77,58 +89,63 @@ class _Observed:
 class SloPolicy:
     """`planner.policies.protocol.Policy` of `SloState`. `passes` is the profile's engine."""
 
-    options: SloOptions
+    options: PlannerConfig
     passes: Passes
-    _last: _Observed = field(default_factory=lambda: _Observed(), compare=False, repr=False)
+    profile: str
+    start_up_s: float = START_UP_S
+    speed: float = 1.0
+    engine: EngineOptions = EngineOptions()  # noqa: RUF009 - frozen
+    _last: _Absorbed = field(default_factory=lambda: _Absorbed(), compare=False, repr=False)
 
     def first(self, now_s: float) -> SloState:
         """The first decision is due after one interval."""
-        return SloState(now_s, now_s + self.options.adjustment_interval_s, first_until_s=now_s)
+        return SloState(now_s, now_s + INTERVAL_S, first_until_s=now_s)
 
     def taking_over(self, state: SloState) -> SloState:
-        """What was learned of the traffic stays; what follows from targets is asked anew."""
+        """Knowledge of the traffic stays. Results that depend on the targets are computed anew."""
         return replace(state, moments=())
 
     def next_at_s(self, state: SloState) -> float:
         """At the interval's end."""
         return state.due_s
 
-    def wants(self, state: SloState) -> Wants:
+    def needs(self, state: SloState) -> Needs:
         """The requests of the interval."""
-        return Wants(traffic_window_s=self.options.adjustment_interval_s, requests=True)
+        return Needs(traffic_window_s=INTERVAL_S, requests=True)
 
-    def standing(self, state: SloState) -> Standing:
+    def status(self, state: SloState) -> PolicyStatus:
         """When it decides next, and what it decided from last."""
         began_s, readings = state.decided
-        return Standing(state.due_s, interval_began_s=began_s, readings=readings)
+        return PolicyStatus(state.due_s, interval_began_s=began_s, readings=readings)
 
     # --- PREDICT -------------------------------------------------------------------------------
 
-    def forecasting(self, state: SloState, pull: Pull) -> ForecastTask | None:
-        """What the queueing twin is asked: all scenarios of all rungs at once."""
-        if not self._due(state, pull):
+    def forecasting(self, state: SloState, observation: Observation) -> ForecastTask | None:
+        """The task for the queueing model: all scenarios of all scaling options at once."""
+        if not self._due(state, observation):
             return None
-        state = self._observed(state, pull)
+        state = self._observed(state, observation)
         rates = _rates(state)
         if state.held is not None or not rates:
             return None
-        return self._question(state, pull.pools, rates).task()
+        return self._question(state, observation.pools, rates).task()
 
     def predicted(
-        self, state: SloState, pull: Pull, forecasts: Forecasts | Missing | None
+        self, state: SloState, observation: Observation, forecasts: Forecasts | Missing | None
     ) -> tuple[SloState, Prediction | None]:
-        """What is expected at the slowest rung's lead, and what each number of workers would serve of it."""
-        if not self._due(state, pull):
+        """The demand at the lead time of the slowest scaling option, and the part that each number of workers would
+        serve."""
+        if not self._due(state, observation):
             return state, None
-        state = self._observed(state, pull)
+        state = self._observed(state, observation)
         rates = _rates(state)
         if state.held is not None or not rates:
             return state, None
-        told = shares_of(forecasts, len(rates), len(state.demands))
-        if isinstance(told, Missing):
-            return replace(state, held=(SloRule.PREDICT_FAILED, told.reason)), None
-        known = dict(zip(rates, told, strict=True))
-        newest = tuple(_moment(state, index, known) for index in range(len(state.rungs)))
+        reported = shares_of(forecasts, len(rates), len(state.demands))
+        if isinstance(reported, Missing):
+            return replace(state, held=(SloRule.PREDICT_FAILED, reported.reason)), None
+        known = dict(zip(rates, reported, strict=True))
+        newest = tuple(_moment(state, index, known) for index in range(len(state.scaling_options)))
         before = state.moments or ((),) * len(newest)
         moments = tuple(
             (*until, at_lead)[-outlook.lead_bins :]
@@ -139,38 +156,40 @@ class SloPolicy:
 
     def _prediction(self, state: SloState) -> Prediction:
         ahead = state.demands[-1]
-        num_req = state.expected[0].rate * self.options.adjustment_interval_s
+        num_req = state.expected[0].rate * INTERVAL_S
         isl, osl = sum(ahead.isl) / len(ahead.isl), sum(ahead.osl) / len(ahead.osl)
         return Prediction(num_req, isl, osl, source="builtin_slo_predict")
 
     # --- PROPOSE -------------------------------------------------------------------------------
 
     def propose(
-        self, state: SloState, pull: Pull, prediction: Prediction | None
+        self, state: SloState, observation: Observation, prediction: Prediction | None
     ) -> tuple[SloState, tuple[Proposal, ...]]:
         """The fleet that is worth its price."""
         state = replace(state, chosen=None)
-        if not self._due(state, pull) or state.held is not None or not state.expected:
+        if not self._due(state, observation) or state.held is not None or not state.expected:
             return state, ()
-        now, bounds = _capacity(pull.pools), self.bounds(pull.pools)
-        gpu_price = self.price(state, pull.pools)
-        ladder = [
-            Ahead(rung, at_lead, until)
-            for rung, at_lead, until in zip(state.rungs, state.expected, state.moments, strict=True)
+        now, bounds = _capacity(observation.pools), self.bounds(observation.pools)
+        gpu_price = self.price(state, observation.pools)
+        ahead = [
+            Ahead(scaling_option, at_lead, until)
+            for scaling_option, at_lead, until in zip(state.scaling_options, state.expected, state.moments, strict=True)
         ]
-        fleet, flips = climbed(now, ladder, quick(pull.pools, pull.reading), gpu_price, bounds)
-        fleet = self._not_below_the_first(state, pull, fleet, now, flips)
-        if fleet == now and all(rung.name != FLIP for rung in state.rungs):
+        fleet, flips = climbed(now, ahead, quick(observation.pools, observation.reading), gpu_price, bounds)
+        fleet = self._not_below_the_first(state, observation, fleet, now, flips)
+        if fleet == now and all(scaling_option.name != FLIP for scaling_option in state.scaling_options):
             fleet = swapped(
-                fleet, (*state.moments[0], state.expected[0]), gpu_price, state.rungs[0].order_price, bounds
+                fleet, (*state.moments[0], state.expected[0]), gpu_price, state.scaling_options[0].order_price, bounds
             )
         targets = (ComponentTarget("prefill", fleet[0]), ComponentTarget("decode", fleet[1]))
         said = f"{fleet[0]} prefill and {fleet[1]} decode workers for {state.expected[0].rate:.3g} requests/s"
         return replace(state, chosen=fleet, flips=flips), (Proposal(PLUGIN_ID, PRIORITY, Override(targets, said)),)
 
-    def _not_below_the_first(self, state: SloState, pull: Pull, fleet: Fleet, now: Fleet, flips: int) -> Fleet:
+    def _not_below_the_first(
+        self, state: SloState, observation: Observation, fleet: Fleet, now: Fleet, flips: int
+    ) -> Fleet:
         """For a while not below the fleet of the start, but for flips: these take from one role what the other gets."""
-        if state.first is None or pull.at_s >= state.first_until_s:
+        if state.first is None or observation.at_s >= state.first_until_s:
             return fleet
         least = (min(state.first[0], now[0]) - max(0, flips), min(state.first[1], now[1]) - max(0, -flips))
         return max(fleet[0], least[0]), max(fleet[1], least[1])
@@ -178,29 +197,40 @@ class SloPolicy:
     # --- settle --------------------------------------------------------------------------------
 
     def settle(
-        self, state: SloState, pull: Pull, targets: tuple[ComponentTarget, ...]
+        self, state: SloState, observation: Observation, targets: tuple[ComponentTarget, ...]
     ) -> tuple[SloState, Decision | None]:
         """Within floors and budget; the next interval begins where this one ended."""
-        if not self._due(state, pull):
+        if not self._due(state, observation):
             return state, None
-        interval_s = self.options.adjustment_interval_s
-        missed = max(0, int((pull.at_s - state.due_s + SLACK_S) // interval_s))
+        interval_s = INTERVAL_S
+        missed = max(0, int((observation.at_s - state.due_s + SLACK_S) // interval_s))
         began_s = state.due_s + missed * interval_s
         after = replace(
-            state, began_s=began_s, due_s=began_s + interval_s, held=None, decided=(state.began_s, (pull.reading,))
+            state,
+            began_s=began_s,
+            due_s=began_s + interval_s,
+            held=None,
+            decided=(state.began_s, (observation.reading,)),
         )
         # Where this policy holds for want of data a plugin may still ask for workers, as under the other policies.
-        if pull.pools.prefill is None or pull.blind is not None or pull.pools.pending or not targets:
+        if (
+            observation.pools.prefill is None
+            or observation.blind is not None
+            or observation.pools.pending
+            or not targets
+        ):
             held = state.held or (SloRule.OVERRIDDEN, "a plugin rejected what was proposed")
-            return after, holding(pull, held, after.due_s)
+            return after, holding(observation, held, after.due_s)
         wanted = {target.sub_component_type: target.replicas for target in targets}
-        now, bounds = _capacity(pull.pools), self.bounds(pull.pools)
-        asked = (wanted.get("prefill", now[0]), wanted.get("decode", now[1]))
-        fleet = within(asked, now, bounds)
-        found = reasons(state, pull.pools, asked, fleet, self.price(state, pull.pools), bounds, self.options)
+        now, bounds = _capacity(observation.pools), self.bounds(observation.pools)
+        requested = (wanted.get("prefill", now[0]), wanted.get("decode", now[1]))
+        fleet = within(requested, now, bounds)
+        found = reasons(
+            state, observation.pools, requested, fleet, self.price(state, observation.pools), bounds, self.options
+        )
         return after, Decision(
-            now_s=pull.at_s,
-            targets={pool.component: count for pool, count in zip(pull.pools.all, fleet, strict=True)},
+            now_s=observation.at_s,
+            targets={pool.component: count for pool, count in zip(observation.pools.all, fleet, strict=True)},
             reasons=tuple(sorted(found, key=lambda reason: reason.step >= 0)),
             next_tick_at=after.due_s,
             notes=words.notes(state),
@@ -208,9 +238,7 @@ class SloPolicy:
 
     def manual(self, state: SloState, now_s: float) -> SloState:
         """A whole interval from now on, and no fewer workers than this person wants for a while."""
-        return replace(
-            state, began_s=now_s, due_s=now_s + self.options.adjustment_interval_s, first=None, first_until_s=now_s
-        )
+        return replace(state, began_s=now_s, due_s=now_s + INTERVAL_S, first=None, first_until_s=now_s)
 
     # --- inside --------------------------------------------------------------------------------
 
@@ -228,46 +256,46 @@ class SloPolicy:
         return replace(found, floors=(least, least), min_gpus=min(low.min_gpu_budget, low.max_gpu_budget))
 
     def price(self, state: SloState, pools: WorkerPools) -> float:
-        """Of a GPU, in requests per second."""
+        """The price of a GPU, in requests per second."""
         options, rate, gpus = self.options, state.means.rate, max(state.means.gpus, 1.0)
         if state.expected and pools.prefill is not None:
             served = overrun_yield(_capacity(pools), state.expected[0], self.bounds(pools))
             rate = rate if served is None else min(rate, served * gpus)
-        return price(options.target, options.thrift, rate, gpus) * state.kept.factor(options.target)
+        return price(options.target, options.cost_factor, rate, gpus) * state.kept.factor(options.target)
 
-    def _due(self, state: SloState, pull: Pull) -> bool:
-        return pull.at_s >= state.due_s - SLACK_S
+    def _due(self, state: SloState, observation: Observation) -> bool:
+        return observation.at_s >= state.due_s - SLACK_S
 
-    def _observed(self, state: SloState, pull: Pull) -> SloState:
+    def _observed(self, state: SloState, observation: Observation) -> SloState:
         """With this interval in the history, or with the reason why there is nothing new."""
         last = self._last
-        if last.before is state and last.pull is pull and last.after is not None:
+        if last.before is state and last.observation is observation and last.after is not None:
             return last.after
-        after = self._taken_in(state, pull)
-        last.before, last.pull, last.after = state, pull, after
+        after = self._taken_in(state, observation)
+        last.before, last.observation, last.after = state, observation, after
         return after
 
-    def _taken_in(self, state: SloState, pull: Pull) -> SloState:
+    def _taken_in(self, state: SloState, observation: Observation) -> SloState:
         state = replace(state, expected=())
-        pools = pull.pools
+        pools = observation.pools
         if pools.prefill is None:
             return replace(state, held=(SloRule.DISAGGREGATED_ONLY, words.NEEDS_PREFILL))
         if pools.pending:
             return replace(state, held=(SloRule.SCALING_IN_PROGRESS, words.NOT_ACKNOWLEDGED))
-        seen = seen_requests(pull)
+        seen = seen_requests(observation)
         if isinstance(seen, Missing):
             return replace(state, held=(SloRule.NO_TRAFFIC_DATA, seen.reason))
-        rungs = rungs_of(pools, self.options, state.rungs)
+        scaling_options = scaling_options_of(pools, self.start_up_s, state.scaling_options)
         now = _capacity(pools)
         if state.first is None:
-            until_s = pull.at_s + FIRST_LEADS * rungs[0].lead_s
+            until_s = observation.at_s + FIRST_LEADS * scaling_options[0].lead_s
             state = replace(state, first=now, first_until_s=until_s)
-        if rungs != state.rungs:
-            state = with_rungs(state, rungs, self.options.adjustment_interval_s)
+        if scaling_options != state.scaling_options:
+            state = with_scaling_options(state, scaling_options, INTERVAL_S)
         state = with_requests(state, seen, self.bounds(pools).held(now))
         served = Served(seen.since_s, seen.at_s, pools.prefill.ready, pools.decode.ready)
-        state = self._judged(replace(state, served=with_served(state.served, served)), seen, pull.reading)
-        state = self._with_demands(state, pull.at_s)
+        state = self._judged(replace(state, served=with_served(state.served, served)), seen, observation.reading)
+        state = self._with_demands(state, observation.at_s)
         return replace(state, held=None if state.demands else (SloRule.NO_TRAFFIC_DATA, words.NOBODY_YET))
 
     def _judged(self, state: SloState, seen: Requests, reading: Reading) -> SloState:
@@ -277,14 +305,14 @@ class SloPolicy:
         newest = state.moments[0][-1] if state.moments and state.moments[0] else None
         hopeless = 0.0 if newest is None else newest.hopeless
         rate = state.rates[0] if state.rates else 0.0
-        more = clearing(reading, rate, ttft_s, state.rungs[0].lead_s)
+        more = clearing(reading, rate, ttft_s, state.scaling_options[0].lead_s)
         return replace(
             state,
             factors=learned(
                 state.factors,
                 state.ended,
                 state.served,
-                Learning(self.passes, options.engine.batched_tokens, ttft_s, itl_s),
+                Learning(self.passes, self.engine.batched_tokens, ttft_s, itl_s),
             ),
             kept=state.kept.after(seen.ended, hopeless, seen.at_s - seen.since_s, ttft_s, itl_s),
             clearing=more,
@@ -295,7 +323,7 @@ class SloPolicy:
         )
 
     def _with_demands(self, state: SloState, now_s: float) -> SloState:
-        early = len(state.rates) * self.options.adjustment_interval_s < DEMANDS_EARLY_S
+        early = len(state.rates) * INTERVAL_S < DEMANDS_EARLY_S
         age_s = now_s - state.demands_at_s
         changed = (state.factors.prefill, state.factors.decode) != (state.demands_for.prefill, state.demands_for.decode)
         if state.demands and not (early or changed or age_s >= DEMANDS_EVERY_S - SLACK_S):
@@ -310,35 +338,35 @@ class SloPolicy:
         most = max(*_capacity(pools), options.max_gpu_budget // min(bounds.gpus))
         used = state.demands_for
         return Question(
-            options.profile,
+            self.profile,
             options.ttft_ms / 1000,
             options.itl_ms / 1000,
             most,
             rates,
             state.demands,
-            replace(options.engine, prefill_factor=used.prefill, decode_factor=used.decode),
-            options.speed,
+            replace(self.engine, prefill_factor=used.prefill, decode_factor=used.decode),
+            self.speed,
         )
 
 
-def within(asked: Fleet, now: Fleet, bounds: Bounds) -> Fleet:
-    """What is asked for, not below the floors and not above the budget; where not even the floors fit, as it is."""
-    above = (max(asked[0], bounds.floors[0]), max(asked[1], bounds.floors[1]))
+def within(requested: Fleet, now: Fleet, bounds: Bounds) -> Fleet:
+    """The wanted fleet within floors and budget. If not even the floors fit, the fleet stays as it is."""
+    above = (max(requested[0], bounds.floors[0]), max(requested[1], bounds.floors[1]))
     fits = fitting(above, bounds.floors, bounds.gpus, bounds.max_gpus)
     return now if fits is None else (fits[0], fits[1])
 
 
 def _rates(state: SloState) -> tuple[float, ...]:
-    """The rates of all scenarios of all rungs, on the grid, each once."""
+    """The rates of all scenarios of all scaling options, on the grid, each once."""
     found = {on_grid(each.rate) for scenarios in state.scenarios for each in scenarios}
     return tuple(sorted(found))
 
 
-def _moment(state: SloState, rung: int, known: dict[float, tuple[Shares, ...]]) -> Moment:
+def _moment(state: SloState, scaling_option: int, known: dict[float, tuple[Shares, ...]]) -> Moment:
     scenarios = []
-    for each in state.scenarios[rung]:
-        told = known[on_grid(each.rate)]
-        scenarios += [(each.weight * each.rate / len(told), shares) for shares in told]
+    for each in state.scenarios[scaling_option]:
+        reported = known[on_grid(each.rate)]
+        scenarios += [(each.weight * each.rate / len(reported), shares) for shares in reported]
     return Moment(tuple(scenarios))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 
-from dynamo_local.planner.policies.slo.ladder import FLIP, WAKE, SloOptions
-from dynamo_local.planner.policies.slo.scaling_options import Bounds, Fleet, Moment, worth
+from dynamo_local.config.planner import PlannerConfig
+from dynamo_local.planner.policies.slo.scaling_options import FLIP, WAKE, Bounds, Fleet, Moment, worth
 from dynamo_local.planner.policies.slo.state import SloState
 from dynamo_local.planner.values import Reason, WorkerPools
 
@@ -27,7 +27,7 @@ def why(rule: str, numbers: Mapping[str, float], role: int) -> str:
     """`5.2 requests/s expected in 35 s (3.9 to 6.8), 4.7 now; 3 workers: 99.1 % within the targets, …`"""
     if "expected_requests_per_second" not in numbers:
         return "what is to come is not known; somebody else asked for another number" if rule == "overridden" else rule
-    told = (
+    reported = (
         f"{numbers['expected_requests_per_second']:.3g} requests/s expected in {numbers['lead_s']:.0f} s "
         f"({numbers['low_requests_per_second']:.3g} to {numbers['high_requests_per_second']:.3g}), "
         f"{numbers['requests_per_second']:.3g} now{_sooner(numbers)}{_clearing(numbers)}; "
@@ -38,16 +38,16 @@ def why(rule: str, numbers: Mapping[str, float], role: int) -> str:
         f"{_requests(numbers['price_requests_per_hour'])}"
     )
     if rule == "min_endpoint":
-        return f"{told}; there are never fewer"
+        return f"{reported}; there are never fewer"
     if rule == "max_gpu_budget":
-        return f"{told}; both roles share {numbers['max_gpu_budget']:g} GPUs"
+        return f"{reported}; both roles share {numbers['max_gpu_budget']:g} GPUs"
     if rule == "overridden":
-        return f"{told}; but a plugin asked for another number"
-    return told
+        return f"{reported}; but a plugin asked for another number"
+    return reported
 
 
 def notes(state: SloState) -> tuple[str, ...]:
-    """What a person should know about the numbers."""
+    """Notes on the numbers, for people."""
     found = []
     for role, raw in zip(ROLES, (state.factors.prefill_raw, state.factors.decode_raw), strict=True):
         if abs(raw - 1) >= FACTOR_SAID:
@@ -59,11 +59,11 @@ def notes(state: SloState) -> tuple[str, ...]:
 
 
 def _sooner(numbers: Mapping[str, float]) -> str:
-    """What is expected at the leads of the quicker rungs."""
+    """The demand at the lead times of the quicker scaling options."""
     return "".join(
-        f", {numbers[f'{rung}_requests_per_second']:.3g} in {numbers[f'{rung}_lead_s']:.2g} s (a {rung})"
-        for rung in QUICKER
-        if f"{rung}_lead_s" in numbers
+        f", {numbers[f'{way}_requests_per_second']:.3g} in {numbers[f'{way}_lead_s']:.2g} s (a {way})"
+        for way in QUICKER
+        if f"{way}_lead_s" in numbers
     )
 
 
@@ -96,7 +96,7 @@ HOUR_S = 3600.0
 
 
 class SloRule(enum.StrEnum):
-    """What decided about a role. Where Dynamo has a name for it, it is Dynamo's."""
+    """The rule that decided about a role, under Dynamo's name if it has one."""
 
     SCALE = "scale"
     """So many are worth their price."""
@@ -109,9 +109,9 @@ class SloRule(enum.StrEnum):
     OVERRIDDEN = "overridden"
     """A plugin wanted another number, or rejected this one."""
     NO_TRAFFIC_DATA = "no_traffic_data"
-    """What the clients did is not known, or nobody has come yet."""
+    """The traffic is not known, or no request has come yet."""
     PREDICT_FAILED = "predict_failed"
-    """There is no forecast, or the queueing twin gave no answer."""
+    """There is no forecast, or the queueing model gave no answer."""
     SCALING_IN_PROGRESS = "scaling_in_progress"
     """Another environment has yet to acknowledge the last decision."""
     DISAGGREGATED_ONLY = "disaggregated_only"
@@ -121,17 +121,17 @@ class SloRule(enum.StrEnum):
 def reasons(
     state: SloState,
     pools: WorkerPools,
-    asked: Fleet,
+    requested: Fleet,
     fleet: Fleet,
     gpu_price: float,
     bounds: Bounds,
-    options: SloOptions,
+    options: PlannerConfig,
 ) -> tuple[Reason, ...]:
     """One for prefill and one for decode. `asked` is what the pipeline has merged, `fleet` what it comes to."""
     expected = state.expected[0] if state.expected else None
     found = []
     for role, pool in enumerate(pools.all):
-        rule = _rule(state, role, pool.capacity, asked, fleet, expected, bounds, gpu_price)
+        rule = _rule(state, role, pool.capacity, requested, fleet, expected, bounds, gpu_price)
         numbers = {"workers": float(pool.capacity), "max_gpu_budget": float(bounds.max_gpus)}
         if expected is not None:
             numbers |= _numbers(state, expected, fleet, role, gpu_price, bounds, options)
@@ -144,17 +144,17 @@ def _rule(
     state: SloState,
     role: int,
     capacity: int,
-    asked: Fleet,
+    requested: Fleet,
     fleet: Fleet,
     expected: Moment | None,
     bounds: Bounds,
     gpu_price: float,
 ) -> SloRule:
-    if state.chosen is None or asked[role] != state.chosen[role]:
+    if state.chosen is None or requested[role] != state.chosen[role]:
         return SloRule.OVERRIDDEN
-    if fleet[role] < asked[role] or (expected is not None and _kept_from(fleet, role, expected, bounds, gpu_price)):
+    if fleet[role] < requested[role] or (expected is not None and _kept_from(fleet, role, expected, bounds, gpu_price)):
         return SloRule.MAX_GPU_BUDGET
-    if fleet[role] > asked[role]:
+    if fleet[role] > requested[role]:
         return SloRule.MIN_ENDPOINT
     if fleet[role] == bounds.floors[role] and capacity == fleet[role]:
         fewer = _changed(fleet, role, -1)
@@ -181,13 +181,13 @@ def _numbers(
     role: int,
     gpu_price: float,
     bounds: Bounds,
-    options: SloOptions,
+    options: PlannerConfig,
 ) -> dict[str, float]:
-    """What the choice was made of. Missed requests are per hour, if it stayed as is expected of the lead."""
+    """The inputs of the choice. Missed requests are per hour, if it stayed as is expected of the lead."""
     scenarios = state.scenarios[0]
     served = expected.served(fleet)
     numbers = {
-        "lead_s": state.rungs[0].lead_s,
+        "lead_s": state.scaling_options[0].lead_s,
         "requests_per_second": state.rates[0],
         "expected_requests_per_second": expected.rate,
         "low_requests_per_second": scenarios[0].rate,
@@ -204,8 +204,11 @@ def _numbers(
         "gpus_per_worker": float(bounds.gpus[role]),
         "ttft_ms" if role == 0 else "itl_ms": options.ttft_ms if role == 0 else options.itl_ms,
     }
-    for rung, moment in zip(state.rungs[1:], state.expected[1:], strict=True):
-        numbers |= {f"{rung.name}_lead_s": rung.lead_s, f"{rung.name}_requests_per_second": moment.rate}
+    for scaling_option, moment in zip(state.scaling_options[1:], state.expected[1:], strict=True):
+        numbers |= {
+            f"{scaling_option.name}_lead_s": scaling_option.lead_s,
+            f"{scaling_option.name}_requests_per_second": moment.rate,
+        }
     if state.flips:
         numbers["flips"] = float(state.flips if role else -state.flips)
     factor = state.factors.prefill if role == 0 else state.factors.decode

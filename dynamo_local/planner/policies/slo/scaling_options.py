@@ -1,38 +1,94 @@
 """How many workers: what each would serve of what is expected, against its price. Pure.
 
-Of a moment to come there are scenarios, each with a rate, its probability, and the shares of requests that keep TTFT
-and ITL by the number of prefill and of decode workers. A fleet's *yield* then is the mean rate of requests that keep
-both.
+A future moment has scenarios. Each has a rate, a probability, and the shares of requests that keep TTFT and ITL, by the
+number of prefill and of decode workers. The *yield* of a fleet is the mean rate of requests that keep both.
 
-* **Price.** A GPU is worth its place if it serves `thrift × THRIFT × (1 − target) / 1 %` of what a GPU of this
+* **Price.** A GPU is worth its place if it serves `cost_factor × COST_SHARE × (1 − target) / 1 %` of what a GPU of this
   deployment serves in the mean. So a target of 99 % asks for ten times as much as one of 99.9 %. Where the workers of
   now are overrun, the requests that come are not what their GPUs serve: then one of the best fleet is looked at.
 * **Shrinking.** The workers of now serve all moments from now to the lead: one that goes cannot be back before. One
   stays if there is any stretch from now on in which it is worth more than its price, summed over that stretch.
-* **Growing.** A worker that is ordered now serves from the lead on; it must be worth its rung's `order_price`.
+* **Growing.** A worker that is ordered now serves from the lead time on. It must be worth the `order_price` of its
+  scaling option.
 
-With more rungs than cold starts: `climbing`.
+With more scaling options than cold starts: `climbing`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
 
-from dynamo_local.planner.policies.slo.ladder import COLD_START, FLIP, WAKE, Rung
+from dynamo_local.core import lead_times
 from dynamo_local.planner.queueing import Shares
 from dynamo_local.planner.values import Reading, WorkerPools
 
-THRIFT = 0.12
+INTERVAL_S = 5.0
+START_UP_S = 30.0
+"""How long a start takes, until one was observed."""
+COST_SHARE = 0.12
 OVERRUN = 0.5
 """Workers that keep the targets of less than this share of the requests are overrun."""
 EPSILON = 1e-9
 
 Fleet = tuple[int, int]
 """Prefill and decode workers."""
+
+
+COLD_START, WAKE, FLIP = "cold_start", "wake", "flip"
+LEAD_CHANGED = 1.25
+"""A lead is another one where it differs by this factor: what was learned of the old one holds until then."""
+ORDER_PRICE: Mapping[str, float] = {COLD_START: 2.0, WAKE: 1.5, FLIP: 1.0}
+"""The least worth of a GPU that is taken this way, in prices of a GPU that is held. The GPU is paid while it starts,
+and may be needed for a short while only."""
+LEAD_S: Mapping[str, float] = {WAKE: 5.0, FLIP: 1.0}
+"""Until one was seen."""
+WAKES = (lead_times.Rung.WAKE_1, lead_times.Rung.WAKE_2)
+FLIPS = (lead_times.Rung.FLIP_TO_PREFILL, lead_times.Rung.FLIP_TO_DECODE)
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingOption:
+    """`lead_s`: from the decision to a worker that serves."""
+
+    name: str
+    lead_s: float
+
+    @property
+    def order_price(self) -> float:
+        return ORDER_PRICE[self.name]
+
+    def lead_bins(self, interval_s: float) -> int:
+        """In intervals: a decision that is made now is in force at the lead, and the next one an interval later."""
+        return max(1, math.ceil((self.lead_s + interval_s) / interval_s - 0.5))
+
+
+def scaling_options_of(
+    pools: WorkerPools, start_up_s: float, before: tuple[ScalingOption, ...] = ()
+) -> tuple[ScalingOption, ...]:
+    """The scaling options that there are, the slowest first, with leads as they were seen (the median of the last
+    ones)."""
+    known = {scaling_option.name: scaling_option.lead_s for scaling_option in before}
+    found = {COLD_START: max((pool.start_up_s or 0.0 for pool in pools.all), default=0.0) or start_up_s}
+    if WAKE in known or any(pool.asleep for pool in pools.all):
+        found[WAKE] = _seen(pools, WAKES) or LEAD_S[WAKE]
+    if FLIP in known or any(pool.flippable for pool in pools.all):
+        found[FLIP] = _seen(pools, FLIPS) or LEAD_S[FLIP]
+    return tuple(ScalingOption(name, _steady(lead_s, known.get(name))) for name, lead_s in found.items())
+
+
+def _seen(pools: WorkerPools, ways: Sequence[str]) -> float:
+    return max((pool.lead_times.get(way, 0.0) for pool in pools.all for way in ways), default=0.0)
+
+
+def _steady(lead_s: float, before: float | None) -> float:
+    if before is not None and before / LEAD_CHANGED <= lead_s <= before * LEAD_CHANGED:
+        return before
+    return lead_s
 
 
 class Expected(Protocol):
@@ -46,8 +102,8 @@ class Expected(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What is expected of one moment: `(rate × probability, shares)` of each scenario. What a fleet would serve is
-    remembered: decisions of a whole lead ask for the same ones."""
+    """The demand of one moment: `(rate × probability, shares)` of each scenario. The yield of a
+    fleet is cached: the decisions of a whole lead time ask for the same fleets."""
 
     scenarios: tuple[tuple[float, Shares], ...]
     _known: dict[Fleet, float] = field(default_factory=dict, compare=False, repr=False)
@@ -108,14 +164,14 @@ class Bounds:
         return roles and self.held(fleet) >= self.min_gpus
 
 
-def price(target: float, thrift: float, mean_rate: float, mean_gpus: float) -> float:
+def price(target: float, cost_factor: float, mean_rate: float, mean_gpus: float) -> float:
     """Requests per second that a GPU must serve beyond what is served without it."""
-    return thrift * THRIFT * max(1e-4, 1.0 - target) / 0.01 * mean_rate / max(mean_gpus, 1.0)
+    return cost_factor * COST_SHARE * max(1e-4, 1.0 - target) / 0.01 * mean_rate / max(mean_gpus, 1.0)
 
 
 def overrun_yield(now: Fleet, moment: Moment, bounds: Bounds) -> float | None:
-    """Requests per second that a GPU of the best fleet would serve, where the workers of now serve less than `OVERRUN`
-    of what is expected; None where they are not overrun."""
+    """Requests per second that a GPU of the best fleet would serve, if the present workers are overrun: they serve less
+    than `OVERRUN` of the demand. None if they are not overrun."""
     if moment.served(now) >= OVERRUN * moment.rate:
         return None
     prefills, decodes = (range(low, _enough(moment, role, low) + 1) for role, low in enumerate(bounds.floors))
@@ -143,8 +199,8 @@ def shrunk(now: Fleet, moments: Sequence[Expected], gpu_price: float, bounds: Bo
 
 def worth(fleet: Fleet, other: Fleet, moments: Sequence[Expected], gpu_price: float, bounds: Bounds) -> float:
     """The most that `fleet` gains over the smaller `other` in any stretch from now on, beyond its price."""
-    spared = gpu_price * (bounds.held(fleet) - bounds.held(other))
-    return max(accumulate(each.served(fleet) - each.served(other) - spared for each in moments), default=0.0)
+    saved = gpu_price * (bounds.held(fleet) - bounds.held(other))
+    return max(accumulate(each.served(fleet) - each.served(other) - saved for each in moments), default=0.0)
 
 
 def grown(
@@ -156,7 +212,8 @@ def grown(
     bounds: Bounds,
     most: Fleet | None = None,
 ) -> Fleet:
-    """The best fleet at the rung's lead, not below `fleet`; those beyond `now` are ordered, `most` of them at most."""
+    """The best fleet at the scaling option's lead, not below `fleet`; those beyond `now` are ordered, `most` of them at
+    most."""
     base, best, gain = moment.served(fleet), fleet, EPSILON
     for prefill in range(fleet[0], _enough(moment, 0, fleet[0]) + 1):
         for decode in range(fleet[1], _enough(moment, 1, fleet[1]) + 1):
@@ -204,17 +261,13 @@ def swapped(fleet: Fleet, moments: Sequence[Expected], gpu_price: float, order_p
 
 
 # --- climbing
-# The ladder climbed: how many workers by slow rungs, who of them sleeps, and which role they have. Pure.
+# Choosing among the scaling options: how many workers start, which of them sleep, and which role they have. Pure.
 #
-# * **Cold starts** decide from what is expected at their lead, as if nobody slept. A sleeper that is woken is
-# replaced by
-#   a start, so one that stands in for a worker that was given up, or not ordered, saves nothing, and is missing when
-# a
-#   burst comes.
-# * **Wakes** bring sleepers for what is expected at their own, short lead, and was not foreseen.
-# * **Flips.** Where workers can take over each other's role, the other rungs decide how many there are, as if each
-# split
-#   of them could be had, and the split follows what is expected next. A flip must gain more than it disturbs, and no
+# * **Cold starts** decide from the demand at their lead time, as if nobody slept. A start replaces a sleeper that is
+#   woken. So a sleeper in place of a worker saves nothing, and is missing when a burst comes.
+# * **Wakes** bring sleepers for the demand at their own, short lead time that the cold starts did not foresee.
+# * **Flips.** If workers can take over each other's role, the other scaling options decide how many there are, as if
+#   each split of them were possible. The split follows the next demand. A flip must gain more than it disturbs, and no
 #   decode worker goes whose streams the others could not bear.
 
 REACH = 4
@@ -227,16 +280,17 @@ KV_MOST = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """A rung, what is expected at its lead, and of the moments until then."""
+    """A scaling option, what is expected at its lead, and of the moments until then."""
 
-    rung: Rung
+    scaling_option: ScalingOption
     at_lead: Moment
     until: Sequence[Moment]
 
 
 @dataclass(frozen=True, slots=True)
 class Quick:
-    """What quick rungs have: workers that serve, sleepers, and workers that could take over the other role."""
+    """The capacity of quick scaling options: workers that serve, sleepers, and workers that could take over the other
+    role."""
 
     ready: Fleet = (0, 0)
     asleep: Fleet = (0, 0)
@@ -258,7 +312,7 @@ class AnySplit:
         return self.moment.scenarios
 
     def served(self, fleet: Fleet) -> float:
-        """Of the best split of so many workers that a few flips can have."""
+        """Requests served by the best split of so many workers that a few flips can have."""
         total = sum(fleet)
         if total not in self._known:
             low = max(min(fleet[0], self.around[0] - REACH), min(self.floors[0], fleet[0]))
@@ -269,7 +323,7 @@ class AnySplit:
 
 
 def quick(pools: WorkerPools, reading: Reading) -> Quick:
-    """What these pools have. Needs a graph with prefill workers."""
+    """The capacity of these pools. Needs a graph with prefill workers."""
     assert pools.prefill is not None
     prefill, decode = pools.prefill, pools.decode
     bears = decode.flippable
@@ -284,19 +338,19 @@ def _bears(reading: Reading, ready: int, fewer: int) -> bool:
     return known and ready > fewer and float(reading.kv.usage) / (ready - fewer) <= KV_MOST
 
 
-def climbed(now: Fleet, ladder: Sequence[Ahead], has: Quick, gpu_price: float, bounds: Bounds) -> tuple[Fleet, int]:
+def climbed(now: Fleet, ahead: Sequence[Ahead], has: Quick, gpu_price: float, bounds: Bounds) -> tuple[Fleet, int]:
     """The fleet that is worth its price, and how many decode workers of it come by flips (negative: prefill
     workers)."""
-    rungs = {each.rung.name: each for each in ladder}
-    slow, wake, flip = rungs[COLD_START], rungs.get(WAKE), rungs.get(FLIP)
+    scaling_options = {each.scaling_option.name: each for each in ahead}
+    slow, wake, flip = scaling_options[COLD_START], scaling_options.get(WAKE), scaling_options.get(FLIP)
 
     def seen(moment: Moment) -> Expected:
         return moment if flip is None else AnySplit(moment, now, bounds.floors)
 
     fleet = shrunk(now, [seen(each) for each in slow.until], gpu_price, bounds)
     if wake is not None and any(has.asleep):
-        fleet = grown(fleet, now, wake.at_lead, gpu_price, wake.rung.order_price, bounds, has.asleep)
-    goal = grown(fleet, now, seen(slow.at_lead), gpu_price, slow.rung.order_price, bounds)
+        fleet = grown(fleet, now, wake.at_lead, gpu_price, wake.scaling_option.order_price, bounds, has.asleep)
+    goal = grown(fleet, now, seen(slow.at_lead), gpu_price, slow.scaling_option.order_price, bounds)
     fleet = (max(fleet[0], goal[0]), max(fleet[1], goal[1]))
     fleet = filled(fleet, slow.at_lead, bounds)
     if flip is None:

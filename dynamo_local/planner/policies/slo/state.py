@@ -1,4 +1,4 @@
-"""What the policy remembers, as an immutable value, and how an observation is taken into it. Pure."""
+"""The policy's state, as an immutable value, and how it absorbs an observation. Pure."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from dataclasses import dataclass, replace
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.policies.slo.corrections import Factors, Served
 from dynamo_local.planner.policies.slo.forecast import REQUESTS, WINDOWS_S, Outlook, Scenario
-from dynamo_local.planner.policies.slo.ladder import Rung
-from dynamo_local.planner.policies.slo.scaling_options import Fleet, Moment
+from dynamo_local.planner.policies.slo.scaling_options import Fleet, Moment, ScalingOption
 from dynamo_local.planner.queueing import Demand
-from dynamo_local.planner.values import Ended, Pull, Reading, Requests, Traffic
+from dynamo_local.planner.values import Ended, Observation, Reading, Requests, Traffic
 
 # --- keeping
-# What was kept lately, and what waits: how far a price that looks at what is to come has gone wrong. Pure.
+# The share of kept targets and the waiting requests: they correct a price that looks ahead. Pure.
 
 MEMORY_S = 900.0
 """Answers of so long ago count e⁻¹."""
 PRIOR_ANSWERS = 1000.0
 """As if so many had been answered before, just as many of them late as the target allows."""
 AIM = 0.35
-"""It is aimed at so much of what the target lets be missed: what is to come is not known, and a share that only its
+"""The policy aims at this share of the misses that the target allows. The future is not known: a share that only its
 mean keeps is missed half of the time."""
 EXPONENT, FACTOR_MAX = 0.5, 1.2
 """While less is missed than is aimed at, a price goes by the root of what may be missed over what was, up to this
 factor. Up to 1.5 as it was, what a calm stretch had saved was spent on the first rise."""
 EXPONENT_BELOW, FACTOR_MIN = 1.0, 0.25
-"""While more is missed it goes by the ratio itself, down to this factor: forecasts, or the queueing twin, promise more
+"""While more is missed it goes by the ratio itself, down to this factor: forecasts, or the queueing model, promise more
 than comes true."""
 
 REACH = 0.5
@@ -58,9 +57,9 @@ class Kept:
         )
 
     def factor(self, target: float) -> float:
-        """What a price is multiplied with: above 1 while less is missed, that more GPUs would have kept, than is aimed
-        at, below 1 while more is. The more of what may be missed any fleet would miss, the less it goes below 1: where
-        the target is out of reach no number of GPUs ends that, and a GPU is worth what it serves."""
+        """The factor of the price. It is above 1 while fewer avoidable requests miss the targets than is aimed at, and
+        below 1 while more do. The more misses no fleet could avoid, the less it goes below 1. If the target is out
+        of reach, no number of GPUs helps, and a GPU is worth what it serves."""
         allowed = max(1e-4, 1.0 - target)
         prior = PRIOR_ANSWERS * allowed * AIM
         avoidable = max(0.0, self.missed - self.hopeless) + prior
@@ -107,14 +106,16 @@ class Means:
 class SloState:
     """`began_s` and `due_s` are of the interval that is under way.
 
-    `rates` are those of the intervals, the newest first; `began` the last arrivals and `ended` the last answers,
-    ascending. `outlooks` are by rung. `demands` were taken at `demands_at_s`. `moments` are, by rung, what was
-    expected, by the decisions of the last lead, of the moments from now to the lead, the next one first. `served` are
-    the workers of the last minutes, `kept` what was kept of the last answers, and `clearing` what is to be served
-    beyond the rate at the lead (requests/s), to get rid of what waits; `scenarios` are those of each rung, with that.
-    `first` is the fleet of the start, which is not gone below until `first_until_s`. `held`: why this tick plans
-    nothing (rule, words); `expected` is what this tick expects at the lead of each rung, `chosen` the fleet that it
-    proposes, of which `flips` decode workers were prefill workers (negative: the other way).
+    `rates` are those of the intervals, the newest first. `began` are the last arrivals and `ended` the last answers,
+    ascending. `demands` were taken at `demands_at_s`.
+
+    Each scaling option has an entry in `outlooks`, `scenarios` (with `clearing`), `expected` (at its lead time) and
+    `moments`. These are the moments from now to the lead time, the next one first, as former decisions expected them.
+
+    `served` are the workers of the last minutes, and `kept` counts the kept targets of the last answers. `clearing` is
+    the rate (requests/s) beyond the expected one that removes waiting requests. `first` is the initial fleet, a floor
+    until `first_until_s`. `held` says why this tick plans nothing (rule, sentence). `chosen` is the proposed fleet.
+    `flips` of its decode workers were prefill workers (negative: the other way).
     """
 
     began_s: float
@@ -122,7 +123,7 @@ class SloState:
     rates: tuple[float, ...] = ()
     began: tuple[float, ...] = ()
     ended: tuple[Ended, ...] = ()
-    rungs: tuple[Rung, ...] = ()
+    scaling_options: tuple[ScalingOption, ...] = ()
     outlooks: tuple[Outlook, ...] = ()
     demands: tuple[Demand, ...] = ()
     demands_at_s: float = float("-inf")
@@ -143,13 +144,13 @@ class SloState:
     decided: tuple[float, tuple[Reading, ...]] = (0.0, ())
 
 
-def seen_requests(pull: Pull) -> Requests | Missing:
+def seen_requests(observation: Observation) -> Requests | Missing:
     """The interval's requests one by one; where they are only counted together, as many equal ones, evenly spread."""
-    if pull.blind is not None:
-        return Missing(pull.blind)
-    if pull.requests is not None:
-        return pull.requests
-    traffic = pull.traffic
+    if observation.blind is not None:
+        return Missing(observation.blind)
+    if observation.requests is not None:
+        return observation.requests
+    traffic = observation.traffic
     if not isinstance(traffic, Traffic):
         return Missing("nobody was asked") if traffic is None else traffic
     if isinstance(traffic.num_req, Missing):
@@ -193,17 +194,20 @@ def with_requests(state: SloState, seen: Requests, gpus: int) -> SloState:
     )
 
 
-def with_rungs(state: SloState, rungs: tuple[Rung, ...], interval_s: float) -> SloState:
-    """These are the rungs. An outlook at another lead begins with what is remembered of the rates; the moments of a
-    rung that was there stay."""
+def with_scaling_options(state: SloState, scaling_options: tuple[ScalingOption, ...], interval_s: float) -> SloState:
+    """These are the scaling options. An outlook at another lead begins with what is remembered of the rates; the
+    moments of a scaling option that was there stay."""
     known = {outlook.lead_bins: outlook for outlook in state.outlooks}
     outlooks = []
-    for rung in rungs:
-        bins = rung.lead_bins(interval_s)
+    for scaling_option in scaling_options:
+        bins = scaling_option.lead_bins(interval_s)
         outlooks.append(known[bins] if bins in known else _replayed(bins, state.rates))
-    before = {rung.name: moments for rung, moments in zip(state.rungs, state.moments, strict=False)}
-    moments = tuple(before.get(rung.name, ()) for rung in rungs)
-    return replace(state, rungs=rungs, outlooks=tuple(outlooks), moments=moments)
+    before = {
+        scaling_option.name: moments
+        for scaling_option, moments in zip(state.scaling_options, state.moments, strict=False)
+    }
+    moments = tuple(before.get(scaling_option.name, ()) for scaling_option in scaling_options)
+    return replace(state, scaling_options=scaling_options, outlooks=tuple(outlooks), moments=moments)
 
 
 def _replayed(lead_bins: int, rates: Sequence[float]) -> Outlook:

@@ -3,8 +3,8 @@
 It asks in this order: is anything known of the engines, is nothing under way, is every rank of every worker among
 them, can their load be judged. Where one role of a disaggregated graph cannot be judged, the other holds, too.
 
-While workers start, only one thing may be done: a starting one may be taken back, when the same reduction was wanted
-twice from the same workers, a load interval apart, and nobody leaves.
+While workers start, the policy does one thing only: it may take a starting worker back. The same reduction must be
+wanted twice from the same workers, a load interval apart, and no worker may be leaving.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.planner.pass_model import (
     Capacity,
     Engine,
@@ -23,7 +24,6 @@ from dynamo_local.planner.pass_model import (
     prefill_capacity,
 )
 from dynamo_local.planner.policies.budget import fitting
-from dynamo_local.planner.policies.throughput_load.options import ThroughputLoadOptions
 from dynamo_local.planner.policies.throughput_load.signals import (
     EngineLoad,
     EngineWatch,
@@ -49,14 +49,14 @@ _ROUNDING = 1e-9
 
 
 def planned(
-    roles: Sequence[Role], prediction: Prediction | None, state: ScalingState, options: ThroughputLoadOptions
+    roles: Sequence[Role], prediction: Prediction | None, state: ScalingState, options: PlannerConfig
 ) -> dict[str, ThroughputVerdict]:
     """One verdict for each role. Where one cannot be sized none is: what was planned before stands."""
     num_req = None if prediction is None else prediction.num_req
     if prediction is None or num_req is None:
         why = state.why_not_predicted or ThroughputScaling.NO_TRAFFIC_DATA
         return {role.name: ThroughputVerdict(why) for role in roles}
-    rps = max(0.0, num_req) / options.throughput_adjustment_interval_s
+    rps = max(0.0, num_req) / options.throughput_adjustment_interval_seconds
     capacities = {role.name: capacity(role, prediction, state, options) for role in roles}
     if None in capacities.values():
         return {
@@ -75,11 +75,9 @@ def needed_replicas(rps: float, engine_rps: float, floor: int) -> int:
     return max(floor, math.ceil(rps / engine_rps - _ROUNDING))
 
 
-def capacity(
-    role: Role, prediction: Prediction, state: ScalingState, options: ThroughputLoadOptions
-) -> Capacity | None:
-    """Of one worker of that role, all its ranks together; None while its model, or what requests look like, is not
-    known."""
+def capacity(role: Role, prediction: Prediction, state: ScalingState, options: PlannerConfig) -> Capacity | None:
+    """Capacity of one worker of that role, all its ranks together; None while its model, or what requests look like, is
+    not known."""
     isl, osl = prediction.isl or 0.0, prediction.osl or 0.0
     engine = engine_of(role, state, options, prediction)
     if not engine.model.ready or isl <= 0 or (role.kind is not Kind.PREFILL and osl <= 0):
@@ -91,13 +89,11 @@ def capacity(
         one = decode_capacity(engine, isl=isl, osl=osl, itl_target_s=itl)
     else:
         one = agg_capacity(engine, isl=isl, osl=osl, ttft_target_s=ttft, itl_target_s=itl)
-    told = state.told.get(role.pool.component)
-    return one._replace(rps=one.rps * (told.dp_size if told is not None else 1))
+    reported = state.reported.get(role.pool.component)
+    return one._replace(rps=one.rps * (reported.dp_size if reported is not None else 1))
 
 
-def engine_of(
-    role: Role, state: ScalingState, options: ThroughputLoadOptions, prediction: Prediction | None = None
-) -> Engine:
+def engine_of(role: Role, state: ScalingState, options: PlannerConfig, prediction: Prediction | None = None) -> Engine:
     """An engine of that role as it is for estimates; the prediction's hit rate and accept length go first."""
     hit = prediction.kv_hit_rate if prediction is not None and prediction.kv_hit_rate is not None else state.kv_hit_rate
     accept = state.accept_length
@@ -105,14 +101,14 @@ def engine_of(
         accept = prediction.accept_length
     return Engine(
         state.models[role.kind],
-        limits_of(state.told.get(role.pool.component)),
+        limits_of(state.reported.get(role.pool.component)),
         hit or 0.0,
         min(options.speculative_nextn + 1.0, max(1.0, accept or 1.0)),
     )
 
 
 def _sized(
-    roles: Sequence[Role], capacities: Mapping[str, Capacity], rps: float, options: ThroughputLoadOptions
+    roles: Sequence[Role], capacities: Mapping[str, Capacity], rps: float, options: PlannerConfig
 ) -> dict[str, ThroughputVerdict]:
     needed = [needed_replicas(rps, capacities[role.name].rps, role.floor) for role in roles]
     jump = options.max_throughput_scaling_replicas
@@ -122,7 +118,7 @@ def _sized(
     ]
     floors = [role.floor for role in roles]
     sizes = [role.pool.gpus_per_worker for role in roles]
-    bounds = fitting(wanted, floors, sizes, options.gpus_max) or floors
+    bounds = fitting(wanted, floors, sizes, options.max_gpu_budget) or floors
     rule = ThroughputScaling.SET_LOWER_BOUND if options.loads else ThroughputScaling.SCALE
     verdicts = {}
     for role, count, bound in zip(roles, needed, bounds, strict=True):
@@ -138,7 +134,7 @@ _SLACK = 1e-6
 
 
 def loaded(
-    roles: Sequence[Role], pools: WorkerPools, state: ScalingState, options: ThroughputLoadOptions, now_s: float
+    roles: Sequence[Role], pools: WorkerPools, state: ScalingState, options: PlannerConfig, now_s: float
 ) -> tuple[dict[str, LoadVerdict], Cancel | None, bool]:
     """A verdict for each role, the reduction to be remembered while workers start, and whether it is to be done now."""
     busy = pools.adjusting
@@ -162,7 +158,7 @@ def loaded(
     before = state.cancel
     if before is None or (before.inventory, before.targets) != (cancel.inventory, cancel.targets):
         return _held(verdicts), cancel, False
-    if now_s < before.at_s + options.load_adjustment_interval_s * (1 - _SLACK):
+    if now_s < before.at_s + options.load_adjustment_interval_seconds * (1 - _SLACK):
         return _held(verdicts), before, False
     return {name: one if name in targets else _hold(one) for name, one in verdicts.items()}, None, True
 
@@ -180,7 +176,7 @@ def _hold(verdict: LoadVerdict) -> LoadVerdict:
 
 
 def _judged_all(
-    roles: Sequence[Role], state: ScalingState, options: ThroughputLoadOptions, now_s: float
+    roles: Sequence[Role], state: ScalingState, options: PlannerConfig, now_s: float
 ) -> dict[str, LoadVerdict]:
     watches = state.watches.values()
     engines = {role.name: [one for one in watches if one.component == role.pool.component] for role in roles}
@@ -201,8 +197,8 @@ def _judged_all(
 
 def _not_covered(role: Role, engines: Sequence[EngineWatch], state: ScalingState) -> LoadVerdict | None:
     """Why not every rank of every worker is known; None where it is."""
-    told = state.told.get(role.pool.component)
-    expected = role.pool.ready * (told.dp_size if told is not None else 1)
+    reported = state.reported.get(role.pool.component)
+    expected = role.pool.ready * (reported.dp_size if reported is not None else 1)
     known = sum(one.now is not None for one in engines)
     if known and known == expected == len(engines):
         return None
@@ -211,7 +207,7 @@ def _not_covered(role: Role, engines: Sequence[EngineWatch], state: ScalingState
 
 
 def _one(
-    role: Role, engines: Sequence[EngineWatch], state: ScalingState, options: ThroughputLoadOptions, now_s: float
+    role: Role, engines: Sequence[EngineWatch], state: ScalingState, options: PlannerConfig, now_s: float
 ) -> LoadVerdict:
     pool = role.pool
     queue, prompt = state.queue, state.models[role.kind].isl.mean
@@ -228,7 +224,7 @@ def _one(
         shared=pool.ready / max(1, min(pool.ready, after)),
         busy=min(1.0, max((one.busy_s for one in engines), default=0.0) / elapsed_s) if elapsed_s > 0 else 0.0,
         engine=engine_of(role, state, options),
-        told=state.told.get(pool.component),
+        reported=state.reported.get(pool.component),
     )
     signals = signals_of(load, options)
     if signals is None:

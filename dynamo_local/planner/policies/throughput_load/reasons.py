@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from dynamo_local.planner.policies.budget import Fit, Granted, Wish, granted
+from dynamo_local.config.planner import PlannerConfig
+from dynamo_local.planner.policies.budget import Claim, Fit, Granted, granted
 from dynamo_local.planner.policies.throughput_load.loops import needed_replicas
-from dynamo_local.planner.policies.throughput_load.options import ThroughputLoadOptions
 from dynamo_local.planner.policies.throughput_load.signals import Compared, Signals, judged
 from dynamo_local.planner.policies.throughput_load.state import LoadVerdict, Role, ScalingState, ThroughputVerdict
 from dynamo_local.planner.values import Counterfactual, LoadScaling, Reason, ThroughputScaling
@@ -51,7 +51,7 @@ def why(rule: str, numbers: Numbers) -> str:
 
 
 def _loads(numbers: Numbers) -> str:
-    """What was compared: those that ask for more, then, where one could go, what would be without it."""
+    """The comparisons: those that ask for more, then, where one could go, what would be without it."""
     ups = [name for name in _UP if name in numbers]
     downs = _downs(numbers) if numbers["workers"] > max(1, numbers["workers_min"]) else []
     if ups or downs:
@@ -65,7 +65,7 @@ def _up(numbers: Numbers) -> str:
 
 
 def _downs(numbers: Numbers) -> list[str]:
-    """What would be, with one engine less, where that was looked at; and what keeps all from going."""
+    """The estimates with one engine less, and the reason that keeps all from going."""
     compared = [name for name in numbers if f"{name}_limit" in numbers and name not in _UP]
     after = [name for name in compared if name.endswith("_consolidated") or name == "engines_hung"]
     return after or compared
@@ -145,13 +145,9 @@ _WORDS: dict[str, Callable[[Numbers], str]] = {
 # --- otherwise
 # The nearest change of one number that would have decided otherwise, for one role.
 #
-# Candidates: each number that the load loop compared (to its limit); the predicted requests (to where it would have
-# held;
-# where it held, to where it would not); the bound, where it kept a role up; the budgets, where they cut a wish. Each
-# is
-# tried before it is reported: with `needed` the step is another one. *Nearest* is as for the load planner: the
-# smallest
-# change relative to the larger of both values.
+# Candidates are the numbers that the load loop compared (to their limits), the predicted requests, the bound that kept
+# a role up, and the budgets that cut a claim. Each is tried before it is reported: with `needed` the step is another
+# one. *Nearest* is as for the load planner: the smallest change relative to the larger of both values.
 
 
 class Settled(NamedTuple):
@@ -174,13 +170,11 @@ _JUDGED = (
 """Rules that compare the engines' load, and nothing else."""
 
 
-def nearest(
-    settled: Settled, wishes: Sequence[tuple[Role, int]], options: ThroughputLoadOptions
-) -> Counterfactual | None:
+def nearest(settled: Settled, claims: Sequence[tuple[Role, int]], options: PlannerConfig) -> Counterfactual | None:
     """None where no single number would have given another step."""
     changes = [*_by_load(settled), *_by_prediction(settled, options), *_by_bound(settled)]
     if settled.rule.value == LoadScaling.GPU_BUDGET_GUARD_HOLD.value:
-        changes += _by_budget(settled, wishes, options)
+        changes += _by_budget(settled, claims, options)
     other = [change for change in changes if change.step != settled.step]
     return min(other, key=_size, default=None)
 
@@ -224,15 +218,15 @@ def _by_bound(settled: Settled) -> Iterator[Counterfactual]:
         yield Counterfactual("throughput_lower_bound", settled.bound, settled.role.pool.capacity - 1, -1)
 
 
-def _by_prediction(settled: Settled, options: ThroughputLoadOptions) -> Iterator[Counterfactual]:
+def _by_prediction(settled: Settled, options: PlannerConfig) -> Iterator[Counterfactual]:
     """To the edges of the present number of workers, in whole requests; where neither jump nor budget took part."""
     seen, role, capacity = settled.throughput, settled.role, settled.role.pool.capacity
     if seen is None or seen.engine_rps is None or seen.predicted_rps is None or seen.bound != seen.replicas:
         return
-    engine_rps, value = seen.engine_rps, seen.predicted_rps * options.throughput_adjustment_interval_s
+    engine_rps, value = seen.engine_rps, seen.predicted_rps * options.throughput_adjustment_interval_seconds
     if not any(settled.rule is rule for rule in _PREDICTED):
         return
-    window_s = options.throughput_adjustment_interval_s
+    window_s = options.throughput_adjustment_interval_seconds
     one = engine_rps * window_s
 
     def change(needed: int) -> Counterfactual:
@@ -250,19 +244,19 @@ _PREDICTED = (ThroughputScaling.SET_LOWER_BOUND, ThroughputScaling.SCALE, Throug
 
 
 def _by_budget(
-    settled: Settled, wishes: Sequence[tuple[Role, int]], options: ThroughputLoadOptions
+    settled: Settled, claims: Sequence[tuple[Role, int]], options: PlannerConfig
 ) -> Iterator[Counterfactual]:
-    asked = [Wish(role.pool.capacity, wanted, role.floor, role.pool.gpus_per_worker) for role, wanted in wishes]
-    total = sum(max(one.wanted, one.floor) * one.gpus for one in asked)
-    index = [role.name for role, _ in wishes].index(settled.role.name)
+    requested = [Claim(role.pool.capacity, wanted, role.floor, role.pool.gpus_per_worker) for role, wanted in claims]
+    total = sum(max(one.wanted, one.floor) * one.gpus for one in requested)
+    index = [role.name for role, _ in claims].index(settled.role.name)
 
     def step(gpus_max: float, gpus_min: int) -> int:
-        return granted(asked, gpus_max=gpus_max, gpus_min=gpus_min)[index].replicas - asked[index].current
+        return granted(requested, gpus_max=gpus_max, gpus_min=gpus_min)[index].replicas - requested[index].current
 
-    if total > options.gpus_max:
-        yield Counterfactual("max_gpu_budget", options.gpus_max, total, step(total, options.gpus_min))
-    elif total < options.gpus_min:
-        yield Counterfactual("min_gpu_budget", options.gpus_min, total, step(options.gpus_max, total))
+    if total > options.max_gpu_budget:
+        yield Counterfactual("max_gpu_budget", options.max_gpu_budget, total, step(total, options.gpus_floor))
+    elif total < options.gpus_floor:
+        yield Counterfactual("min_gpu_budget", options.gpus_floor, total, step(options.max_gpu_budget, total))
 
 
 LOAD_DECISION, THROUGHPUT_DECISION = "load_scaling_decision", "throughput_scaling_decision"
@@ -270,9 +264,9 @@ LOAD_DECISION, THROUGHPUT_DECISION = "load_scaling_decision", "throughput_scalin
 
 
 class Outcome(NamedTuple):
-    """One role at the end of a tick. `wanted`: what was proposed; `grant`: what floors and budget left of it; `busy`:
-    something starts or leaves; `blind`: why the workers cannot be observed; `overridden`: plugins of others said
-    otherwise than our own stages."""
+    """One role at the end of a tick. `wanted` was proposed, and `grant` is what floors and budget left of it.
+    `busy`: something starts or leaves. `blind` says why the workers cannot be observed. `overridden`: plugins decided
+    otherwise than the policy's own stages."""
 
     role: Role
     wanted: int
@@ -288,13 +282,11 @@ class Outcome(NamedTuple):
 
     @property
     def step(self) -> int:
-        """What is to be changed."""
+        """The steps."""
         return self.grant.replicas - self.role.pool.capacity
 
 
-def reason_of(
-    outcome: Outcome, outcomes: Sequence[Outcome], state: ScalingState, options: ThroughputLoadOptions
-) -> Reason:
+def reason_of(outcome: Outcome, outcomes: Sequence[Outcome], state: ScalingState, options: PlannerConfig) -> Reason:
     """The reason of one of these outcomes."""
     name = outcome.role.name
     load, throughput = state.load.get(name), state.throughput.get(name)
@@ -320,9 +312,9 @@ def _rule(
     outcome: Outcome,
     load: LoadVerdict | None,
     throughput: ThroughputVerdict | None,
-    options: ThroughputLoadOptions,
+    options: PlannerConfig,
 ) -> LoadScaling | ThroughputScaling:
-    """What decided, the last word first."""
+    """The rules that decided, the last one first."""
     enum = LoadScaling if options.loads else ThroughputScaling
     if outcome.blind is not None:
         return LoadScaling.NO_FPM_DATA if options.loads else ThroughputScaling.NO_TRAFFIC_DATA
@@ -345,12 +337,10 @@ def _rule(
 
 
 _SETTLED = {"gpu_budget_guard_hold", "gpu_budget_reconcile", "override_by_user_plugin", "scaling_in_progress"}
-"""What was said after both loops."""
+"""The reasons after both loops."""
 
 
-def _load_decision(
-    rule: LoadScaling | ThroughputScaling, load: LoadVerdict | None, options: ThroughputLoadOptions
-) -> str:
+def _load_decision(rule: LoadScaling | ThroughputScaling, load: LoadVerdict | None, options: PlannerConfig) -> str:
     if not options.loads:
         return LoadScaling.DISABLED.value
     if rule.value in _SETTLED:
@@ -359,7 +349,7 @@ def _load_decision(
 
 
 def _throughput_decision(
-    rule: LoadScaling | ThroughputScaling, throughput: ThroughputVerdict | None, options: ThroughputLoadOptions
+    rule: LoadScaling | ThroughputScaling, throughput: ThroughputVerdict | None, options: PlannerConfig
 ) -> str:
     if not options.predicts:
         return ThroughputScaling.DISABLED.value
@@ -369,7 +359,7 @@ def _throughput_decision(
 
 
 def _numbers(
-    outcome: Outcome, outcomes: Sequence[Outcome], state: ScalingState, options: ThroughputLoadOptions
+    outcome: Outcome, outcomes: Sequence[Outcome], state: ScalingState, options: PlannerConfig
 ) -> dict[str, float]:
     role = outcome.role
     pool, name = role.pool, role.name
@@ -381,10 +371,9 @@ def _numbers(
         "gpus_per_worker": pool.gpus_per_worker,
         "gpus_counted": sum(one.role.pool.capacity * one.role.pool.gpus_per_worker for one in outcomes),
     }
-    if math.isfinite(options.gpus_max):
-        numbers["max_gpu_budget"] = options.gpus_max
-    if options.gpus_min:
-        numbers["min_gpu_budget"] = options.gpus_min
+    numbers["max_gpu_budget"] = options.max_gpu_budget
+    if options.gpus_floor:
+        numbers["min_gpu_budget"] = options.gpus_floor
     if name in state.bounds:
         numbers["throughput_lower_bound"] = state.bounds[name]
     load, throughput = state.load.get(name), state.throughput.get(name)

@@ -1,4 +1,5 @@
-"""What the load loop compares for one role: few numbers, each with its limit. `judged` decides from these alone.
+"""The numbers that the load loop compares for one role: few numbers, each with its limit. `judged` decides from these
+alone.
 
 The tables of Dynamo 1.6.1 (and 001's flat rule, by option). Where ours departs from them:
 
@@ -6,7 +7,7 @@ The tables of Dynamo 1.6.1 (and 001's flat rule, by option). Where ours departs 
   while requests wait, and an idle role may shrink. In Dynamo such a role grows to the budget, and never shrinks.
 * A prefill role that is busy most of the time does not shrink just because no queue was seen (consolidation).
 * A role without any decode request shrinks, whatever a first request would see.
-* Whoever takes over the answers of an aggregated engine takes over its prompts, too: the mean of these in a pass
+* An engine that takes over the answers of an aggregated engine takes over its prompts, too: the mean of these in a pass
   rises as the answers do.
 """
 
@@ -17,14 +18,14 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.passes import NONE, EngineId, ForwardPass, Requests
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.pass_model import Engine, Kind, itl_s, ttft_s
-from dynamo_local.planner.policies.throughput_load.options import DownRule, Target, ThroughputLoadOptions
 from dynamo_local.planner.values import Capabilities, Engines, EngineSeen, LoadScaling
 
 # --- engines
-# What is known of each engine between two decisions of the load loop, from its forward-pass metrics.
+# The state of each engine between two decisions of the load loop, from its forward-pass metrics.
 #
 # A snapshot every five seconds says little: an engine whose queue was long a moment ago is not idle. So a decision to
 # go
@@ -38,7 +39,8 @@ from dynamo_local.planner.values import Capabilities, Engines, EngineSeen, LoadS
 # its role from going down, and is no reason to go up.
 
 PASSES_LOOKED_AT = 8
-"""Of an engine and pull, evenly spread: enough to see a queue, few enough for 64 workers with thousands of passes."""
+"""Passes of an engine in an observation, evenly spread: enough to see a queue, few enough for 64 workers with thousands
+of passes."""
 
 MAX_AGE_INTERVALS = 3
 """A last pass older than this many load intervals says nothing of now."""
@@ -48,7 +50,7 @@ _WALL_TIME_S = attrgetter("wall_time_s")
 
 
 class EngineLoad(NamedTuple):
-    """What waits and runs in an engine."""
+    """The waiting and running work of an engine."""
 
     queued_prefill_tokens: float = 0
     decode_requests: float = 0
@@ -75,7 +77,7 @@ Watches = Mapping[EngineId, EngineWatch]
 
 
 def watched(watches: Watches, engines: Engines, *, now_s: float, max_age_s: float) -> dict[EngineId, EngineWatch]:
-    """After one more pull; engines that are not in it are forgotten."""
+    """After one more observation; engines that are not in it are forgotten."""
     return {engine: _watch(watches.get(engine), seen, now_s - max_age_s) for engine, seen in engines.items()}
 
 
@@ -139,7 +141,7 @@ def _load(one: ForwardPass) -> EngineLoad:
 
 
 def _most(load: EngineLoad, passes: tuple[ForwardPass, ...]) -> EngineLoad:
-    """Of each number the largest. (Written out: it is done for a thousand passes in a tick.)"""
+    """The largest of each number. (Written out: it is done for a thousand passes in a tick.)"""
     tokens, requests, kv = load
     for one in passes:
         scheduled, queued = one.scheduled, one.queued
@@ -197,7 +199,7 @@ class RoleLoad(NamedTuple):
     shared: float
     busy: float
     engine: Engine
-    told: Capabilities | None
+    reported: Capabilities | None
 
 
 def judged(signals: Signals, *, capacity: int, floor: int) -> LoadScaling:
@@ -213,18 +215,18 @@ def judged(signals: Signals, *, capacity: int, floor: int) -> LoadScaling:
     return LoadScaling.NO_CHANGE
 
 
-def signals_of(load: RoleLoad, options: ThroughputLoadOptions) -> Signals | None:
+def signals_of(load: RoleLoad, options: PlannerConfig) -> Signals | None:
     """None where what is needed is not known: a model that is not ready, a limit that no engine tells."""
-    found = _by_models(load, options) if options.optimization_target is Target.SLA else _by_table(load, options)
+    found = _by_models(load, options) if options.optimization_target == "sla" else _by_table(load, options)
     if found is None or not load.hung:
         return found
     hung = Compared("engines_hung", load.hung, 0, over=False, equal=True)
     return Signals(found.up, (*found.down, hung), (*found.low, hung))
 
 
-def worst_estimates(load: RoleLoad, options: ThroughputLoadOptions) -> dict[str, float]:
+def worst_estimates(load: RoleLoad, options: PlannerConfig) -> dict[str, float]:
     """TTFT and ITL (ms) of the next request on the engine where they are longest; nothing without a model."""
-    if options.optimization_target is not Target.SLA or not load.engine.model.ready or not load.now:
+    if options.optimization_target != "sla" or not load.engine.model.ready or not load.now:
         return {}
     found = {}
     if load.kind is not Kind.DECODE:
@@ -238,7 +240,7 @@ def worst_estimates(load: RoleLoad, options: ThroughputLoadOptions) -> dict[str,
 # --- sla -----------------------------------------------------------------------------------------
 
 
-def _by_models(load: RoleLoad, options: ThroughputLoadOptions) -> Signals | None:
+def _by_models(load: RoleLoad, options: PlannerConfig) -> Signals | None:
     if not load.engine.model.ready:
         return None
     if load.kind is Kind.PREFILL:
@@ -251,13 +253,13 @@ def _by_models(load: RoleLoad, options: ThroughputLoadOptions) -> Signals | None
     return Signals((*prefill.up, *decode.up), (*prefill.down, *decode.down), (*prefill.low, *decode.low))
 
 
-def _prefill(load: RoleLoad, options: ThroughputLoadOptions) -> Signals:
+def _prefill(load: RoleLoad, options: PlannerConfig) -> Signals:
     engine, sla = load.engine, options.ttft_ms
     rides = load.kind is Kind.AGG
     alone = _ttft_ms(engine, IDLE, 1.0, rides)
     up = _all_over("estimated_ttft_ms_min", [_ttft_ms(engine, one, 1.0, rides) for one in load.now], max(sla, alone))
     share = options.load_scaling_down_sensitivity / 100
-    if options.down_rule is DownRule.FLAT:
+    if options.scale_down_rule == "flat":
         worst = max((_ttft_ms(engine, one, 1.0, rides) for one in load.most), default=0.0)
         return Signals(up, (Compared("estimated_ttft_ms_max", worst, sla * share, over=False),))
 
@@ -283,7 +285,7 @@ def _prefill(load: RoleLoad, options: ThroughputLoadOptions) -> Signals:
     )
 
 
-def _decode(load: RoleLoad, options: ThroughputLoadOptions) -> Signals:
+def _decode(load: RoleLoad, options: PlannerConfig) -> Signals:
     engine, sla = load.engine, options.itl_ms
     with_prompts = load.kind is Kind.AGG
 
@@ -293,7 +295,7 @@ def _decode(load: RoleLoad, options: ThroughputLoadOptions) -> Signals:
     alone = 1000 * itl_s(engine, 0, 0)  # without the prompts of others, which more engines would take off it
     up = _all_over("estimated_itl_ms_min", [itl_ms(one) for one in load.now], max(sla, alone))
     share = options.load_scaling_down_sensitivity / 100
-    if options.down_rule is DownRule.FLAT:
+    if options.scale_down_rule == "flat":
         worst = max((itl_ms(one) for one in load.most), default=0.0)
         return Signals(up, (Compared("estimated_itl_ms_max", worst, sla * share, over=False),))
     idle = all(_kv(one, with_prompts) == 0 and one.decode_requests == 0 for one in load.most)
@@ -341,30 +343,30 @@ class _Row(NamedTuple):
     down_equal: bool
 
 
-_PREFILL_ROWS = {Target.THROUGHPUT: _Row(1.0, True, 0.1, False), Target.LATENCY: _Row(0.1, True, 0.0, True)}
-_DECODE_ROWS = {Target.THROUGHPUT: _Row(1.0, False, 0.6, False), Target.LATENCY: _Row(0.4, False, 0.1, False)}
+_PREFILL_ROWS = {"throughput": _Row(1.0, True, 0.1, False), "latency": _Row(0.1, True, 0.0, True)}
+_DECODE_ROWS = {"throughput": _Row(1.0, False, 0.6, False), "latency": _Row(0.4, False, 0.1, False)}
 
 
-def _by_table(load: RoleLoad, options: ThroughputLoadOptions) -> Signals | None:
+def _by_table(load: RoleLoad, options: PlannerConfig) -> Signals | None:
     """Prefill: queued tokens, as a share of the context length. Decode: KV scheduled and queued, as a share of the
     cache; an aggregated engine's queued prompts count as KV that it will need."""
     target = options.optimization_target
-    told = load.told or Capabilities()
+    reported = load.reported or Capabilities()
     if load.kind is Kind.PREFILL:
         own = options.prefill_scale_up_queue_tokens, options.prefill_scale_down_queue_tokens
-        whole: float | None = 1.0 if target is Target.LOAD else told.context_length
+        whole: float | None = 1.0 if target == "load" else reported.context_length
         return _rows("prefill_queue", load, _row(_PREFILL_ROWS, target, *own), whole, _queue)
     own = options.decode_scale_up_kv_rate, options.decode_scale_down_kv_rate
-    whole = told.max_kv_tokens
-    if target is Target.LOAD and whole is not None:
+    whole = reported.max_kv_tokens
+    if target == "load" and whole is not None:
         whole /= 100
     return _rows(
         "decode_kv", load, _row(_DECODE_ROWS, target, *own), whole, lambda one: _kv(one, load.kind is Kind.AGG)
     )
 
 
-def _row(rows: dict[Target, _Row], target: Target, up: float | None, down: float | None) -> _Row | None:
-    if target is not Target.LOAD:
+def _row(rows: dict[str, _Row], target: str, up: float | None, down: float | None) -> _Row | None:
+    if target != "load":
         return rows[target]
     return None if up is None or down is None else _Row(up, True, down, True)
 

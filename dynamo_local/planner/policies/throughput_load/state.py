@@ -1,4 +1,4 @@
-"""What the throughput-load policy remembers between ticks: an immutable value."""
+"""The state of the throughput-load policy between ticks: an immutable value."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.passes import EngineId, ForwardPass
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.pass_model import WORKER, Features, Kind, PassModel, begun_anew
-from dynamo_local.planner.policies.throughput_load.options import Mode, ThroughputLoadOptions
+from dynamo_local.planner.pass_model import WORKER, Kind, Learning, PassModel, begun_anew
 from dynamo_local.planner.policies.throughput_load.signals import (
     MAX_AGE_INTERVALS,
     NO_SIGNALS,
@@ -23,9 +23,9 @@ from dynamo_local.planner.values import (
     Capabilities,
     Engines,
     LoadScaling,
+    Observation,
     Pool,
     Prediction,
-    Pull,
     Reading,
     Series,
     ThroughputScaling,
@@ -44,22 +44,33 @@ class Role(NamedTuple):
     floor: int
 
 
-def roles_of(pools: WorkerPools, options: ThroughputLoadOptions) -> tuple[Role, ...]:
+def learning_of(options: PlannerConfig) -> Learning:
+    """How the models keep their samples."""
+    return Learning(
+        options.load_min_observations,
+        options.max_num_fpm_samples,
+        options.fpm_sample_bucket_size,
+        options.regression_features,
+    )
+
+
+def roles_of(pools: WorkerPools, options: PlannerConfig) -> tuple[Role, ...]:
     """The roles that are planned, prefill first."""
-    mode = options.mode or (Mode.AGG if pools.prefill is None else Mode.DISAGG)
-    if mode is Mode.AGG:
+    mode = options.mode or ("agg" if pools.prefill is None else "disagg")
+    if mode == "agg":
         return (Role("decode", Kind.AGG, pools.decode, options.min_endpoint),)
     roles = []
-    if mode is not Mode.DECODE and pools.prefill is not None:
+    if mode != "decode" and pools.prefill is not None:
         roles.append(Role("prefill", Kind.PREFILL, pools.prefill, options.floor("prefill")))
-    if mode is not Mode.PREFILL:
+    if mode != "prefill":
         roles.append(Role("decode", Kind.DECODE, pools.decode, options.floor("decode")))
     return tuple(roles)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadVerdict:
-    """What the load loop found for one role. `wanted` None: it has no opinion. `numbers`: what else it looked at."""
+    """The verdict of the load loop for one role. `wanted` None: it has no opinion. `numbers`: what else it looked
+    at."""
 
     rule: LoadScaling
     wanted: int | None = None
@@ -69,9 +80,9 @@ class LoadVerdict:
 
 @dataclass(frozen=True, slots=True)
 class ThroughputVerdict:
-    """What the throughput loop found for one role. `engine_rps`: requests per second of a worker within the targets
-    (`within`: they can be kept at all); `replicas` those that the prediction needs, before jump and budget; `bound`
-    after them (None: the one before stands)."""
+    """The verdict of the throughput loop for one role. `engine_rps`: requests per second of a worker within the targets
+    (`within`: they can be kept at all). `replicas` are those that the prediction needs, before jump and budget. `bound`
+    is the number after them (None: the former bound holds)."""
 
     rule: ThroughputScaling
     bound: int | None = None
@@ -90,8 +101,8 @@ class Cancel(NamedTuple):
 
 
 class SharedQueue(NamedTuple):
-    """Prompts that wait in a queue of the graph, which prefill workers pull from when they are free: those in it now
-    (None: there is no such queue, or it is not `known`), and the most since the load loop's last decision."""
+    """Prompts in the prefill queue of the graph: those in it now, and the most since the load loop's last decision.
+    None: there is no such queue, or it is not `known`."""
 
     now: float | None = None
     most: float = 0.0
@@ -103,7 +114,8 @@ NO_QUEUE = SharedQueue()
 
 @dataclass(frozen=True, slots=True)
 class ScalingState:
-    """`began_s` is the zero of both loops' grids, `seen_s` the last pull; `series` are the windows of traffic so far.
+    """`began_s` is the zero of both loops' grids, `seen_s` the last observation; `series` are the windows of traffic so
+    far.
 
     `bounds` are the throughput loop's: lower bounds where the load loop runs, too, else targets; a role without one has
     only its floor. `starved`: a throughput decision could not be carried out while workers start. `asked`: what its own
@@ -123,7 +135,7 @@ class ScalingState:
     watches: Mapping[EngineId, EngineWatch] = field(default_factory=dict)
     watched_since_s: float = 0.0
     queue: SharedQueue = NO_QUEUE
-    told: Mapping[str, Capabilities] = field(default_factory=dict)
+    reported: Mapping[str, Capabilities] = field(default_factory=dict)
     kv_hit_rate: float | None = None
     accept_length: float | None = None
     prediction: Prediction | None = None
@@ -131,7 +143,7 @@ class ScalingState:
     bounds: Mapping[str, int] = field(default_factory=dict)
     starved: bool = False
     cancel: Cancel | None = None
-    asked: Mapping[str, int] = field(default_factory=dict)
+    requested: Mapping[str, int] = field(default_factory=dict)
     cancelling: bool = False
     load: Mapping[str, LoadVerdict] = field(default_factory=dict)
     throughput: Mapping[str, ThroughputVerdict] = field(default_factory=dict)
@@ -139,10 +151,10 @@ class ScalingState:
 
 
 # --- absorbing
-# Takes one pull in: what is due, what the engines did, what the traffic was.
+# Takes one observation in: what is due, what the engines did, what the traffic was.
 
 SLACK = 1e-6
-"""A pull counts as one at the grid's point within this share of an interval (rounding)."""
+"""A observation counts as one at the grid's point within this share of an interval (rounding)."""
 
 
 LEARNED_FROM = 16
@@ -155,44 +167,50 @@ def passed(state: ScalingState, now_s: float, interval_s: float) -> int:
 
 
 def due(state: ScalingState, now_s: float, interval_s: float) -> bool:
-    """Whether an interval has ended since the last pull."""
+    """Whether an interval has ended since the last observation."""
     return passed(state, now_s, interval_s) > passed(state, state.seen_s, interval_s)
 
 
-def absorbed(state: ScalingState, pull: Pull, options: ThroughputLoadOptions) -> ScalingState:
-    """The state after this pull, before anything is decided."""
-    now_s = pull.at_s
-    roles = roles_of(pull.pools, options)
-    told = {**state.told, **{name: _told(state.told.get(name), new) for name, new in pull.capabilities.items()}}
+def absorbed(state: ScalingState, observation: Observation, options: PlannerConfig) -> ScalingState:
+    """The state after this observation, before anything is decided."""
+    now_s = observation.at_s
+    roles = roles_of(observation.pools, options)
+    reported = {
+        **state.reported,
+        **{name: _reported(state.reported.get(name), new) for name, new in observation.capabilities.items()},
+    }
     watches = watched(
-        state.watches, pull.engines, now_s=now_s, max_age_s=MAX_AGE_INTERVALS * options.load_adjustment_interval_s
+        state.watches,
+        observation.engines,
+        now_s=now_s,
+        max_age_s=MAX_AGE_INTERVALS * options.load_adjustment_interval_seconds,
     )
-    benchmarks = {**state.benchmarks, **_benchmarks(roles, told)}
+    benchmarks = {**state.benchmarks, **_benchmarks(roles, reported)}
     begun = {
         kind: begun_anew(model, benchmarks[kind]) if benchmarks.get(kind) != state.benchmarks.get(kind) else model
         for kind, model in state.models.items()
     }
-    learned = {role.kind: _learned(begun[role.kind], role, pull.engines) for role in roles}
-    traffic = pull.traffic if isinstance(pull.traffic, Traffic) else None
-    counts = options.predicts and due(state, now_s, options.throughput_adjustment_interval_s)
+    learned = {role.kind: _learned(begun[role.kind], role, observation.engines) for role in roles}
+    traffic = observation.traffic if isinstance(observation.traffic, Traffic) else None
+    counts = options.predicts and due(state, now_s, options.throughput_adjustment_interval_seconds)
     series = state.series.after(traffic) if counts else state.series
     return replace(
         state,
         seen_s=now_s,
-        load_due=options.loads and due(state, now_s, options.load_adjustment_interval_s),
+        load_due=options.loads and due(state, now_s, options.load_adjustment_interval_seconds),
         throughput_due=counts,
-        told=told,
+        reported=reported,
         watches=watches,
         models={**begun, **learned},
         benchmarks=benchmarks,
         planned={role.kind: role.pool.component for role in roles},
-        queue=absorbed_queue(state.queue, pull.reading.queue),
+        queue=absorbed_queue(state.queue, observation.reading.queue),
         series=series,
         kv_hit_rate=_last(traffic.kv_hit_rate if traffic else None, state.kv_hit_rate, 0.0, 1.0),
         accept_length=_last(traffic.accept_length if traffic else None, state.accept_length, 1.0, math.inf),
         prediction=None,
         why_not_predicted=None,
-        asked={},
+        requested={},
         cancelling=False,
         load={},
         throughput={},
@@ -200,37 +218,37 @@ def absorbed(state: ScalingState, pull: Pull, options: ThroughputLoadOptions) ->
 
 
 def absorbed_queue(before: SharedQueue, depth: float | Missing | None) -> SharedQueue:
-    """With one more look at the queue that prefill workers pull from."""
+    """With one more look at the queue that prefill workers observation from."""
     if isinstance(depth, Missing) or (depth is not None and not math.isfinite(depth)):
         return SharedQueue(None, before.most, known=False)
     return SharedQueue(depth, before.most if depth is None else max(before.most, depth))
 
 
-def _told(before: Capabilities | None, now: Capabilities) -> Capabilities:
-    """What was told last of each limit: engines of a new configuration tell others."""
+def _reported(before: Capabilities | None, now: Capabilities) -> Capabilities:
+    """The last report of each limit: engines of a new configuration report others."""
     if before is None:
         return now
     known = {f.name: value for f in fields(now) if (value := getattr(now, f.name)) is not None}
     return replace(before, **known)
 
 
-def _benchmarks(roles: Iterable[Role], told: Mapping[str, Capabilities]) -> dict[Kind, tuple[ForwardPass, ...]]:
-    """Of the roles whose workers have measured themselves."""
-    known = ((role.kind, told.get(role.pool.component)) for role in roles)
+def _benchmarks(roles: Iterable[Role], reported: Mapping[str, Capabilities]) -> dict[Kind, tuple[ForwardPass, ...]]:
+    """The benchmarks of the roles whose workers have measured themselves."""
+    known = ((role.kind, reported.get(role.pool.component)) for role in roles)
     return {kind: can.benchmark for kind, can in known if can is not None and isinstance(can.benchmark, tuple)}
 
 
 def model_sources(state: ScalingState) -> dict[str, str]:
-    """By component, in words: where its model's first samples came from, and why not from the worker."""
-    told = {}
+    """The source of the first samples of each model, by component, and why it is not the worker."""
+    reported = {}
     for kind, component in state.planned.items():
-        model, can = state.models[kind], state.told.get(component)
+        model, can = state.models[kind], state.reported.get(component)
         source = model.source if model.ready else f"{model.source}, not ready yet" if model.source else "none yet"
         why = can.benchmark if can is not None else None
         if isinstance(why, tuple) and model.source != WORKER:
             why = Missing("its own benchmark makes no model")
-        told[component] = f"{source} ({why.reason})" if isinstance(why, Missing) else source
-    return told
+        reported[component] = f"{source} ({why.reason})" if isinstance(why, Missing) else source
+    return reported
 
 
 def _last(value: float | Missing | None, before: float | None, low: float, high: float) -> float | None:
@@ -245,6 +263,6 @@ def _learned(model: PassModel, role: Role, engines: Engines) -> PassModel:
     own = [seen.passes for seen in engines.values() if seen.component == role.pool.component and seen.passes]
     if not own:
         return model
-    averaged = role.kind is Kind.AGG and model.learning.features is Features.SEED
+    averaged = role.kind is Kind.AGG and model.learning.features == "seed"
     each = LEARNED_FROM if averaged else max(1, LEARNED_FROM // len(own))
     return model.observed(*(spread(passes, each) for passes in own))

@@ -12,7 +12,8 @@ import pytest
 
 from dynamo_local.arbiter import planner_control_api as control_api
 from dynamo_local.arbiter.planner_control_api import ControlApi
-from dynamo_local.config.planner import PlannerConfig, planner_section
+from dynamo_local.config.planner import PlannerConfig
+from dynamo_local.config.planner_section import planner_section
 from dynamo_local.core.types import GraphSpec, Resources, Role, ServiceSpec
 from dynamo_local.errors import DynamoError
 from tests.fakes.planner.planned_arbiter import GRAPH, Arbiter

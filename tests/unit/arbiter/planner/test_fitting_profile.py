@@ -11,7 +11,8 @@ from dynamo_local.arbiter.planner_options import changed_options
 from dynamo_local.arbiter.profile_check import check_profile, with_nearest
 from dynamo_local.components.engine_facts import engine_description, engine_version, engines_of
 from dynamo_local.components.targets import times_of
-from dynamo_local.config.planner import PlannerConfig, planner_section
+from dynamo_local.config.planner import PlannerConfig
+from dynamo_local.config.planner_section import planner_section
 from dynamo_local.core.gpus import GpuDevice
 from dynamo_local.core.types import GraphSpec, Missing, Resources, Role, ServiceSpec
 from dynamo_local.errors import ConfigError

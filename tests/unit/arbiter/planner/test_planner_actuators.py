@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dynamo_local.arbiter.planner_options import actuators
-from dynamo_local.config.planner import planner_section
+from dynamo_local.config.planner_section import planner_section
 from dynamo_local.core.types import Actuator
 from dynamo_local.errors import ConfigError
 

@@ -7,55 +7,55 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.arbiter.planner_options import policy_options
-from dynamo_local.config.planner import planner_section
+from dynamo_local.config.planner import PlannerConfig
+from dynamo_local.config.planner_section import planner_section
 from dynamo_local.errors import ConfigError
 from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.policies.sla import SlaPolicy
-from dynamo_local.planner.policies.sla_sizing import SlaOptions
-from dynamo_local.planner.predictors import PredictorOptions
 from dynamo_local.profile.reading import DEFAULT_PROFILE
+from tests.fakes.planner.options import sla_options
 from tests.fakes.profile_folders import write_npz
 
 SECTION = {"policy": "sla", "profile-results-dir": DEFAULT_PROFILE}
 
 
-def options(**more: Any) -> SlaOptions:
+def options(**more: Any) -> PlannerConfig:
     """Of that section."""
-    found = policy_options(planner_section("Planner", SECTION | {k.replace("_", "-"): v for k, v in more.items()}))
-    assert isinstance(found, SlaOptions)
-    return found
+    return planner_section("Planner", SECTION | {k.replace("_", "-"): v for k, v in more.items()})
 
 
 def test_the_defaults_are_dynamos() -> None:
-    assert options() == SlaOptions(DEFAULT_PROFILE, 500.0, 50.0, 180.0)
+    assert options() == sla_options(ttft_ms=500.0, itl_ms=50.0, throughput_adjustment_interval_seconds=180.0)
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"ttft": 200, "itl": 10, "adjustment_interval": 60}, SlaOptions(DEFAULT_PROFILE, 200.0, 10.0, 60.0)),
+        (
+            {"ttft": 200, "itl": 10, "adjustment_interval": 60},
+            sla_options(ttft_ms=200.0, itl_ms=10.0, throughput_adjustment_interval_seconds=60.0),
+        ),
         (
             {"ttft_ms": 200, "itl_ms": 10, "throughput_adjustment_interval": 60},
-            SlaOptions(DEFAULT_PROFILE, 200.0, 10.0, 60.0),
+            sla_options(ttft_ms=200.0, itl_ms=10.0, throughput_adjustment_interval_seconds=60.0),
         ),
         (
             {"load_predictor": "kalman", "kalman_min_points": 3},
-            SlaOptions(DEFAULT_PROFILE, predictor=PredictorOptions("kalman", kalman_min_points=3)),
+            sla_options(load_predictor="kalman", kalman_min_points=3),
         ),
         (
             {"max_throughput_scaling_replicas": 2, "max_gpu_budget": 4, "min_endpoint": 2, "no_correction": True},
-            SlaOptions(DEFAULT_PROFILE, min_endpoint=2, max_gpu_budget=4, max_step=2, no_correction=True),
+            sla_options(min_endpoint=2, max_gpu_budget=4, max_throughput_scaling_replicas=2, no_correction=True),
         ),
     ],
 )
-def test_both_generations_of_names_are_taken(given: dict[str, Any], expected: SlaOptions) -> None:
+def test_both_generations_of_names_are_taken(given: dict[str, Any], expected: PlannerConfig) -> None:
     assert options(**given) == expected
 
 
 def test_without_a_profile_it_is_refused_with_what_there_is() -> None:
     with pytest.raises(ConfigError, match=f"say profile-results-dir, .*{DEFAULT_PROFILE}"):
-        policy_options(planner_section("Planner", {"policy": "sla"}))
+        policy_of(planner_section("Planner", {"policy": "sla"}))
 
 
 def test_a_profile_that_cannot_be_used_is_refused(tmp_path: Path) -> None:

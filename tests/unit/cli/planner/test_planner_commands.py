@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from dynamo_local.cli.planner import planner
 from dynamo_local.cli.planner_words import status_line
 from dynamo_local.config.planner import options_of
 from dynamo_local.core.types import Load
 from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_NOT_RUNNING, EXIT_OK
 from dynamo_local.planner.policies.load import LoadPolicy
-from dynamo_local.planner.policies.options import LoadOptions
 from dynamo_local.planner.records.decision_log import (
     DecisionLog,
     DecisionRecord,
@@ -25,9 +26,10 @@ from dynamo_local.planner.records.decision_log import (
     decision_log_path,
     inputs_of,
 )
-from dynamo_local.planner.values import Observation, Pool, Reading, WorkerPools
+from dynamo_local.planner.values import IntervalObservation, Pool, Reading, WorkerPools
 from dynamo_local.profile.reading import DEFAULT_PROFILE
 from tests.fakes.arbiter.scripted_arbiter import ScriptedArbiter, dynamo
+from tests.fakes.planner.options import load_options
 
 STATUS: dict[str, Any] = {
     "state": "running",
@@ -73,13 +75,13 @@ def record(number: int, kv: float = 0.95) -> DecisionRecord:
     """A decision of one decode worker, whose step was carried out if there was one."""
     fleet = WorkerPools(None, Pool("VllmWorker", 1, ready=1, gpus_held=1))
     reading = Reading(9.0, None, {"dynamo_VllmWorker": Load(gpu_cache_usage_perc=kv)})
-    observation = Observation(10.0, 0.0, (reading,), fleet)
-    decision = LoadPolicy(LoadOptions()).on_tick(observation)
+    observation = IntervalObservation(10.0, 0.0, (reading,), fleet)
+    decision = LoadPolicy(load_options()).on_tick(observation)
     done = StepOutcome(Outcome.COMMITTED, ("dynamo_VllmWorker_1",))
     return DecisionRecord(
         1.8e9 + number,
         f"planner:{number}",
-        inputs_of(observation, LoadOptions()),
+        inputs_of(observation, load_options()),
         decision,
         {component: done for component, _ in decision.acts},
     )
@@ -131,6 +133,13 @@ def test_start_takes_the_options_of_any_policy_by_any_name(
         "load_adjustment_interval_seconds": 2,
         "enable_throughput_scaling": False,
     }
+
+
+def test_the_help_of_start_has_plain_text_and_real_defaults() -> None:
+    text = CliRunner().invoke(planner, ["start", "--help"]).output
+    assert "PydanticUndefined" not in text
+    assert "](" not in text
+    assert "[default: 30.0]" in text
 
 
 def test_start_without_options_sends_none(monkeypatch: pytest.MonkeyPatch, arbiter: ScriptedArbiter) -> None:

@@ -10,7 +10,6 @@ import pytest
 from dynamo_local.core.passes import ForwardPass, Requests
 from dynamo_local.errors import BadInput
 from dynamo_local.planner.pass_model import (
-    Features,
     Kind,
     Learning,
     PassModel,
@@ -89,7 +88,7 @@ def test_a_decode_worker_s_own_prefills_are_no_decode_passes() -> None:
 
 
 def test_the_features_of_the_seed() -> None:
-    seed = Learning(features=Features.SEED)
+    seed = Learning(features="seed")
     decode = PassModel(Kind.DECODE, seed).observed(DECODE_PASSES)
     assert {len(sample.x) for sample in decode.samples} == {1}
     agg = PassModel(Kind.AGG, seed).observed(AGG_PASSES)

@@ -9,8 +9,8 @@ from dynamo_local.planner.plugins.registration import (
     Circuit,
     CircuitState,
     admits,
-    asked,
     failed,
+    was_called,
 )
 
 
@@ -19,7 +19,7 @@ def opened(at_s: float) -> Circuit:
     circuit = CLOSED
     for _ in range(FAILURES_MAX):
         assert admits(circuit, at_s)
-        circuit = failed(asked(circuit), at_s)
+        circuit = failed(was_called(circuit), at_s)
     return circuit
 
 
@@ -31,7 +31,7 @@ def test_the_fifth_error_in_a_row_opens_it() -> None:
 
 
 def test_after_its_time_one_probe_decides() -> None:
-    probing = asked(opened(100.0))
+    probing = was_called(opened(100.0))
     assert probing.state is CircuitState.HALF_OPEN
     assert not admits(probing, 1e9), "one probe at a time"
     again = failed(probing, 130.0)

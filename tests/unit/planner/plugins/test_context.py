@@ -7,19 +7,21 @@ import pytest
 from dynamo_local.core.passes import EngineId, ForwardPass
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.stages import PipelineContext, PluginSpec, Stage, Workers, context_of, unset, wanted
-from dynamo_local.planner.values import EngineSeen, Prediction, Pull, Traffic, Wants
+from dynamo_local.planner.values import EngineSeen, Needs, Observation, Prediction, Traffic
 from tests.fakes.planner.observations import DECODE, PREFILL, pool, reading, worker_pools
 
 BUSY = Traffic(60.0, 60.0, num_req=100.0, isl=3000.0, osl=150.0)
 
 
-def pulled(traffic: Traffic | Missing | None = None, **more: object) -> Pull:
+def pulled(traffic: Traffic | Missing | None = None, **more: object) -> Observation:
     """Of two prefill workers and one decode worker."""
-    return Pull(reading(60.0, 0, 0.5), worker_pools(2, 1), traffic, **more)
+    return Observation(reading(60.0, 0, 0.5), worker_pools(2, 1), traffic, **more)
 
 
 def test_workers_are_counted_and_an_absent_role_is_none() -> None:
-    seen = context_of(Pull(reading(1.0, None, 0.5), worker_pools(None, pool(DECODE, 2, coming=1))), "r").observations
+    seen = context_of(
+        Observation(reading(1.0, None, 0.5), worker_pools(None, pool(DECODE, 2, coming=1))), "r"
+    ).observations
     assert seen.workers == Workers(ready_decode=2, expected_decode=3, decode_scaling_in_progress=True)
 
 
@@ -71,15 +73,15 @@ def spec(*needs: str, window_s: float = 0.0) -> PluginSpec:
 
 
 def test_needs_decide_what_is_collected() -> None:
-    assert wanted(Wants(), (), 60.0) == Wants()
-    assert wanted(Wants(), (spec("observations.workers"),), 60.0) == Wants()
-    assert wanted(Wants(), (spec("observations.traffic", window_s=300.0),), 60.0) == Wants(traffic_window_s=300.0)
-    assert wanted(Wants(), (spec("observations.fpm"),), 60.0) == Wants(passes=True)
-    assert wanted(Wants(), (spec(),), 60.0) == Wants(traffic_window_s=60.0, passes=True), "none named: all"
+    assert wanted(Needs(), (), 60.0) == Needs()
+    assert wanted(Needs(), (spec("observations.workers"),), 60.0) == Needs()
+    assert wanted(Needs(), (spec("observations.traffic", window_s=300.0),), 60.0) == Needs(traffic_window_s=300.0)
+    assert wanted(Needs(), (spec("observations.fpm"),), 60.0) == Needs(passes=True)
+    assert wanted(Needs(), (spec(),), 60.0) == Needs(traffic_window_s=60.0, passes=True), "none named: all"
 
 
 def test_the_policy_keeps_its_window() -> None:
     assert (
-        wanted(Wants(traffic_window_s=180.0), (spec("observations.traffic", window_s=600.0),), 60.0).traffic_window_s
+        wanted(Needs(traffic_window_s=180.0), (spec("observations.traffic", window_s=600.0),), 60.0).traffic_window_s
         == 180.0
     )

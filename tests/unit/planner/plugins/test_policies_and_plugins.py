@@ -7,28 +7,25 @@ import asyncio
 import pytest
 
 from dynamo_local.clock import AsyncioClock, run_virtual
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
-from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions
-from dynamo_local.planner.policies.sla_sizing import SlaOptions
-from dynamo_local.planner.policies.slo.ladder import SloOptions
-from dynamo_local.planner.policies.throughput_load.options import ThroughputLoadOptions
 from dynamo_local.planner.stages import Answer, Stage
 from dynamo_local.planner.values import Decision, Reject
-from dynamo_local.profile.reading import DEFAULT_PROFILE
 from tests.fakes.planner.observations import DECODE, PREFILL
-from tests.fakes.planner.plugins import Plugins, override, pull
+from tests.fakes.planner.options import load_options, sla_options, slo_options, throughput_load_options
+from tests.fakes.planner.plugins import Plugins, observation, override
 
 POLICIES = {
-    "load": LoadOptions(max_gpu_budget=8),
-    "sla": SlaOptions(DEFAULT_PROFILE, max_gpu_budget=8),
-    "slo": SloOptions(DEFAULT_PROFILE, max_gpu_budget=8),
-    "throughput-load": ThroughputLoadOptions(max_gpu_budget=8),
+    "load": load_options(max_gpu_budget=8),
+    "sla": sla_options(max_gpu_budget=8),
+    "slo": slo_options(max_gpu_budget=8),
+    "throughput-load": throughput_load_options(max_gpu_budget=8),
 }
 
 
-def decided(options: PolicyOptions, answer: Answer) -> Decision:
+def decided(options: PlannerConfig, answer: Answer) -> Decision:
     """The first decision where a plugin proposes that, in an idle graph of two workers of each role."""
 
     async def ticks() -> Decision:
@@ -38,7 +35,7 @@ def decided(options: PolicyOptions, answer: Answer) -> Decision:
         driver = PolicyDriver(policy_of(options), clock.now_s(), pipeline=plugins.pipeline)
         while True:
             await asyncio.sleep(driver.next_at_s - clock.now_s())
-            found = await driver.tick(pull(clock.now_s(), traffic=Missing("nobody asks")))
+            found = await driver.tick(observation(clock.now_s(), traffic=Missing("nobody asks")))
             if found is not None:
                 return found
 
@@ -46,12 +43,12 @@ def decided(options: PolicyOptions, answer: Answer) -> Decision:
 
 
 @pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
-def test_a_plugin_moves_workers(options: PolicyOptions) -> None:
+def test_a_plugin_moves_workers(options: PlannerConfig) -> None:
     assert dict(decided(options, override(prefill=3, decode=4)).targets) == {PREFILL: 3, DECODE: 4}
 
 
 @pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
-def test_a_plugin_does_not_get_past_floors_and_budget(options: PolicyOptions) -> None:
+def test_a_plugin_does_not_get_past_floors_and_budget(options: PlannerConfig) -> None:
     assert sum(decided(options, override(prefill=7, decode=11)).targets.values()) <= 8
     assert min(decided(options, override(prefill=0, decode=0)).targets.values()) >= 1
 
@@ -62,5 +59,5 @@ def test_the_budget_is_shared_as_dynamo_shares_it() -> None:
 
 
 @pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
-def test_a_reject_changes_nothing(options: PolicyOptions) -> None:
+def test_a_reject_changes_nothing(options: PlannerConfig) -> None:
     assert dict(decided(options, Reject("a freeze")).targets) == {PREFILL: 2, DECODE: 2}

@@ -14,11 +14,11 @@ import pytest
 
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.config.planner import PluginRegistrationConfig, SchedulingConfig
-from dynamo_local.planner.plugins import in_process
+from dynamo_local.planner.plugins import service
 from dynamo_local.planner.plugins.service import PluginService
 from dynamo_local.planner.stages import PipelineContext, PluginSpec, Stage
 from dynamo_local.planner.values import Accept, Override, Prediction, Proposal, Reject
-from tests.fakes.planner.plugins import override, pull
+from tests.fakes.planner.plugins import observation, override
 
 ROOT = Path(__file__).parents[4]
 
@@ -94,7 +94,7 @@ class Side:
 
     async def tick(self, *own: Proposal) -> tuple[Prediction | None, dict[str, int]]:
         """The prediction, and the targets by role."""
-        seen = pull(self.clock.now_s())
+        seen = observation(self.clock.now_s())
         prediction = await self.service.pipeline.predict(seen, None)
         targets = await self.service.pipeline.targets(seen, prediction, own)
         return prediction, {target.sub_component_type: target.replicas for target in targets}
@@ -122,11 +122,11 @@ async def test_a_class_of_the_configuration(tmp_path: Path) -> None:
 
 async def test_an_installed_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     points = [
-        EntryPoint("broken", "no_such_module:Plugin", in_process.GROUP),
-        EntryPoint("fixed", f"{__name__}:Fixed", in_process.GROUP),
-        EntryPoint("nameless", f"{__name__}:Later", in_process.GROUP),
+        EntryPoint("broken", "no_such_module:Plugin", service.GROUP),
+        EntryPoint("fixed", f"{__name__}:Fixed", service.GROUP),
+        EntryPoint("nameless", f"{__name__}:Later", service.GROUP),
     ]
-    monkeypatch.setattr(in_process, "entry_points", lambda group: [p for p in points if p.group == group])
+    monkeypatch.setattr(service, "entry_points", lambda group: [p for p in points if p.group == group])
     side = Side(tmp_path)
     await side.service.start()
     assert (await side.tick())[1] == {"decode": 7}

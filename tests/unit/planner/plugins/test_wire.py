@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dynamo_local.core.passes import EngineId, ForwardPass, Requests
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.plugins import codec, reading
+from dynamo_local.planner.plugins import codec
 from dynamo_local.planner.stages import (
     Answer,
     Fpm,
@@ -68,13 +68,13 @@ def test_a_plugin_is_shown_what_the_planner_knows(stage: Stage) -> None:
     """None is not 0 on the way: a role that is not there stays None, a rate of 0 stays 0."""
     raw = codec.request(stage, CONTEXT, PROPOSALS)
     said = codec.parsed(codec.METHODS[stage][1], raw)
-    seen = reading.context(said.context)
+    seen = codec.context_of_message(said.context)
     assert seen.observations.traffic is not None
     assert seen.observations.traffic.kv_hit_rate == 0.0
     assert isinstance(seen.observations.traffic.accept_length, Missing)
     assert seen == CONTEXT
     if stage is Stage.RECONCILE:
-        assert reading.proposals(said.proposals) == PROPOSALS
+        assert codec.proposals_of_message(said.proposals) == PROPOSALS
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_plugin_is_shown_what_the_planner_knows(stage: Stage) -> None:
     ],
 )
 def test_answers_come_back_as_they_were_given(stage: Stage, answer: Answer) -> None:
-    assert codec.answer(stage, reading.response(stage, answer)) == answer
+    assert codec.answer(stage, codec.response(stage, answer)) == answer
 
 
 @settings(max_examples=examples(300))

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.errors import BadInput
 from dynamo_local.planner.connectors import Committed, Refused
 from dynamo_local.planner.policies.explain import explain
 from dynamo_local.planner.policies.load import LoadPolicy
-from dynamo_local.planner.policies.options import LoadOptions
 from dynamo_local.planner.records.decision_log import (
     DecisionRecord,
     Outcome,
@@ -21,9 +21,10 @@ from dynamo_local.planner.records.decision_log import (
     outcome_of,
     to_line,
 )
-from dynamo_local.planner.values import Decision, Observation, Reason, Rule
+from dynamo_local.planner.values import Decision, IntervalObservation, Reason, Rule
 from tests.fakes.planner.load_cases import BOUNDARIES, CASES, WORKED
 from tests.fakes.planner.observations import DECODE, PREFILL, observe
+from tests.fakes.planner.options import load_options
 from tests.fakes.planner.planner_worlds import observations, options
 from tests.tools.examples import examples
 
@@ -70,7 +71,7 @@ def test_every_decision_has_a_line_for_each_component(case) -> None:  # type: ig
 
 def test_a_value_a_hair_from_its_threshold_is_not_shown_as_equal_to_it() -> None:
     """`0.9 > 0.9` would be no reason."""
-    decision = LoadPolicy(LoadOptions()).on_tick(observe(None, 1, kv=[0.9 + 1e-9]))
+    decision = LoadPolicy(load_options()).on_tick(observe(None, 1, kv=[0.9 + 1e-9]))
     assert "KV load 0.900000001 > 0.9" in explain(decision)[0]
 
 
@@ -95,7 +96,7 @@ def test_a_promise_taken_back_says_that_nothing_had_started() -> None:
     assert "it had not started: it waited for a GPU" in "\n".join(explain(case.decide()))
 
 
-def record(seen: Observation, given_options: LoadOptions) -> DecisionRecord:
+def record(seen: IntervalObservation, given_options: PlannerConfig) -> DecisionRecord:
     decision = LoadPolicy(given_options).on_tick(seen)
     outcomes = {
         PREFILL: outcome_of(Refused("no GPU", "not_enough_gpus", retryable=True)),
@@ -106,7 +107,7 @@ def record(seen: Observation, given_options: LoadOptions) -> DecisionRecord:
 
 @settings(max_examples=examples(60))
 @given(observations(adjusting=True), options())
-def test_a_record_is_one_line_and_comes_back_the_same(seen: Observation, given_options: LoadOptions) -> None:
+def test_a_record_is_one_line_and_comes_back_the_same(seen: IntervalObservation, given_options: PlannerConfig) -> None:
     before = record(seen, given_options)
     line = to_line(before)
     assert "\n" not in line
@@ -115,14 +116,14 @@ def test_a_record_is_one_line_and_comes_back_the_same(seen: Observation, given_o
 
 def test_a_record_sums_up_what_was_observed() -> None:
     seen = observe(1, 2, queue=[1, 2], kv=[0.5, 0.7])
-    inputs = inputs_of(seen, LoadOptions())
+    inputs = inputs_of(seen, load_options())
     assert (inputs.readings, inputs.prefill_queue_size, inputs.average_kv_load, inputs.num_queued_request) == (
         2,
         1.5,
         0.6,
         0,
     )
-    nothing = inputs_of(replace(seen, readings=()), LoadOptions())
+    nothing = inputs_of(replace(seen, readings=()), load_options())
     assert (nothing.prefill_queue_size, nothing.average_kv_load, nothing.num_queued_request) == (None, None, None)
 
 

@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.planner.policies.load import LoadPolicy
-from dynamo_local.planner.policies.load_intervals import AdjustmentIntervals, fresh
-from dynamo_local.planner.policies.options import LoadOptions
-from dynamo_local.planner.values import Decision, Observation, Rule, WorkerPools
+from dynamo_local.planner.policies.load_planner import AdjustmentIntervals, fresh
+from dynamo_local.planner.values import Decision, IntervalObservation, Rule, WorkerPools
 from tests.fakes.planner.observations import DECODE, PREFILL, pool, reading, worker_pools
+from tests.fakes.planner.options import load_options
 
-OPTIONS = LoadOptions(adjustment_interval_s=30.0, metric_pulling_interval_s=1.0)
+OPTIONS = load_options(adjustment_interval=30.0, metric_pulling_interval=1.0)
 CALM = worker_pools(1, 2)
 STARTING = worker_pools(1, pool(DECODE, 2, coming=1))
 
@@ -21,24 +22,24 @@ STARTING = worker_pools(1, pool(DECODE, 2, coming=1))
 class Recorder:
     """A policy that remembers what it was shown; it can be told to fail."""
 
-    def __init__(self, options: LoadOptions = OPTIONS) -> None:
-        self.seen: list[Observation] = []
+    def __init__(self, options: PlannerConfig = OPTIONS) -> None:
+        self.seen: list[IntervalObservation] = []
         self.fails = False
         self._policy = LoadPolicy(options)
 
-    def on_tick(self, observation: Observation) -> Decision:
+    def on_tick(self, observation: IntervalObservation) -> Decision:
         self.seen.append(observation)
         if self.fails:
             raise RuntimeError("boom")
         return self._policy.on_tick(observation)
 
 
-def made(options: LoadOptions = OPTIONS, now_s: float = 100.0) -> tuple[AdjustmentIntervals, Recorder]:
+def made(options: PlannerConfig = OPTIONS, now_s: float = 100.0) -> tuple[AdjustmentIntervals, Recorder]:
     policy = Recorder(options)
     return AdjustmentIntervals(policy, options, now_s), policy
 
 
-def pull(
+def observation(
     intervals: AdjustmentIntervals,
     seen: WorkerPools = CALM,
     *,
@@ -48,13 +49,13 @@ def pull(
 ) -> Decision | None:
     """The next pull, so late."""
     at_s = intervals.next_pull_at + late_s
-    return intervals.on_pull(reading(at_s, None if seen.prefill is None else queue, kv, seen.decode.ready), seen)
+    return intervals.on_observation(reading(at_s, None if seen.prefill is None else queue, kv, seen.decode.ready), seen)
 
 
 def until_decided(intervals: AdjustmentIntervals, seen: WorkerPools = CALM, most: int = 200, **how: float) -> Decision:
     """Pull until there is a decision."""
     for _ in range(most):
-        decision = pull(intervals, seen, **how)
+        decision = observation(intervals, seen, **how)
         if decision is not None:
             return decision
     raise AssertionError(f"no decision in {most} pulls")
@@ -81,13 +82,13 @@ def test_late_pulls_do_not_make_the_deadlines_drift() -> None:
 def test_pulls_that_were_slept_over_are_left_out() -> None:
     """The host stood still for 5 s: the next pull is the next on the grid, not five at once."""
     intervals, _ = made()
-    pull(intervals, late_s=5.2)
+    observation(intervals, late_s=5.2)
     assert intervals.next_pull_at == 107.0
 
 
 def test_intervals_that_were_slept_over_are_left_out() -> None:
     intervals, policy = made()
-    decision = pull(intervals, late_s=99.5)
+    decision = observation(intervals, late_s=99.5)
     assert decision is not None
     assert (policy.seen[0].interval_began_s, decision.next_tick_at) == (100.0, 220.0)
     assert (intervals.interval_began_s, intervals.next_pull_at) == (190.0, 201.0)
@@ -95,7 +96,7 @@ def test_intervals_that_were_slept_over_are_left_out() -> None:
 
 @pytest.mark.parametrize(("interval_s", "pull_s"), [(0.7, 0.1), (30.0, 7.0), (1.0, 1.0), (2.3, 0.3)])
 def test_the_last_pull_is_exactly_at_the_end(interval_s: float, pull_s: float) -> None:
-    options = LoadOptions(adjustment_interval_s=interval_s, metric_pulling_interval_s=pull_s)
+    options = load_options(adjustment_interval=interval_s, metric_pulling_interval=pull_s)
     intervals, policy = made(options, now_s=0.0)
     for n in range(1, 6):
         assert until_decided(intervals).now_s == pytest.approx(n * interval_s, rel=1e-12)
@@ -105,11 +106,11 @@ def test_the_last_pull_is_exactly_at_the_end(interval_s: float, pull_s: float) -
 def test_nothing_is_sampled_while_an_adjustment_is_under_way() -> None:
     intervals, policy = made()
     for _ in range(10):
-        assert pull(intervals) is None
+        assert observation(intervals) is None
     for _ in range(50):
-        assert pull(intervals, STARTING) is None
+        assert observation(intervals, STARTING) is None
     assert (intervals.readings, intervals.next_tick_at, intervals.adjusting) == ((), None, True)
-    assert pull(intervals, CALM) is None
+    assert observation(intervals, CALM) is None
     began_s = intervals.interval_began_s
     decision = until_decided(intervals)
     assert decision.now_s == began_s + 30.0
@@ -124,7 +125,7 @@ def test_a_worker_that_only_finishes_its_streams_holds_nothing_up() -> None:
 def test_a_persons_change_is_held_for_an_interval() -> None:
     intervals, policy = made()
     for _ in range(29):
-        pull(intervals)
+        observation(intervals)
     intervals.on_manual_change(129.5)
     decision = until_decided(intervals, worker_pools(1, 3))
     assert decision.now_s == 159.5
@@ -145,8 +146,8 @@ def test_a_tick_that_fails_costs_its_interval_and_nothing_else() -> None:
 def test_new_options_keep_the_interval_and_its_readings() -> None:
     intervals, _ = made()
     for _ in range(10):
-        pull(intervals)
-    options = replace(OPTIONS, adjustment_interval_s=15.0, decode_kv_scale_up_threshold=0.6)
+        observation(intervals)
+    options = OPTIONS.model_copy(update=dict(adjustment_interval=15.0, decode_kv_scale_up_threshold=0.6))
     policy = Recorder(options)
     intervals.with_options(policy, options)
     decision = until_decided(intervals)
@@ -157,16 +158,16 @@ def test_new_options_keep_the_interval_and_its_readings() -> None:
 def test_another_pulling_interval_goes_on_from_the_last_pull() -> None:
     intervals, _ = made()
     for _ in range(10):
-        pull(intervals)
-    intervals.with_options(Recorder(), replace(OPTIONS, metric_pulling_interval_s=4.0))
+        observation(intervals)
+    intervals.with_options(Recorder(), OPTIONS.model_copy(update=dict(metric_pulling_interval=4.0)))
     assert intervals.next_pull_at == 112.0
     assert len(intervals.readings) == 10
 
 
 def test_new_options_while_an_adjustment_is_under_way_wait_for_its_end() -> None:
     intervals, _ = made()
-    pull(intervals, STARTING)
-    intervals.with_options(Recorder(), replace(OPTIONS, adjustment_interval_s=5.0))
+    observation(intervals, STARTING)
+    intervals.with_options(Recorder(), OPTIONS.model_copy(update=dict(adjustment_interval=5.0)))
     assert intervals.next_tick_at is None
     assert until_decided(intervals).now_s == intervals.interval_began_s
 
@@ -191,12 +192,12 @@ def deferred() -> tuple[AdjustmentIntervals, Recorder]:
 def test_a_deferred_up_is_carried_out_when_the_gpu_is_really_free() -> None:
     intervals, _ = deferred()
     for _ in range(10):
-        assert pull(intervals, DRAINING, **SHIFT) is None
-    decision = pull(intervals, GONE, **SHIFT)
+        assert observation(intervals, DRAINING, **SHIFT) is None
+    decision = observation(intervals, GONE, **SHIFT)
     assert decision is not None
     assert (decision.acts, decision.targets, decision.reasons[0].rule) == (((DECODE, 1),), {DECODE: 5}, Rule.GPU_FREED)
     assert intervals.deferred == ()
-    assert pull(intervals, worker_pools(3, pool(DECODE, 4, coming=1)), **SHIFT) is None
+    assert observation(intervals, worker_pools(3, pool(DECODE, 4, coming=1)), **SHIFT) is None
     assert intervals.adjusting
 
 
@@ -211,10 +212,10 @@ def test_a_deferred_up_counts_as_capacity_on_its_way() -> None:
 
 def test_a_drain_taken_back_cancels_the_up_that_waited_for_it() -> None:
     intervals, _ = deferred()
-    pull(intervals, DRAINING, **SHIFT)
+    observation(intervals, DRAINING, **SHIFT)
     for _ in range(3):
         assert intervals.deferred == (DECODE,)
-        assert pull(intervals, FULL, **SHIFT) is None
+        assert observation(intervals, FULL, **SHIFT) is None
     assert intervals.deferred == ()
     decision = until_decided(intervals, FULL, kv=0.95, queue=0.3)
     assert "was dropped: the drain whose GPU it waited for was taken back" in decision.notes[0]
@@ -224,16 +225,16 @@ def test_a_drain_taken_back_cancels_the_up_that_waited_for_it() -> None:
 def test_a_drain_that_is_seen_a_pull_late_cancels_nothing() -> None:
     intervals, _ = deferred()
     for seen in (FULL, FULL, DRAINING, FULL, FULL, DRAINING):
-        pull(intervals, seen, **SHIFT)
+        observation(intervals, seen, **SHIFT)
     assert intervals.deferred == (DECODE,)
 
 
 def test_a_down_that_another_environment_has_yet_to_carry_out_is_waited_for() -> None:
     intervals, _ = deferred()
     for seen in (*[replace(FULL, pending=True)] * 10, replace(GONE, pending=True)):
-        assert pull(intervals, seen, **SHIFT) is None
+        assert observation(intervals, seen, **SHIFT) is None
         assert intervals.adjusting
-    decision = pull(intervals, GONE, **SHIFT)
+    decision = observation(intervals, GONE, **SHIFT)
     assert decision is not None
     assert decision.acts == ((DECODE, 1),)
 
@@ -258,7 +259,7 @@ def test_lesson_14_an_interval_without_samples_holds_and_the_next_one_recovers()
     lost = Missing("nats timeout")
     for _ in range(30):
         at_s = intervals.next_pull_at
-        decision = intervals.on_pull(reading(at_s, lost, lost, 2), CALM)
+        decision = intervals.on_observation(reading(at_s, lost, lost, 2), CALM)
     assert decision is not None
     assert [(reason.step, reason.rule) for reason in decision.reasons] == [(0, Rule.MISSING)] * 2
     assert until_decided(intervals, kv=0.95).steps[DECODE] == 1
@@ -273,15 +274,15 @@ def test_lesson_7_a_step_of_a_large_engine_counts_all_its_gpus() -> None:
 def test_lesson_16_a_slow_start_is_answered_by_one_worker_only() -> None:
     intervals, _ = made()
     assert until_decided(intervals, kv=0.95).acts == ((DECODE, 1),)
-    assert all(pull(intervals, STARTING, kv=0.95) is None for _ in range(300))
+    assert all(observation(intervals, STARTING, kv=0.95) is None for _ in range(300))
 
 
 def test_lesson_24_grace_protects_three_whole_intervals_after_a_worker_came() -> None:
     """It became ready between two pulls, as it does in life: the fourth decision after that may go down."""
     intervals, _ = made()
-    pull(intervals, STARTING)
+    observation(intervals, STARTING)
     came = worker_pools(1, replace(pool(DECODE, 3), added_at_s=intervals.next_pull_at - 0.6))
-    pull(intervals, came)
+    observation(intervals, came)
     steps = [until_decided(intervals, came, kv=0.1).steps[DECODE] for _ in range(4)]
     assert steps == [0, 0, 0, -1]
 

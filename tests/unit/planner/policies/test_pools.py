@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 
-from dynamo_local.arbiter.planner_options import load_options
-from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.fleet.fleet import Standby
 from dynamo_local.core.types import EVERY, WorkerState
 from dynamo_local.errors import UnknownWorker
-from dynamo_local.planner.policies.options import LoadOptions
 from dynamo_local.planner.policies.pools import pools_of
 from dynamo_local.planner.values import Pool
 from tests.fakes.arbiter.fleet_views import DECODE, PREFILL, name, on_ledger, worker
@@ -76,13 +73,6 @@ def test_a_component_that_there_is_not_is_named() -> None:
 def test_every_state_is_counted_once(state: str) -> None:
     found = decode(state)
     assert found.ready + found.coming + found.leaving <= 1
-
-
-def test_options_and_their_defaults_are_those_of_the_planner_section() -> None:
-    assert load_options(PlannerConfig()) == LoadOptions()
-    spelled = {field.name.removesuffix("_s"): index + 1 for index, field in enumerate(fields(LoadOptions))}
-    config = PlannerConfig.model_construct(**spelled)
-    assert load_options(config) == LoadOptions(*range(1, len(fields(LoadOptions)) + 1))
 
 
 def test_one_that_changes_its_role_counts_where_it_goes_to() -> None:

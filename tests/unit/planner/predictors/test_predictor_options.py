@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import ConfigError
 from dynamo_local.planner import predictors as module
-from dynamo_local.planner.predictors import Kalman, PredictorOptions, Prophet, answer, is_light, predictor_of
+from dynamo_local.planner.predictors import (
+    Kalman,
+    Prophet,
+    answer,
+    check_installed,
+    forecast_task,
+    is_light,
+    predictor_of,
+    windows_max,
+)
 from dynamo_local.planner.values import Forecasts, ForecastTask, Series, Window
+from tests.fakes.planner.options import sla_options
 
 RISING = (10.0, 20.0, 30.0, 40.0, 50.0)
 
@@ -24,34 +33,17 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return there
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"load_predictor": "arma"}, "load-predictor 'arma' is none of constant, kalman, arima, prophet"),
-        ({"kalman_r": 0.0}, "kalman-r must be"),
-        ({"kalman_q_level": -1.0}, "kalman-q-level must be 0 or more, not -1"),
-        ({"kalman_q_trend": math.nan}, "kalman-q-trend must be 0 or more, not nan"),
-        ({"kalman_min_points": 0}, "kalman-min-points must be 1 to 600, not 0"),
-        ({"prophet_window_size": 4}, "prophet-window-size must be 5 to 10000, not 4"),
-    ],
-)
-def test_a_value_that_cannot_be_is_refused_by_its_name(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        PredictorOptions(**given)
-    assert words in str(caught.value)
-
-
 @pytest.mark.parametrize(("name", "library"), [("arima", "statsforecast"), ("prophet", "prophet")])
 def test_without_the_extra_the_refusal_says_how_to_install_it(name: str, library: str, installed: set[str]) -> None:
     with pytest.raises(ConfigError, match=rf"load-predictor {name} needs {library}, .*\.\[predictors\]"):
-        PredictorOptions(load_predictor=name)
+        check_installed(sla_options(load_predictor=name))
     installed.add(library)
-    assert PredictorOptions(load_predictor=name).load_predictor == name
+    check_installed(sla_options(load_predictor=name))
 
 
 @pytest.mark.parametrize("name", ["constant", "kalman"])
 def test_our_own_need_no_library(name: str, installed: set[str]) -> None:
-    assert PredictorOptions(load_predictor=name).load_predictor == name
+    check_installed(sla_options(load_predictor=name))
     assert is_light(name)
 
 
@@ -59,19 +51,21 @@ def test_a_task_asks_for_the_predictor_that_was_chosen(installed: set[str]) -> N
     installed.update(("statsforecast", "prophet"))
     series = Series(window_s=60.0).warmed_up([Window(3.0, 100.0, 20.0)])
     numbers = {"kalman_q_level": 2.0, "kalman_q_trend": 0.5, "kalman_r": 7.0, "kalman_min_points": 3}
-    kalman = PredictorOptions("kalman", load_predictor_log1p=True, **numbers).task(series, 2)
+    kalman = forecast_task(sla_options(load_predictor="kalman", load_predictor_log1p=True, **numbers), series, 2)
     assert kalman.series == ((3.0,), (100.0,), (20.0,))
     assert kalman.steps == 2
     assert predictor_of(kalman) == (Kalman(2.0, 0.5, 7.0, 3), True)
-    prophet = PredictorOptions("prophet", prophet_window_size=90).task(series)
+    prophet = forecast_task(sla_options(load_predictor="prophet", prophet_window_size=90), series)
     assert predictor_of(prophet) == (Prophet(60.0, 90), False)
 
 
 def test_prophet_alone_may_look_back_further_than_the_usual_history(installed: set[str]) -> None:
     """Thousands of windows in `kalman` would hold the arbiter up."""
     installed.add("prophet")
-    assert PredictorOptions("prophet", prophet_window_size=960).windows_max == 960
-    assert PredictorOptions("kalman", prophet_window_size=960).windows_max == PredictorOptions("prophet").windows_max
+    assert windows_max(sla_options(load_predictor="prophet", prophet_window_size=960)) == 960
+    assert windows_max(sla_options(load_predictor="kalman", prophet_window_size=960)) == windows_max(
+        sla_options(load_predictor="prophet")
+    )
 
 
 @pytest.mark.parametrize(

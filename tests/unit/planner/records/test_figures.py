@@ -9,13 +9,11 @@ import pytest
 
 from dynamo_local.core.passes import EngineId, ForwardPass, Requests
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.policies.options import LoadOptions
-from dynamo_local.planner.policies.sla_sizing import SlaOptions
-from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
 from dynamo_local.planner.records import figures
-from dynamo_local.planner.records.decision_log import Aims, EngineLoads, aims_of, engine_loads, parse, words
+from dynamo_local.planner.records.decision_log import Aims, EngineLoads, aims_of, describe, engine_loads, parse
 from dynamo_local.planner.values import EngineSeen, Reason, Traffic
 from tests.fakes.planner.logged_lines import DECODE, POOLS, PREFILL, line
+from tests.fakes.planner.options import load_options, sla_options, throughput_load_options
 
 NEW = ("aims", "engines", "traffic", "prediction", "policy")
 """What lines of the first versions do not have."""
@@ -73,7 +71,7 @@ def test_a_line_of_the_first_version_is_read() -> None:
     found = figures.all_figures(old)
     assert (found["num_prefill_replicas"], found["average_kv_load"]) == (2, 0.5)
     assert parse(old).inputs.aims == Aims()
-    assert "holds (within)" in words(old)
+    assert "holds (within)" in describe(old)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +110,7 @@ def test_a_number_that_is_none_is_absent() -> None:
 
 
 def test_a_decision_is_told_with_what_was_seen_and_expected() -> None:
-    assert words(line(step=1)).splitlines() == [
+    assert describe(line(step=1)).splitlines() == [
         "seen: 4 requests/s, prompts of 3,000, answers of 300 tokens, TTFT 240 ms, ITL 9 ms; "
         "expected: 5 requests/s, prompts of 3,100, answers of 310 tokens; "
         "a worker takes: 2.5 requests/s (prefill), 1.5 requests/s (decode)",
@@ -120,7 +118,7 @@ def test_a_decision_is_told_with_what_was_seen_and_expected() -> None:
         "VllmWorker +1 (scale_up): so it is",
         "VllmWorker: carried out on dynamo_VllmWorker_3",
     ]
-    assert words(line(traffic=None, prediction=None, told=())) == ""
+    assert describe(line(traffic=None, prediction=None, told=())) == ""
 
 
 def test_engines_are_summed_by_component_and_silent_ones_left_out() -> None:
@@ -136,9 +134,9 @@ def test_engines_are_summed_by_component_and_silent_ones_left_out() -> None:
 
 
 def test_aims_are_those_of_the_policy() -> None:
-    assert aims_of(LoadOptions(max_gpu_budget=6), POOLS) == Aims(min_gpu_budget=1, max_gpu_budget=6)
-    assert aims_of(SlaOptions("x", ttft_ms=300, itl_ms=20), POOLS) == Aims(300, 20, 1, 8, 180.0)
-    assert aims_of(ThroughputLoadOptions(max_gpu_budget=-1), POOLS) == Aims()  # a static target has no latencies
-    both = ThroughputLoadOptions(optimization_target=Target.SLA, ttft_ms=300, itl_ms=20)
+    assert aims_of(load_options(max_gpu_budget=6), POOLS) == Aims(min_gpu_budget=1, max_gpu_budget=6)
+    assert aims_of(sla_options(ttft_ms=300, itl_ms=20), POOLS) == Aims(300, 20, 1, 8, 180.0)
+    assert aims_of(throughput_load_options(), POOLS) == Aims(max_gpu_budget=8)  # a static target has no latencies
+    both = throughput_load_options(optimization_target="sla", ttft_ms=300, itl_ms=20)
     assert aims_of(both, POOLS) == Aims(300, 20, None, 8, 180.0)
     json.dumps(line()["inputs"]["aims"], allow_nan=False)

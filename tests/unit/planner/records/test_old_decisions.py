@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from dynamo_local.planner.records.decision_log import from_line, words
+from dynamo_local.planner.records.decision_log import describe, from_line
 
 POOL = {
     "component": "VllmWorker", "gpus_per_worker": 1, "ready": 1, "coming": 0, "waiting": 0, "deferred": 0, "leaving": 0,
@@ -44,6 +44,6 @@ def test_a_line_of_before_is_the_load_planners() -> None:
 
 
 def test_it_is_explained_as_then() -> None:
-    said = words({"seq": 7, **OLD})
+    said = describe({"seq": 7, **OLD})
     assert said.startswith("VllmWorker +1 (scale_up): KV load 0.93 > 0.9 with 1 of 8 GPUs held or promised")
     assert said.endswith("VllmWorker: carried out on dynamo_VllmWorker_1")

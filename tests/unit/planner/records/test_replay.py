@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from dynamo_local.cli.main import cli
-from dynamo_local.config.planner import POLICIES
+from dynamo_local.config.planner import POLICIES, PlannerConfig
 from dynamo_local.core.passes import EngineId, ForwardPass, Requests
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.engines.sim.options import SimOptions
@@ -20,14 +20,10 @@ from dynamo_local.errors import BadInput
 from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.forecasting.answers import InlineForecaster
-from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions, name_of
-from dynamo_local.planner.policies.sla_sizing import SlaOptions
 from dynamo_local.planner.policies.slo import forecast as lengths
-from dynamo_local.planner.policies.slo.ladder import SloOptions
-from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
 from dynamo_local.planner.records import ticks
-from dynamo_local.planner.replay import Replay
-from dynamo_local.planner.values import Capabilities, Decision, EngineSeen, Pull, Reading, Traffic
+from dynamo_local.planner.records.ticks import Replay
+from dynamo_local.planner.values import Capabilities, Decision, EngineSeen, Observation, Reading, Traffic
 from dynamo_local.profile.reading import DEFAULT_PROFILE
 from dynamo_local.simulator.options import FleetShape, SimulationOptions
 from dynamo_local.simulator.simulation import Simulation
@@ -35,28 +31,30 @@ from dynamo_local.simulator.trace import TraceRequest
 from dynamo_local.system.json_lines import Record
 from dynamo_local.transport.fpm import decode_pass, encode_pass
 from tests.fakes.planner.observations import DECODE, PREFILL, pool, worker_pools
+from tests.fakes.planner.options import load_options, sla_options, slo_options, throughput_load_options
 
 OPTIONS = [
-    LoadOptions(
-        adjustment_interval_s=4.0,
+    load_options(
+        adjustment_interval=4.0,
         max_gpu_budget=6,
         decode_kv_scale_up_threshold=0.03,
         decode_kv_scale_down_threshold=0.01,
     ),
-    SlaOptions(DEFAULT_PROFILE, ttft_ms=400.0, itl_ms=12.0, adjustment_interval_s=10.0, max_gpu_budget=6),
-    ThroughputLoadOptions(
-        optimization_target=Target.SLA,
+    sla_options(ttft_ms=400.0, itl_ms=12.0, throughput_adjustment_interval_seconds=10.0, max_gpu_budget=6),
+    throughput_load_options(
+        optimization_target="sla",
         enable_load_scaling=True,
         load_predictor="kalman",
-        profile=DEFAULT_PROFILE,
-        throughput_adjustment_interval_s=20.0,
-        load_adjustment_interval_s=5.0,
+        profile_results_dir=DEFAULT_PROFILE,
+        throughput_adjustment_interval_seconds=20.0,
+        load_adjustment_interval_seconds=5.0,
         ttft_ms=400.0,
         itl_ms=12.0,
         max_gpu_budget=6,
     ),
-    SloOptions(DEFAULT_PROFILE, ttft_ms=2000.0, itl_ms=50.0, max_gpu_budget=6),
+    slo_options(ttft_ms=2000.0, itl_ms=50.0, max_gpu_budget=6),
 ]
+GOLDEN = Path(__file__).parents[3] / "golden" / "ticks"
 BURST = [TraceRequest(n / 40, 3000, 100) for n in range(2400)]
 SIM = SimOptions(num_gpu_blocks=6000)
 
@@ -67,20 +65,20 @@ class Recorded:
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
 
-    def began(self, options: PolicyOptions, at_s: float) -> None:
+    def began(self, options: PlannerConfig, at_s: float) -> None:
         self.records.append(ticks.options_record(ticks.BEGAN, options, at_s))
 
-    def changed(self, options: PolicyOptions, at_s: float) -> None:
+    def changed(self, options: PlannerConfig, at_s: float) -> None:
         self.records.append(ticks.options_record(ticks.CHANGED, options, at_s))
 
     def manual(self, at_s: float) -> None:
         self.records.append(ticks.manual_record(at_s))
 
-    def ticked(self, pull: Pull, decision: Decision | None) -> None:
-        self.records.append(ticks.tick_record(pull, decision))
+    def ticked(self, observation: Observation, decision: Decision | None) -> None:
+        self.records.append(ticks.tick_record(observation, decision))
 
 
-def of_the_twin(options: PolicyOptions) -> list[dict[str, Any]]:
+def of_the_twin(options: PlannerConfig) -> list[dict[str, Any]]:
     recorder = Recorded()
     driver = PolicyDriver(policy_of(options), 0.0, forecaster=InlineForecaster(), recorder=recorder)
     Simulation(SimulationOptions(shape=FleetShape(1, 1), sim=SIM, gpus=8), BURST, planner=driver).run()
@@ -102,43 +100,54 @@ def _few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lengths, "REQUESTS", 80)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=name_of)
-def test_a_log_of_the_twin_decides_the_same_tick_for_tick(options: PolicyOptions, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options.policy)
+def test_a_log_of_the_twin_decides_the_same_tick_for_tick(options: PlannerConfig, tmp_path: Path) -> None:
     log = written(tmp_path / "ticks.jsonl", of_the_twin(options))
     again = Replay()
     found = list(again.run(ticks.oldest_first(log)))
     assert len(found) >= 2
     assert any(one.then is not None and any(one.then.steps.values()) for one in found)
     assert [one.now for one in found] == [one.then for one in found]
-    assert (again.whole, again.without, again.policies) == (True, 0, [name_of(options)])
+    assert (again.whole, again.without, again.policies) == (True, 0, [options.policy])
 
 
 def test_the_log_knows_every_policy() -> None:
-    assert {name_of(options) for options in OPTIONS} == set(POLICIES)
+    assert {options.policy for options in OPTIONS} == set(POLICIES)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_log_of_the_last_release_is_replayed(policy: str) -> None:
+    """Version 2 had names of its own for the options."""
+    again = Replay()
+    replayed = list(again.run(ticks.oldest_first(GOLDEN / f"v2-{policy}.jsonl")))
+    assert again.policies == [policy]
+    assert again.whole
+    assert replayed
+    assert all(one.agrees for one in replayed)
 
 
 def test_other_options_decide_otherwise() -> None:
     """It is not the log that is told once more."""
     records = of_the_twin(OPTIONS[1])
-    other = Replay(replace(OPTIONS[1], itl_ms=30.0, max_gpu_budget=2))
+    other = Replay(OPTIONS[1].model_copy(update={"itl_ms": 30.0, "max_gpu_budget": 2}))
     assert any(not one.agrees for one in other.run(numbered(records)))
 
 
 def test_changes_and_persons_are_part_of_the_log() -> None:
     recorder = Recorded()
-    options = LoadOptions(adjustment_interval_s=10.0, metric_pulling_interval_s=1.0, max_gpu_budget=4)
+    options = load_options(adjustment_interval=10.0, metric_pulling_interval=1.0, max_gpu_budget=4)
     driver = PolicyDriver(policy_of(options), 0.0, recorder=recorder)
 
     def pulls(until_s: float, kv: float) -> None:
         while driver.next_at_s <= until_s:
             driver.tick_now(
-                Pull(Reading(driver.next_at_s, 0, {"w": Load(gpu_cache_usage_perc=kv)}), worker_pools(1, 1))
+                Observation(Reading(driver.next_at_s, 0, {"w": Load(gpu_cache_usage_perc=kv)}), worker_pools(1, 1))
             )
 
     pulls(25.0, 0.95)
     driver.manual(25.5)
     pulls(40.0, 0.95)
-    driver.change(policy_of(replace(options, adjustment_interval_s=5.0, max_gpu_budget=2)), 40.5)
+    driver.change(policy_of(options.model_copy(update={"adjustment_interval": 5.0, "max_gpu_budget": 2})), 40.5)
     pulls(60.0, 0.95)
     found = list(Replay().run(numbered(recorder.records)))
     assert len(found) >= 5
@@ -157,7 +166,7 @@ def test_a_log_that_lost_its_beginning_is_read_from_the_next_options_on() -> Non
 def test_a_pull_is_the_same_after_it_was_written_and_read() -> None:
     engine = EngineId("18446744073709551615", 3)
     seen = ForwardPass(engine, 7, 0.1 + 0.2, Requests(1, 200, 1 / 3, 4, 5, 60, 0.5), Requests(), at_s=1e9 / 7)
-    pull = Pull(
+    observation = Observation(
         Reading(
             12.3,
             Missing("nats timeout"),
@@ -169,24 +178,24 @@ def test_a_pull_is_the_same_after_it_was_written_and_read() -> None:
         {DECODE: Capabilities(8192, None, 100)},
         None,
     )
-    record = json.loads(json.dumps({"seq": 1, **ticks.tick_record(pull, None)}))
-    assert ticks.tick_in(record) == (pull, None)
+    record = json.loads(json.dumps({"seq": 1, **ticks.tick_record(observation, None)}))
+    assert ticks.tick_in(record) == (observation, None)
     measured = {PREFILL: Capabilities(benchmark=Missing("it has none")), DECODE: Capabilities(benchmark=(seen, seen))}
     for other in (
-        replace(pull, traffic=Missing("away"), blind="etcd is away"),
-        replace(pull, traffic=None),
-        replace(pull, capabilities=measured),
+        replace(observation, traffic=Missing("away"), blind="etcd is away"),
+        replace(observation, traffic=None),
+        replace(observation, capabilities=measured),
     ):
         assert ticks.tick_in({"seq": 1, **ticks.tick_record(other, None)}) == (other, None)
 
 
 def test_what_is_no_tick_of_ours_is_refused_by_its_number(tmp_path: Path) -> None:
-    for version in (ticks.VERSION - 1, ticks.VERSION + 1):
+    for version in (1, ticks.VERSION + 1):
         other = written(tmp_path / f"{version}.jsonl", [{"version": version, "kind": "tick", "at_s": 0.0}])
         with pytest.raises(BadInput, match=f"record 1 has version {version}"):
             list(ticks.oldest_first(other))
     began = ticks.options_record(ticks.BEGAN, OPTIONS[0], 0.0)
-    tick = ticks.tick_record(Pull(Reading(1.0, 0, {}), worker_pools(1, 1)), None)
+    tick = ticks.tick_record(Observation(Reading(1.0, 0, {}), worker_pools(1, 1)), None)
     for spoilt in ({"pull": "AAAA"}, {"pull": 3}, {"passes": "AAAA"}, {"passes": None}, {"decided": 7}):
         spoilt = {**tick, **spoilt}
         with pytest.raises(BadInput, match="record 2 of the log of ticks cannot be read"):
@@ -231,9 +240,9 @@ def test_the_last_hour_of_64_busy_engines_is_in_the_log() -> None:
             assert read is not None
             passes.append(read)
         engines[engine] = EngineSeen(DECODE if number % 4 else PREFILL, tuple(passes), passes[-1])
-    pull = Pull(Reading(5e4, 0, {}), worker_pools(16, 48), engines=engines)
-    record = ticks.tick_record(pull, None)
-    assert ticks.tick_in({"seq": 1, **record}) == (pull, None)
+    observation = Observation(Reading(5e4, 0, {}), worker_pools(16, 48), engines=engines)
+    record = ticks.tick_record(observation, None)
+    assert ticks.tick_in({"seq": 1, **record}) == (observation, None)
     assert len(json.dumps(record)) * 3600 / 5 <= 3 * ticks.MAX_BYTES
 
 

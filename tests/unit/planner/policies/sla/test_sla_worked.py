@@ -7,7 +7,16 @@ import pytest
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.policies.sla_sizing import Corrections, corrected, decode_need, prefill_need
 from tests.fakes.planner.observations import DECODE, PREFILL
-from tests.fakes.planner.sla_worlds import H200, INTERVAL_S, decided, policy, pull, reason_of, targets_of, traffic
+from tests.fakes.planner.sla_worlds import (
+    H200,
+    INTERVAL_S,
+    decided,
+    observation,
+    policy,
+    reason_of,
+    targets_of,
+    traffic,
+)
 
 NUM_REQ, ISL, OSL, CONTEXT = 7200.0, 3000.0, 300.0, 3150.0
 
@@ -36,7 +45,7 @@ def test_decode_of_the_worked_case(factor: float, engines: int) -> None:
 
 
 def test_the_policy_decides_the_worked_case() -> None:
-    decision = decided(policy(), pull(traffic()))
+    decision = decided(policy(), observation(traffic()))
     assert targets_of(decision) == (3, 3)
     assert decision.acts == ((PREFILL, 2), (DECODE, 2))
     prefill, decode = reason_of(decision, PREFILL), reason_of(decision, DECODE)
@@ -56,7 +65,7 @@ def test_the_policy_decides_the_worked_case_with_both_corrections() -> None:
         itl_ms=1.25 * decode.interpolate_itl(concurrency, CONTEXT).value,
         request_duration_s=3.6,
     )
-    decision = decided(policy(), pull(seen, (2, 2)))
+    decision = decided(policy(), observation(seen, (2, 2)))
     assert targets_of(decision) == (1, 4)
     assert reason_of(decision, PREFILL).numbers["p_correction"] == pytest.approx(0.4)
     assert reason_of(decision, DECODE).numbers["d_correction"] == pytest.approx(1.25)
@@ -65,11 +74,11 @@ def test_the_policy_decides_the_worked_case_with_both_corrections() -> None:
 
 def test_without_correction_the_profile_is_believed() -> None:
     seen = traffic(ttft_ms=1.0, itl_ms=500.0, request_duration_s=3.6)
-    assert targets_of(decided(policy(no_correction=True), pull(seen))) == (3, 3)
+    assert targets_of(decided(policy(no_correction=True), observation(seen))) == (3, 3)
 
 
 def test_engines_of_more_gpus_are_fewer() -> None:
-    decision = decided(policy(), pull(traffic(), prefill_gpus=2, decode_gpus=4))
+    decision = decided(policy(), observation(traffic(), prefill_gpus=2, decode_gpus=4))
     assert targets_of(decision) == (2, 1)
 
 

@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dynamo_local.core.types import Load
-from dynamo_local.planner.policies.slo.ladder import COLD_START, FLIP, WAKE, Rung, SloOptions, rungs_of
-from dynamo_local.planner.policies.slo.scaling_options import Ahead, Bounds, Fleet, Moment, Quick, climbed, quick
+from dynamo_local.planner.policies.slo.scaling_options import (
+    COLD_START,
+    FLIP,
+    WAKE,
+    Ahead,
+    Bounds,
+    Fleet,
+    Moment,
+    Quick,
+    ScalingOption,
+    climbed,
+    quick,
+    scaling_options_of,
+)
 from dynamo_local.planner.queueing import Shares
 from dynamo_local.planner.values import Pool, Reading, WorkerPools
-from dynamo_local.profile.reading import DEFAULT_PROFILE
 
 BOUNDS = Bounds((1, 1), (1, 1), 8)
 PRICE = 0.1
@@ -24,9 +35,9 @@ def needs(prefill: int, decode: int, rate: float = 10.0) -> Moment:
 def ladder(far: Moment, wake: Moment | None = None, flip: Moment | None = None) -> Sequence[Ahead]:
     """Seven moments to a cold start, the last as `far`; two to a wake; one to a flip."""
     near = flip or wake or far
-    found = [Ahead(Rung(COLD_START, 30.0), far, (*[near] * 6, far))]
-    found += [Ahead(Rung(WAKE, 3.0), wake, (near, wake))] if wake else []
-    found += [Ahead(Rung(FLIP, 0.5), flip, (flip,))] if flip else []
+    found = [Ahead(ScalingOption(COLD_START, 30.0), far, (*[near] * 6, far))]
+    found += [Ahead(ScalingOption(WAKE, 3.0), wake, (near, wake))] if wake else []
+    found += [Ahead(ScalingOption(FLIP, 0.5), flip, (flip,))] if flip else []
     return found
 
 
@@ -74,9 +85,10 @@ def test_a_split_that_gains_next_to_nothing_stays() -> None:
     assert climbed((4, 4), ladder(mix, flip=mix), Quick((4, 4), flippable=(3, 3)), PRICE, BOUNDS)[1] == 0
 
 
-def pools(flippable: int = 3, leads: dict[str, float] | None = None) -> WorkerPools:
+def pools(flippable: int = 3, lead_times: dict[str, float] | None = None) -> WorkerPools:
     return WorkerPools(
-        Pool("P", 1, 4, flippable=3, leads=leads or {}), Pool("D", 1, 4, asleep=1, flippable=flippable, start_up_s=40.0)
+        Pool("P", 1, 4, flippable=3, lead_times=lead_times or {}),
+        Pool("D", 1, 4, asleep=1, flippable=flippable, start_up_s=40.0),
     )
 
 
@@ -104,11 +116,10 @@ def test_no_decode_worker_flips_whose_kv_the_others_cannot_bear() -> None:
     assert quick(pools(), reading(0.1, 0.1, 0.1)).flippable == (3, 0)  # one of them did not tell
 
 
-def test_rungs_are_those_that_there_are_with_leads_as_they_were_seen() -> None:
-    options = SloOptions(DEFAULT_PROFILE)
+def test_scaling_options_are_those_that_there_are_with_leads_as_they_were_seen() -> None:
     bare = WorkerPools(Pool("P", 1, 1), Pool("D", 1, 1))
-    assert rungs_of(bare, options) == (Rung(COLD_START, 30.0),)
-    seen = rungs_of(pools(leads={"wake_1": 2.5, "flip_to_prefill": 0.25}), options)
-    assert seen == (Rung(COLD_START, 40.0), Rung(WAKE, 2.5), Rung(FLIP, 0.25))
-    # Nobody sleeps at this moment, and nobody may flip: what was learned of these leads stays.
-    assert [rung.name for rung in rungs_of(bare, options, seen)] == [COLD_START, WAKE, FLIP]
+    assert scaling_options_of(bare, 30.0) == (ScalingOption(COLD_START, 30.0),)
+    seen = scaling_options_of(pools(lead_times={"wake_1": 2.5, "flip_to_prefill": 0.25}), 30.0)
+    assert seen == (ScalingOption(COLD_START, 40.0), ScalingOption(WAKE, 2.5), ScalingOption(FLIP, 0.25))
+    # Nobody sleeps at this moment, and nobody may flip: what was learned of these lead_times stays.
+    assert [option.name for option in scaling_options_of(bare, 30.0, seen)] == [COLD_START, WAKE, FLIP]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
+from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.policies.slo import forecast as lengths
-from dynamo_local.planner.policies.slo.ladder import SloOptions
-from dynamo_local.profile.reading import DEFAULT_PROFILE
 from dynamo_local.simulator.metrics import within
 from dynamo_local.simulator.options import FleetShape, SimulationOptions, Slo
 from dynamo_local.simulator.simulation import Case, Run, run_case
 from dynamo_local.simulator.trace import TraceRequest
+from tests.fakes.planner.options import slo_options
 
 SLO = Slo(400, 12)
 BUDGET = 6
@@ -36,8 +38,9 @@ def planned(requests: list[TraceRequest], start_up_s: float, *, conditional: boo
     options = SimulationOptions(
         shape=FleetShape(1, 1), gpus=8, start_up_s=start_up_s, conditional=conditional, max_num_waiting=10_000
     )
-    policy = SloOptions(DEFAULT_PROFILE, ttft_ms=400, itl_ms=12, max_gpu_budget=BUDGET, start_up_s=start_up_s)
-    return run_case(requests, Case("slo", options, planner=policy))
+    policy = slo_options(ttft_ms=400, itl_ms=12, max_gpu_budget=BUDGET)
+    made = partial(policy_of, start_up_s=start_up_s)
+    return run_case(requests, Case("slo", options, planner=policy, make_policy=made))
 
 
 def kept(run: Run, from_s: float, until_s: float) -> float:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.forecasting.answers import InlineForecaster
 from dynamo_local.planner.policies.slo import forecast as lengths
-from dynamo_local.planner.policies.slo.ladder import SloOptions
 from dynamo_local.planner.policies.slo.state import AIM, FACTOR_MAX, FACTOR_MIN, Kept
-from dynamo_local.planner.values import Decision, Ended, Pool, Pull, Reading, Requests, WorkerPools
+from dynamo_local.planner.values import Decision, Ended, Observation, Pool, Reading, Requests, WorkerPools
 from dynamo_local.profile.interpolation import ProfileModel
 from dynamo_local.profile.reading import DEFAULT_PROFILE
+from tests.fakes.planner.options import slo_options
 
-OPTIONS = SloOptions(DEFAULT_PROFILE, ttft_ms=200, itl_ms=10, max_gpu_budget=8)
+OPTIONS = slo_options(ttft_ms=200, itl_ms=10, max_gpu_budget=8)
 PASSES = ProfileModel.load(DEFAULT_PROFILE)
 ISL, OSL = 3000, 150
 
@@ -34,7 +34,9 @@ class World:
     """Workers that are there at once when they are wanted, and clients with a rate over time. `told`: their latencies
     are known."""
 
-    def __init__(self, options: SloOptions, fleet: tuple[int, int], slower: float = 1.0, *, told: bool = True) -> None:
+    def __init__(
+        self, options: PlannerConfig, fleet: tuple[int, int], slower: float = 1.0, *, told: bool = True
+    ) -> None:
         self.driver = PolicyDriver(policy_of(options), 0.0, forecaster=InlineForecaster())
         self.fleet = fleet
         self.slower = slower
@@ -49,8 +51,8 @@ class World:
             came = rate(at_s)
             traffic = came if isinstance(came, Missing) else None
             requests = None if isinstance(came, Missing) else self._requests(at_s, came)
-            pull = Pull(Reading(at_s, self.queue, {}), pools, traffic=traffic, requests=requests)
-            decision = self.driver.tick_now(pull)
+            observation = Observation(Reading(at_s, self.queue, {}), pools, traffic=traffic, requests=requests)
+            decision = self.driver.tick_now(observation)
             assert decision is not None
             self.decisions.append(decision)
             self.fleet = (decision.targets["P"], decision.targets["D"])
@@ -83,7 +85,7 @@ def test_a_constant_load_is_acted_on_at_most_twice_an_hour() -> None:
 
 @pytest.mark.parametrize("rate", [*(pytest.param(rate, marks=pytest.mark.full) for rate in (0.0, 20.0, 400.0)), 1.0])
 def test_it_is_never_above_the_budget_and_never_below_the_floors(rate: float) -> None:
-    options = SloOptions(DEFAULT_PROFILE, ttft_ms=200, itl_ms=10, max_gpu_budget=6, min_endpoint=2)
+    options = slo_options(ttft_ms=200, itl_ms=10, max_gpu_budget=6, min_endpoint=2)
     world = World(options, (2, 2))
     world.run(600, lambda at_s: rate if at_s < 300 else 5.0)
     for decision in world.decisions:
@@ -129,7 +131,7 @@ def test_a_wrong_profile_is_corrected_within_ten_minutes(slower: float) -> None:
 
 
 def test_a_factor_is_said_where_it_is_much() -> None:
-    world = World(replace(OPTIONS, min_endpoint=4), (4, 4), 1.5)
+    world = World(OPTIONS.model_copy(update=dict(min_endpoint=4)), (4, 4), 1.5)
     world.run(400, lambda at_s: 20.0)
     notes = " ".join(world.decisions[-1].notes)
     assert re.search(r"prefill takes 1\.[45] times what the profile says", notes)
@@ -196,7 +198,7 @@ def test_answers_without_latencies_change_no_price() -> None:
 def test_a_fleet_that_is_overrun_from_the_first_request_on_grows(rate: float) -> None:
     """A price of what a GPU serves in the mean was one of what came: on two GPUs that serve next to nothing of it the
     third seemed too dear, for ever."""
-    options = replace(OPTIONS, max_gpu_budget=24)
+    options = OPTIONS.model_copy(update=dict(max_gpu_budget=24))
     world = World(options, (1, 1), told=False)
     world.run(60, lambda at_s: rate)
     assert sum(world.fleet) > 6, world.decisions[-1].reasons[0].why

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
 from dynamo_local.planner.policies.throughput_load.policy import ThroughputLoadPolicy
 from dynamo_local.planner.values import ComponentTarget, Forecasts, OverrideType, Window
 from tests.fakes.planner.engines_seen import (
@@ -18,7 +18,7 @@ from tests.fakes.planner.engines_seen import (
     driver,
     load_loop,
     numbers,
-    pull,
+    observation,
     replicas,
     rules,
     sized,
@@ -26,60 +26,61 @@ from tests.fakes.planner.engines_seen import (
     traffic,
 )
 from tests.fakes.planner.observations import DECODE, PREFILL, pool
+from tests.fakes.planner.options import throughput_load_options
 
 
 @pytest.mark.parametrize(
     ("options", "tick_s"),
     [
-        (ThroughputLoadOptions(), 5.0),
+        (throughput_load_options(), 5.0),
         (sla(), 180.0),
         (both_loops(), 5.0),
-        (both_loops(load_adjustment_interval_s=7.0), 1.0),
-        (both_loops(load_adjustment_interval_s=0.5), 0.5),
-        (both_loops(scale_interval_s=2.5), 2.5),
+        (both_loops(load_adjustment_interval_seconds=7.0), 1.0),
+        (both_loops(load_adjustment_interval_seconds=0.5), 0.5),
+        (both_loops(scheduling={"scale_interval_seconds": 2.5}), 2.5),
     ],
 )
-def test_ticks_divide_the_intervals_of_the_loops_that_run(options: ThroughputLoadOptions, tick_s: float) -> None:
+def test_ticks_divide_the_intervals_of_the_loops_that_run(options: PlannerConfig, tick_s: float) -> None:
     assert (options.tick_s, driver(options).next_at_s) == (tick_s, tick_s)
 
 
 def test_dynamos_defaults_are_the_load_loop_by_a_table() -> None:
-    defaults, bare = ThroughputLoadOptions(), ThroughputLoadOptions(optimization_target=Target.SLA)
+    defaults, bare = throughput_load_options(), throughput_load_options(optimization_target="sla")
     assert (defaults.loads, defaults.predicts) == (True, False)
     assert (bare.loads, bare.predicts) == (False, True)
 
 
 def test_traffic_is_asked_for_where_the_throughput_loop_is_due() -> None:
-    drives = driver(both_loops(throughput_adjustment_interval_s=15.0))
+    drives = driver(both_loops(throughput_adjustment_interval_seconds=15.0))
     windows = []
     for _ in range(6):
-        windows.append(drives.wants.traffic_window_s)
-        drives.tick_now(pull(drives.next_at_s))
+        windows.append(drives.needs.traffic_window_s)
+        drives.tick_now(observation(drives.next_at_s))
     assert windows == [None, None, 15.0] * 2
 
 
 def test_a_person_is_respected_for_an_interval() -> None:
     drives = driver(both_loops())
     while drives.next_at_s < 180.0:
-        drives.tick_now(pull(drives.next_at_s))
-    assert replicas(drives.tick_now(pull(180.0, seen=traffic(180.0, 7200)))) == (2, 3)
+        drives.tick_now(observation(drives.next_at_s))
+    assert replicas(drives.tick_now(observation(180.0, seen=traffic(180.0, 7200)))) == (2, 3)
     drives.manual(183.0)
     assert drives.next_at_s == 188.0
-    decision = drives.tick_now(pull(188.0))
+    decision = drives.tick_now(observation(188.0))
     assert replicas(decision) == (1, 1)
 
 
 def test_other_options_keep_what_was_learned() -> None:
     drives = driver(load_loop())
-    drives.tick_now(pull(5.0, queues=[4_000]))
+    drives.tick_now(observation(5.0, queues=[4_000]))
     drives.change(ThroughputLoadPolicy(load_loop(ttft_ms=100.0)), 6.0)
-    decision = drives.tick_now(pull(10.0, queues=[4_000]))
+    decision = drives.tick_now(observation(10.0, queues=[4_000]))
     assert replicas(decision) == (2, 1)
 
 
 def test_a_predictor_that_failed_holds() -> None:
     drives = driver(sla(), forecaster=LastValue(failed="it was killed"))
-    decision = drives.tick_now(pull(180.0, 3, 3, seen=traffic(180.0, 900)))
+    decision = drives.tick_now(observation(180.0, 3, 3, seen=traffic(180.0, 900)))
     assert (replicas(decision), set(rules(decision).values())) == ((3, 3), {"predict_failed"})
 
 
@@ -90,11 +91,11 @@ def test_traffic_that_is_not_known_holds() -> None:
 
 
 def test_the_predictor_is_asked_for_three_series() -> None:
-    options = sla(load_predictor="kalman", predictor_options=(("q_level", 2.0),))
+    options = sla(load_predictor="kalman", kalman_q_level=2.0)
     policy = ThroughputLoadPolicy(options, MODELS, (Window(10.0, 100.0, 20.0),))
-    task = policy.forecasting(policy.first(0.0), pull(180.0, seen=traffic(180.0, 7200)))
+    task = policy.forecasting(policy.first(0.0), observation(180.0, seen=traffic(180.0, 7200)))
     assert task is not None
-    assert (task.predictor, task.steps, task.window_s, task.options) == ("kalman", 1, 180.0, (("q_level", 2.0),))
+    assert (task.predictor, task.steps, task.window_s, dict(task.options)["q_level"]) == ("kalman", 1, 180.0, 2.0)
     assert task.series == ((10.0, 7200.0), (100.0, 2000.0), (20.0, 200.0))
 
 
@@ -106,7 +107,7 @@ def test_blind_means_hold() -> None:
 
 def test_nothing_is_done_while_another_environment_has_not_acknowledged() -> None:
     drives = driver(load_loop())
-    waits = pull(5.0, 1, 1, queues=[30_000])
+    waits = observation(5.0, 1, 1, queues=[30_000])
     decision = drives.tick_now(replace(waits, pools=replace(waits.pools, pending=True)))
     assert (replicas(decision), rules(decision)[PREFILL]) == ((1, 1), "scaling_in_progress")
 
@@ -123,26 +124,26 @@ def test_only_the_throughput_loop_reaches_and_leaves_zero() -> None:
 
     def until(at_s: float, ready: int) -> None:
         while drives.next_at_s < at_s:
-            decision = drives.tick_now(pull(drives.next_at_s, ready, ready))
+            decision = drives.tick_now(observation(drives.next_at_s, ready, ready))
             assert decision is not None
             assert replicas(decision) == (ready, ready)
 
     until(180.0, 1)
-    assert replicas(drives.tick_now(pull(180.0, seen=traffic(180.0, 900)))) == (1, 1)
+    assert replicas(drives.tick_now(observation(180.0, seen=traffic(180.0, 900)))) == (1, 1)
     until(360.0, 1)
-    assert replicas(drives.tick_now(pull(360.0, seen=traffic(360.0, 0)))) == (0, 0)
+    assert replicas(drives.tick_now(observation(360.0, seen=traffic(360.0, 0)))) == (0, 0)
     until(540.0, 0)
-    assert replicas(drives.tick_now(pull(540.0, 0, 0, seen=traffic(540.0, 900)))) == (1, 1)
+    assert replicas(drives.tick_now(observation(540.0, 0, 0, seen=traffic(540.0, 900)))) == (1, 1)
 
 
 def test_proposals_are_those_of_dynamos_builtin_plugins() -> None:
     policy = ThroughputLoadPolicy(
-        both_loops(throughput_adjustment_interval_s=10.0, load_adjustment_interval_s=5.0), MODELS
+        both_loops(throughput_adjustment_interval_seconds=10.0, load_adjustment_interval_seconds=5.0), MODELS
     )
     state = policy.first(0.0)
-    state, _ = policy.predicted(state, pull(5.0), None)
-    state, _ = policy.propose(state, pull(5.0), None)
-    busy = pull(10.0, queues=[30_000], seen=traffic(10.0, 7200))
+    state, _ = policy.predicted(state, observation(5.0), None)
+    state, _ = policy.propose(state, observation(5.0), None)
+    busy = observation(10.0, queues=[30_000], seen=traffic(10.0, 7200))
     forecasts = Forecasts(((400.0,), (2000.0,), (200.0,)))
     state, prediction = policy.predicted(state, busy, forecasts)
     state, proposals = policy.propose(state, busy, prediction)
@@ -158,7 +159,7 @@ def test_a_plugin_may_want_otherwise_within_floors_and_budget() -> None:
     for budget, expected in ((64, (7, 11)), (8, (3, 5))):
         policy = ThroughputLoadPolicy(load_loop(max_gpu_budget=budget), MODELS)
         state = policy.first(0.0)
-        seen = pull(5.0, 2, 2, queues=[9_000] * 2, kvs=[80_000] * 2)
+        seen = observation(5.0, 2, 2, queues=[9_000] * 2, kvs=[80_000] * 2)
         state, _ = policy.predicted(state, seen, None)
         state, _ = policy.propose(state, seen, None)
         _, decision = policy.settle(state, seen, (ComponentTarget("prefill", 7), ComponentTarget("decode", 11)))
@@ -169,7 +170,7 @@ def test_a_plugin_may_want_otherwise_within_floors_and_budget() -> None:
 def test_a_plugin_that_rejects_leaves_all_as_it_is() -> None:
     policy = ThroughputLoadPolicy(load_loop(), MODELS)
     state = policy.first(0.0)
-    seen = pull(5.0, 1, 1, queues=[30_000])
+    seen = observation(5.0, 1, 1, queues=[30_000])
     state, _ = policy.predicted(state, seen, None)
     state, _ = policy.propose(state, seen, None)
     _, decision = policy.settle(state, seen, ())
@@ -194,7 +195,7 @@ def test_it_looks_as_far_ahead_as_a_start_takes() -> None:
     ahead = Forecasts(((900.0, 900.0, 7200.0, 900.0), (2000.0,) * 4, (200.0,) * 4))
     for adaptive, expected in ((True, (2, 3)), (False, (1, 1))):
         policy = ThroughputLoadPolicy(sla(adaptive_intervals=adaptive), MODELS)
-        state, seen = policy.first(0.0), pull(180.0, starting_up, 1, seen=traffic(180.0, 900))
+        state, seen = policy.first(0.0), observation(180.0, starting_up, 1, seen=traffic(180.0, 900))
         task = policy.forecasting(state, seen)
         assert task is not None
         assert task.steps == (4 if adaptive else 1)
@@ -211,16 +212,16 @@ def test_prompts_in_the_graphs_own_queue_count_for_those_who_pull_from_it() -> N
     )
     assert replicas(decide(load_loop(), 2, 1, waiting=5)) == (2, 1)
     assert replicas(decide(load_loop(), 2, 1, waiting=0)) == (1, 1)
-    table = ThroughputLoadOptions(max_gpu_budget=16)
+    table = throughput_load_options(max_gpu_budget=16)
     assert replicas(decide(table, 2, 1, waiting=20)) == (3, 1)
 
 
 def test_a_queue_that_was_long_since_the_last_decision_counts_for_going_down() -> None:
-    drives = driver(both_loops(throughput_adjustment_interval_s=11.0, load_adjustment_interval_s=5.0))
+    drives = driver(both_loops(throughput_adjustment_interval_seconds=11.0, load_adjustment_interval_seconds=5.0))
     for at_s, waiting in ((1.0, 5), (2.0, 0), (3.0, 0), (4.0, 0)):
-        drives.tick_now(pull(at_s, 2, 1, waiting=waiting))
-    assert replicas(drives.tick_now(pull(5.0, 2, 1, waiting=0))) == (2, 1)
-    assert replicas(drives.tick_now(pull(10.0, 2, 1, waiting=0))) == (1, 1)
+        drives.tick_now(observation(at_s, 2, 1, waiting=waiting))
+    assert replicas(drives.tick_now(observation(5.0, 2, 1, waiting=0))) == (2, 1)
+    assert replicas(drives.tick_now(observation(10.0, 2, 1, waiting=0))) == (1, 1)
 
 
 def test_a_queue_that_is_not_known_holds() -> None:

@@ -12,7 +12,7 @@ from dynamo_local.core.types import Missing
 from dynamo_local.planner.pass_model import Kind, PassModel
 from dynamo_local.planner.policies.throughput_load.policy import ThroughputLoadPolicy
 from dynamo_local.planner.policies.throughput_load.state import ScalingState
-from tests.fakes.planner.engines_seen import LIMITS, MODELS, PREFILL_PASSES, load_loop, pull, untrained
+from tests.fakes.planner.engines_seen import LIMITS, MODELS, PREFILL_PASSES, load_loop, observation, untrained
 from tests.fakes.planner.observations import DECODE, PREFILL
 
 SLOW = tuple(replace(one, wall_time_s=one.wall_time_s * 3) for one in PREFILL_PASSES)
@@ -20,7 +20,7 @@ SLOW = tuple(replace(one, wall_time_s=one.wall_time_s * 3) for one in PREFILL_PA
 
 def seen(policy: ThroughputLoadPolicy, state: ScalingState, at_s: float, benchmark: Any) -> ScalingState:
     """The state after a pull in which the prefill workers told that of themselves."""
-    shown = pull(at_s)
+    shown = observation(at_s)
     can = {**shown.capabilities, PREFILL: replace(LIMITS, benchmark=benchmark)}
     return policy.predicted(state, replace(shown, capabilities=can), None)[0]
 
@@ -34,7 +34,7 @@ def test_it_goes_before_a_profile_and_is_named(known: Mapping[Kind, PassModel]) 
     policy = ThroughputLoadPolicy(load_loop(), known)
     state = seen(policy, policy.first(0.0), 5.0, SLOW)
     assert took(state) == pytest.approx(SLOW[0].wall_time_s)
-    assert policy.standing(state).models[PREFILL] == "worker"
+    assert policy.status(state).models[PREFILL] == "worker"
     assert state.models[Kind.DECODE] == known[Kind.DECODE]
 
 
@@ -54,9 +54,9 @@ def test_one_that_makes_no_model_and_none_leave_the_next_source() -> None:
     for nothing in (None, Missing("it has none"), PREFILL_PASSES[:2]):
         state = seen(policy, begun, 5.0, nothing)
         assert took(state) == took(begun)
-    told = policy.standing(seen(policy, begun, 5.0, Missing("it has none"))).models
+    told = policy.status(seen(policy, begun, 5.0, Missing("it has none"))).models
     assert told[PREFILL].endswith("(it has none)")
-    told = policy.standing(seen(policy, begun, 5.0, PREFILL_PASSES[:2])).models
+    told = policy.status(seen(policy, begun, 5.0, PREFILL_PASSES[:2])).models
     assert told[PREFILL].endswith("(its own benchmark makes no model)")
     bare = ThroughputLoadPolicy(load_loop(), untrained())
-    assert bare.standing(seen(bare, bare.first(0.0), 5.0, None)).models == {PREFILL: "none yet", DECODE: "none yet"}
+    assert bare.status(seen(bare, bare.first(0.0), 5.0, None)).models == {PREFILL: "none yet", DECODE: "none yet"}

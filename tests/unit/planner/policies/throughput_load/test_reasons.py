@@ -6,7 +6,7 @@ import pytest
 
 from dynamo_local.planner.policies.explain import explain
 from dynamo_local.planner.values import Decision, Reason
-from tests.fakes.planner.engines_seen import both_loops, decide, driver, load_loop, pull, sized, sla, traffic
+from tests.fakes.planner.engines_seen import both_loops, decide, driver, load_loop, observation, sized, sla, traffic
 from tests.fakes.planner.observations import PREFILL, pool
 
 AT_8 = load_loop(max_gpu_budget=8)
@@ -72,10 +72,10 @@ def test_a_budget_that_held_a_step_says_how_much_it_would_have_taken() -> None:
 def test_both_loops_are_told_under_dynamos_names() -> None:
     drives = driver(both_loops())
     while drives.next_at_s < 180.0:
-        between = drives.tick_now(pull(drives.next_at_s))
+        between = drives.tick_now(observation(drives.next_at_s))
     assert between is not None
     assert of(between).decisions == {"load_scaling_decision": "no_change", "throughput_scaling_decision": "unset"}
-    both = drives.tick_now(pull(180.0, 2, 3, seen=traffic(180.0, 7200)))
+    both = drives.tick_now(observation(180.0, 2, 3, seen=traffic(180.0, 7200)))
     assert both is not None
     assert of(both).decisions == {
         "load_scaling_decision": "scale_down_capped_by_throughput",

@@ -9,7 +9,7 @@ import pytest
 
 from dynamo_local.core.passes import EngineId
 from dynamo_local.planner.pass_model import Kind, PassModel
-from dynamo_local.planner.policies.budget import Wish, granted
+from dynamo_local.planner.policies.budget import Claim, granted
 from dynamo_local.planner.policies.throughput_load.policy import METADATA_WINDOW_S
 from dynamo_local.planner.values import Decision, EngineSeen
 from tests.fakes.planner.engines_seen import (
@@ -23,9 +23,9 @@ from tests.fakes.planner.engines_seen import (
     heartbeat,
     load_loop,
     numbers,
+    observation,
     prefill_engine,
     prefill_pass,
-    pull,
     replicas,
     rules,
     sized,
@@ -46,8 +46,8 @@ def test_a_model_that_is_not_ready_leaves_the_bound_where_it_was() -> None:
     """Dynamo pins it at the workers of now: what a burst had added stays for as long as there is no model."""
     drives = driver(both_loops(), untrained())
     while drives.next_at_s < 180.0:
-        drives.tick_now(pull(drives.next_at_s, 6, 6))
-    blind = drives.tick_now(pull(180.0, 6, 6, seen=traffic(180.0, 7200)))
+        drives.tick_now(observation(drives.next_at_s, 6, 6))
+    blind = drives.tick_now(observation(180.0, 6, 6, seen=traffic(180.0, 7200)))
     assert all("throughput_lower_bound" not in reason.numbers for reason in blind.reasons)
     assert {reason.decisions["throughput_scaling_decision"] for reason in blind.reasons} == {"model_not_ready"}
 
@@ -56,15 +56,15 @@ def test_a_bound_stands_while_traffic_is_not_known() -> None:
     drives = driver(both_loops())
     for at_s, window in ((180.0, traffic(180.0, 7200)), (360.0, None)):
         while drives.next_at_s < at_s:
-            drives.tick_now(pull(drives.next_at_s, 2, 3))
-        decision = drives.tick_now(pull(at_s, 2, 3, seen=window))
+            drives.tick_now(observation(drives.next_at_s, 2, 3))
+        decision = drives.tick_now(observation(at_s, 2, 3, seen=window))
     assert (replicas(decision), set(rules(decision).values())) == ((2, 3), {"scale_down_capped_by_throughput"})
     assert {reason.numbers["throughput_lower_bound"] for reason in decision.reasons} == {2, 3}
 
 
 def test_a_cut_to_the_budget_never_grows_the_other_role() -> None:
     """Dynamo makes 1P4D of 5 prefill workers of 4 GPUs and 1 decode worker of 1 at a budget of 8."""
-    wishes = [Wish(current=1, wanted=5, floor=1, gpus=4), Wish(current=1, wanted=1, floor=1, gpus=1)]
+    wishes = [Claim(current=1, wanted=5, floor=1, gpus=4), Claim(current=1, wanted=1, floor=1, gpus=1)]
     assert [one.replicas for one in granted(wishes, gpus_max=8, gpus_min=0)] == [1, 1]
 
 
@@ -87,14 +87,14 @@ def test_an_engine_that_hangs_is_not_idle() -> None:
     engine, seen = hung(5.0, queued=9_000)
     _, other = prefill_engine("11", 0, 5.0)
     decode = decode_engine("20", 0, 5.0)
-    drives.tick_now(pull(5.0, 2, 1, engines=dict([(engine, seen), (EngineId("11"), other), decode])))
+    drives.tick_now(observation(5.0, 2, 1, engines=dict([(engine, seen), (EngineId("11"), other), decode])))
     for at_s in (10.0, 15.0, 20.0, 600.0):
         silent = {
             engine: EngineSeen(PREFILL, last=heartbeat(engine, at_s=at_s)),
             EngineId("11"): EngineSeen(PREFILL, last=heartbeat(EngineId("11"), at_s=at_s)),
             **dict([decode_engine("20", 0, at_s)]),
         }
-        decision = drives.tick_now(pull(at_s, 2, 1, engines=silent))
+        decision = drives.tick_now(observation(at_s, 2, 1, engines=silent))
         assert replicas(decision) == (2, 1)
         assert numbers(decision, PREFILL)["engines_hung"] == 1
 
@@ -103,9 +103,11 @@ def test_an_engine_that_hangs_is_no_reason_for_one_more() -> None:
     """Else the fleet would grow to the budget by one broken engine."""
     drives = driver(load_loop())
     engine, seen = hung(5.0, queued=60_000)
-    assert drives.tick_now(pull(5.0, 1, 1, engines=dict([(engine, seen), decode_engine("20", 0, 5.0)]))) is not None
+    assert (
+        drives.tick_now(observation(5.0, 1, 1, engines=dict([(engine, seen), decode_engine("20", 0, 5.0)]))) is not None
+    )
     silent = dict([(engine, EngineSeen(PREFILL, last=heartbeat(engine, at_s=10.0))), decode_engine("20", 0, 10.0)])
-    decision = drives.tick_now(pull(10.0, 1, 1, engines=silent))
+    decision = drives.tick_now(observation(10.0, 1, 1, engines=silent))
     assert replicas(decision) == (1, 1)
 
 
@@ -140,14 +142,14 @@ def test_what_was_measured_long_ago_is_not_known() -> None:
     old = dict([prefill_engine("10", 30_000, 4.0), decode_engine("20", 0, 20.0)])
     drives = driver(load_loop())
     for at_s in (5.0, 10.0, 15.0):
-        drives.tick_now(pull(at_s))
-    decision = drives.tick_now(pull(20.0, 1, 1, engines=old))
+        drives.tick_now(observation(at_s))
+    decision = drives.tick_now(observation(20.0, 1, 1, engines=old))
     assert rules(decision) == {PREFILL: "no_fpm_data", DECODE: "partner_not_ready"}
 
 
 def test_hit_rate_and_accept_length_are_asked_for_over_several_scrapes() -> None:
     """Dynamo's load loop asks Prometheus for the last 5 s, in which there is often no sample."""
-    assert driver(load_loop()).wants.traffic_window_s == METADATA_WINDOW_S >= 60
+    assert driver(load_loop()).needs.traffic_window_s == METADATA_WINDOW_S >= 60
 
 
 def test_a_late_tick_moves_no_other() -> None:
@@ -155,16 +157,16 @@ def test_a_late_tick_moves_no_other() -> None:
     for late_s in (0.9, 3.0, 4.9, 11.0):
         due_s = drives.next_at_s
         assert due_s % 5 == 0
-        drives.tick_now(pull(due_s + late_s))
+        drives.tick_now(observation(due_s + late_s))
     assert drives.next_at_s == 35.0  # 5.9, 13.0, 19.9, 31.0
 
 
 def test_limits_follow_what_the_engines_tell() -> None:
     """Dynamo keeps those of the first engine that told `max_num_batched_tokens`."""
     drives = driver(sla())
-    assert drives.tick_now(pull(180.0, seen=traffic(180.0, 7200))) is not None
+    assert drives.tick_now(observation(180.0, seen=traffic(180.0, 7200))) is not None
     smaller = replace(LIMITS, max_num_batched_tokens=2048)
-    decision = drives.tick_now(pull(360.0, seen=traffic(360.0, 7200), limits=smaller))
+    decision = drives.tick_now(observation(360.0, seen=traffic(360.0, 7200), limits=smaller))
     assert numbers(decision, PREFILL)["engine_capacity_requests_per_second"] == pytest.approx(20.0)
 
 
@@ -172,11 +174,11 @@ def test_a_throughput_decision_made_during_a_start_is_carried_out_after_it() -> 
     """Dynamo loses it for 180 s."""
     drives = driver(sla())
     starting = pool(PREFILL, 1, coming=1)
-    held = drives.tick_now(pull(180.0, starting, 1, seen=traffic(180.0, 14_400)))
+    held = drives.tick_now(observation(180.0, starting, 1, seen=traffic(180.0, 14_400)))
     assert (replicas(held), set(rules(held).values())) == ((2, 1), {"scaling_in_progress"})
     decided: list[Decision] = []
     for prefill in (starting, pool(PREFILL, 2)):
-        decision = drives.tick_now(pull(drives.next_at_s, prefill, 1))
+        decision = drives.tick_now(observation(drives.next_at_s, prefill, 1))
         decided += [decision] if decision is not None else []
     assert [(one.now_s, replicas(one)) for one in decided] == [(190.0, (4, 5))]
     assert rules(decided[0]) == {PREFILL: "scale", DECODE: "scale"}

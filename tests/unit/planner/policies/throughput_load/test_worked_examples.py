@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.planner.pass_model import Engine, Kind, limits_of, prefill_capacity
-from dynamo_local.planner.policies.throughput_load.options import DownRule, Mode, Target, ThroughputLoadOptions
 from dynamo_local.planner.values import Capabilities
 from tests.fakes.planner.engines_seen import (
     LIMITS,
@@ -19,7 +19,7 @@ from tests.fakes.planner.engines_seen import (
     driver,
     load_loop,
     numbers,
-    pull,
+    observation,
     replicas,
     rules,
     sized,
@@ -27,6 +27,7 @@ from tests.fakes.planner.engines_seen import (
     traffic,
 )
 from tests.fakes.planner.observations import DECODE, PREFILL, pool
+from tests.fakes.planner.options import throughput_load_options
 
 
 def test_1_requests_per_second_over_what_an_engine_takes() -> None:
@@ -61,8 +62,8 @@ def test_4_a_jump_of_eight_and_the_budget() -> None:
 def test_5_down_to_the_floor_by_a_small_load_or_none() -> None:
     assert replicas(sized(sla(), 900, 6, 6)) == (1, 1)
     drives = driver(sla())
-    drives.tick_now(pull(180.0, 3, 3, seen=traffic(180.0, 7200)))
-    idle = drives.tick_now(pull(360.0, 3, 3, seen=traffic(360.0, 0)))
+    drives.tick_now(observation(180.0, 3, 3, seen=traffic(180.0, 7200)))
+    idle = drives.tick_now(observation(360.0, 3, 3, seen=traffic(360.0, 0)))
     assert replicas(idle) == (1, 1)
 
 
@@ -86,7 +87,7 @@ def test_7_two_short_queues_are_one_long_one() -> None:
     assert (replicas(refused), rules(refused)[PREFILL]) == ((2, 1), "scale_down_refused_consolidation")
     assert numbers(refused, PREFILL)["waiting_ms_consolidated"] == pytest.approx(380.0)
     assert numbers(refused, PREFILL)["waiting_ms_consolidated_limit"] == pytest.approx(335.73, abs=0.01)
-    flat = decide(load_loop(down_rule=DownRule.FLAT), 2, 1, queues=queues)
+    flat = decide(load_loop(scale_down_rule="flat"), 2, 1, queues=queues)
     assert (replicas(flat), rules(flat)[PREFILL]) == ((1, 1), "scale_down")
     assert numbers(flat, PREFILL)["estimated_ttft_ms_max"] == pytest.approx(270.34)
 
@@ -97,7 +98,7 @@ def test_8_two_half_full_caches_are_one_slow_one() -> None:
     assert (replicas(refused), rules(refused)[DECODE]) == ((1, 2), "scale_down_refused_consolidation")
     assert numbers(refused, DECODE)["estimated_itl_ms_min"] == pytest.approx(13.6, abs=0.01)
     assert numbers(refused, DECODE)["estimated_itl_ms_consolidated"] == pytest.approx(22.0, abs=0.05)
-    flat = decide(load_loop(down_rule=DownRule.FLAT), 1, 2, kvs=kvs)
+    flat = decide(load_loop(scale_down_rule="flat"), 1, 2, kvs=kvs)
     assert (replicas(flat), rules(flat)[DECODE]) == ((1, 1), "scale_down")
 
 
@@ -130,13 +131,13 @@ def test_10_every_worker_must_be_seen_and_none_may_be_starting() -> None:
 def test_11_a_start_is_taken_back_when_it_was_not_needed_twice() -> None:
     starting = pool(PREFILL, 1, coming=1)
     idle = driver(load_loop())
-    first = idle.tick_now(pull(5.0, starting, 1))
-    second = idle.tick_now(pull(10.0, starting, 1))
+    first = idle.tick_now(observation(5.0, starting, 1))
+    second = idle.tick_now(observation(10.0, starting, 1))
     assert (replicas(first), replicas(second)) == ((2, 1), (1, 1))
     assert rules(second)[PREFILL] == "scale_down"
     busy = driver(load_loop())
     for at_s in (5.0, 10.0, 15.0):
-        decision = busy.tick_now(pull(at_s, starting, 1, queues=[30_000]))
+        decision = busy.tick_now(observation(at_s, starting, 1, queues=[30_000]))
         assert replicas(decision) == (2, 1)
 
 
@@ -160,8 +161,8 @@ def test_14_the_bound_is_reached_with_and_without_metrics(seen: bool) -> None:
     drives = driver(both_loops())
     known = None if seen else [None]
     while drives.next_at_s < 180.0:
-        drives.tick_now(pull(drives.next_at_s, queues=known, kvs=known))
-    decision = drives.tick_now(pull(180.0, queues=known, kvs=known, seen=traffic(180.0, 7200)))
+        drives.tick_now(observation(drives.next_at_s, queues=known, kvs=known))
+    decision = drives.tick_now(observation(180.0, queues=known, kvs=known, seen=traffic(180.0, 7200)))
     assert replicas(decision) == (2, 3)
     assert rules(decision) == {PREFILL: "set_lower_bound", DECODE: "set_lower_bound"}
 
@@ -181,45 +182,45 @@ def test_15_a_budget_below_one_worker_each_is_no_reason_to_have_none() -> None:
 # --- static targets, by their table --------------------------------------------------------------
 
 
-def static(target: Target, **more: object) -> ThroughputLoadOptions:
-    return ThroughputLoadOptions(optimization_target=target, max_gpu_budget=16, **more)
+def static(target: str, **more: object) -> PlannerConfig:
+    return throughput_load_options(optimization_target=target, max_gpu_budget=16, **more)
 
 
 @pytest.mark.parametrize(
     ("target", "queues", "expected"),
     [
-        (Target.THROUGHPUT, [32_768, 0], 3),  # a whole context, of any
-        (Target.THROUGHPUT, [32_767, 0], 2),
-        (Target.THROUGHPUT, [3_276, 0], 1),  # below a tenth, of all
-        (Target.THROUGHPUT, [3_277, 0], 2),
-        (Target.LATENCY, [3_277, 0], 3),
-        (Target.LATENCY, [1, 0], 2),
-        (Target.LATENCY, [0, 0], 1),
+        ("throughput", [32_768, 0], 3),  # a whole context, of any
+        ("throughput", [32_767, 0], 2),
+        ("throughput", [3_276, 0], 1),  # below a tenth, of all
+        ("throughput", [3_277, 0], 2),
+        ("latency", [3_277, 0], 3),
+        ("latency", [1, 0], 2),
+        ("latency", [0, 0], 1),
     ],
 )
-def test_static_tables_of_prefill(target: Target, queues: list[int], expected: int) -> None:
+def test_static_tables_of_prefill(target: str, queues: list[int], expected: int) -> None:
     assert replicas(decide(static(target), 2, 1, queues=queues))[0] == expected
 
 
 @pytest.mark.parametrize(
     ("target", "kvs", "expected"),
     [
-        (Target.THROUGHPUT, [200_001, 0], 3),
-        (Target.THROUGHPUT, [200_000, 0], 2),
-        (Target.THROUGHPUT, [99_999, 0], 1),  # 2 to 1: below half a cache
-        (Target.THROUGHPUT, [100_000, 0], 2),
-        (Target.LATENCY, [80_001, 0], 3),
-        (Target.LATENCY, [19_999, 0], 1),
-        (Target.LATENCY, [20_000, 0], 2),
+        ("throughput", [200_001, 0], 3),
+        ("throughput", [200_000, 0], 2),
+        ("throughput", [99_999, 0], 1),  # 2 to 1: below half a cache
+        ("throughput", [100_000, 0], 2),
+        ("latency", [80_001, 0], 3),
+        ("latency", [19_999, 0], 1),
+        ("latency", [20_000, 0], 2),
     ],
 )
-def test_static_tables_of_decode(target: Target, kvs: list[int], expected: int) -> None:
+def test_static_tables_of_decode(target: str, kvs: list[int], expected: int) -> None:
     assert replicas(decide(static(target), 1, 2, kvs=kvs))[1] == expected
 
 
 def test_thresholds_of_ones_own() -> None:
     options = static(
-        Target.LOAD,
+        "load",
         prefill_scale_up_queue_tokens=1000.0,
         prefill_scale_down_queue_tokens=100.0,
         decode_scale_up_kv_rate=50.0,
@@ -231,7 +232,7 @@ def test_thresholds_of_ones_own() -> None:
 
 
 def test_a_static_target_without_the_limit_that_it_divides_by_holds() -> None:
-    decision = decide(static(Target.THROUGHPUT), 2, 2, limits=Capabilities())
+    decision = decide(static("throughput"), 2, 2, limits=Capabilities())
     assert (replicas(decision), set(rules(decision).values())) == ((2, 2), {"insufficient_data"})
 
 
@@ -268,6 +269,6 @@ def test_an_aggregated_graph_is_sized_for_both(num_req: float, expected: int) ->
     assert "sla_unreachable" not in numbers(decision, DECODE)
 
 
-@pytest.mark.parametrize(("mode", "expected"), [(Mode.PREFILL, (2, None)), (Mode.DECODE, (None, 3))])
-def test_one_role_may_be_planned_alone(mode: Mode, expected: tuple[int | None, int | None]) -> None:
+@pytest.mark.parametrize(("mode", "expected"), [("prefill", (2, None)), ("decode", (None, 3))])
+def test_one_role_may_be_planned_alone(mode: str, expected: tuple[int | None, int | None]) -> None:
     assert replicas(sized(sla(mode=mode), 7200)) == expected

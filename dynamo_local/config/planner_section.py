@@ -1,16 +1,51 @@
-"""The planner's options as words: `decode-kv-scale-up-threshold=0.8`, in either spelling of the name."""
+"""The `Planner` section from what people write: YAML, `--Planner.KEY=VALUE`, and words such as `ttft=200`."""
 
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from dynamo_local.config.loading import parse_value
-from dynamo_local.config.planner import PlannerConfig, known_names
-from dynamo_local.errors import BadInput
+from dynamo_local.config.planner import BY_TARGETS, LATENCY_ALIASES, POLICIES, PlannerConfig, aliases_of, known_names
+from dynamo_local.errors import BadInput, ConfigError
 from dynamo_local.sdk.checks import listing, nearest
+from dynamo_local.sdk.service_config import underscored
+from dynamo_local.sdk.settings import validate_section
+
+_LATENCIES = frozenset({"ttft_ms", "itl_ms", *LATENCY_ALIASES})
+
+
+def planner_section(section: str, values: Mapping[str, Any]) -> PlannerConfig:
+    """The options of these values, under any of their names, checked as a whole. Raises `ConfigError`.
+
+    `section` says in the error where they stand.
+    """
+    policy = chosen_policy(values)
+    found = own_names(section, values, policy)
+    if policy == BY_TARGETS and "policy" not in found:
+        found["policy"] = policy
+    return validate_section(PlannerConfig, section, found)
+
+
+def chosen_policy(values: Mapping[str, Any], otherwise: str = "load") -> str:
+    """The policy that these values name. Where they name none: `slo` if they give a target for latencies."""
+    if "policy" in values:
+        return str(values["policy"])
+    return BY_TARGETS if any(underscored(key) in _LATENCIES for key in values) else otherwise
+
+
+def own_names(section: str, values: Mapping[str, Any], policy: str) -> dict[str, Any]:
+    """The values under that policy's own names for its options. Raises `ConfigError` where one is given twice."""
+    aliases = aliases_of(policy) if policy in POLICIES else {}
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = aliases.get(underscored(key), key)
+        if name in found:
+            raise ConfigError(f"{section}: {key!r} and another spelling of it are both given; keep one")
+        found[name] = value
+    return found
 
 
 def parse_settings(words: Iterable[str]) -> dict[str, Any]:

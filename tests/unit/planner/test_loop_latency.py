@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from dynamo_local.planner.collector import Holding, Longest
+from dynamo_local.planner.collector import Longest, LoopLatency
 from tests.fakes.planner.planner_loop import Rig, on_virtual_time
 
 
@@ -19,8 +19,8 @@ class Clock:
     def busy(self, elapsed_s: float, cpu_s: float) -> None:
         self.elapsed_s, self.cpu_s = self.elapsed_s + elapsed_s, self.cpu_s + cpu_s
 
-    def holding(self) -> Holding:
-        return Holding(lambda: self.elapsed_s, lambda: self.cpu_s)
+    def holding(self) -> LoopLatency:
+        return LoopLatency(lambda: self.elapsed_s, lambda: self.cpu_s)
 
 
 async def test_the_longest_step_is_kept_and_not_what_is_waited() -> None:
