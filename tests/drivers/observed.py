@@ -38,7 +38,7 @@ class SeenFleet:
     def _worker(self, shown: dict[str, Any]) -> Worker:
         component = shown["component"]
         state = WorkerState(shown["state"])
-        return Worker(shown["watcher_name"], component, self._roles[component], 0, state, lease=shown["lease"])
+        return Worker(shown["watcher_name"], component, self._roles[component], 0, state).changed(lease=shown["lease"])
 
 
 @asynccontextmanager
