@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from dynamo_local.arbiter.planner_report import reports_folder
+from dynamo_local.arbiter.planner_report_schedule import reports_folder
 from dynamo_local.errors import EXIT_BAD_INPUT
 from dynamo_local.planner.records.decision_log import decision_log_path, read
 from dynamo_local.planner.records.figures import (
