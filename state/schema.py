@@ -88,16 +88,16 @@ class StandbyEntry(_Model):
 class ComponentEntry(_Model):
     """One worker, or (without pid, lease and resources) the template of a component that has none.
 
-    `lease` is hex, as at the end of the etcd keys in `endpoints`; `started_at` is seconds since 1970,
-    `pid_start_time` seconds since boot (pid and start time together identify a process);
-    `other_leases` are those of what runs behind it (a command that registers itself);
-    `launched` stands for the configuration that its last process was started with (`core.fleet.fleet.Template`).
-    `reason` is the cause of the last change of state; `course` says what follows a drain that does not end the worker
-    for good (`core.fleet.fleet.Intent`). For the arbiter's successor, in seconds of the host's monotonic clock:
-    `asked_s`, when it was asked to leave (none for one that drains because somebody else has revoked its lease), and
-    `failures_s`, when it failed lately; `failures_streak` is how often in a row. `flip` is there while it changes its
-    role; `born` is the name under which its process was made, and which is in that process's environment, where that
-    is another one. `standby` is there for a worker that sleeps, or has been told to.
+    `lease`: hex, as at the end of the etcd keys in `endpoints`. `started_at`: seconds since 1970. `pid_start_time`:
+    seconds since boot. The pid and its start time identify a process.
+    `other_leases`: leases of a command that registers itself.
+    `launched`: the configuration of its last process (`core.fleet.fleet.Template`).
+    `reason`: cause of the last change of state. `course`: the worker's intent after a drain
+    (`core.fleet.fleet.Intent`). `asked_s`, `failures_s`: times of the drain's request and of recent failures, in
+    seconds of the host's monotonic
+    clock. `asked_s` is null if somebody else revoked the lease. `failures_streak`: failures in a row.
+    `flip`: present during a role flip. `born`: the name in the process's environment, if it has another name now.
+    `standby`: present for a worker that sleeps, or will.
     """
 
     watcher_name: Name
@@ -217,16 +217,16 @@ class Environment(_Model):
 class State(_Model):
     """One namespace. `run_id` says who owns the file: nobody else removes it.
 
-    `nats_token_file` is a path, never the token; `certificates` is the folder of those of the embedded servers
-    (`transport.certificates`), None where they have none; URLs that carry credentials are refused. `runtime_dir` and
-    `log_dir` say where sockets and logs are, to shells with other variables; with `arbiter_pid`, `arbiter_start_time`
-    (seconds since boot) says whether the arbiter lives.
-    `target` is the `module:Service` that was served, `gpus` the `--gpus` option as given. `servers` are the embedded
-    ones, by watcher name; `on_arbiter_death` is what the guardian does when the arbiter is killed; `planner` is None
-    if nobody has started it; `follow` names another planner that scales the graph instead; `restarts` are those under
-    way; `retired` are components that an apply has removed, and whose last workers have not left yet; `revoked` are
-    the workers, with their component, that left because somebody else revoked their lease; `spares` are the processes
-    of which workers can be made, by watcher name.
+    `nats_token_file`: a path, never the token. `certificates`: the folder of the embedded servers' certificates
+    (`transport.certificates`), or None. URLs with credentials are refused. `runtime_dir` and `log_dir`: sockets
+    and logs, for shells with other variables. `arbiter_pid` and `arbiter_start_time` (seconds since boot) identify
+    the arbiter.
+    `target`: the served `module:Service`. `gpus`: the option `--gpus` as given. `servers`: the embedded ones, by
+    watcher name. `on_arbiter_death`: the guardian's action when the arbiter is killed. `planner`: None if never
+    started.
+    `follow`: another planner that scales the graph. `restarts`: those under way. `retired`: components that an apply
+    removed and whose last workers still run. `revoked`: workers, with their component, that left because somebody else
+    revoked their lease. `spares`: prewarmed processes, by watcher name.
     """
 
     schema_version: Literal[1] = 1

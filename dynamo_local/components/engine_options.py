@@ -47,7 +47,7 @@ class EngineConfig(BaseModel):
     )
     engine: EngineName | None = Field(
         default=None,
-        description="What computes: sim or vllm. By default sim for the model sim-tiny, and vllm for any other.",
+        description="The engine: sim or vllm. Default: sim for the model sim-tiny, vllm for any other.",
     )
     sim: dict[str, Any] = Field(default_factory=dict, description="Options of the sim engine; see docs/sim-engine.md.")
     max_model_len: int | None = Field(default=None, ge=2, description="Prompt and answer, tokens; None: the engine's.")

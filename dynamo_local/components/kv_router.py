@@ -96,7 +96,7 @@ class RouteDecisions:
             return rates
         except Exception:  # an index error means empty scores, never a failed request
             self.index_errors += 1
-            log.exception("request %s: the KV index failed; it is routed by load alone", request.request_id)
+            log.exception("request %s: the KV index failed, so load alone decides", request.request_id)
             return NO_HITS
 
     def _remember(self, picker: Picker, worker: int, request: messages.RouteRequest, rate: float) -> None:

@@ -1,8 +1,8 @@
 """The Processor: an OpenAI body in, text out. Chat template, tokenizer, choice of a worker, detokenizer.
 
 With the Frontend it speaks this: the request is the validated body and a `request_id`. The answer is a stream of
-`{"text", "num_tokens", "finish_reason", "usage"}`; the first comes as soon as a worker has taken the request,
-with `num_tokens: 0` and `prompt_tokens`; the last has a `finish_reason` and the `usage`. Tokens that arrived in
+`{"text", "num_tokens", "finish_reason", "usage"}`. The first item comes as soon as a worker has taken the request, with
+`num_tokens: 0` and `prompt_tokens`. The last has a `finish_reason` and the `usage`. Tokens that arrived in
 one frame become one item.
 """
 
@@ -52,7 +52,7 @@ class ProcessorConfig(RoutingOptions):
     router: RouterPolicy | None = Field(
         default=None,
         description="How a worker is picked: least-loaded, slo, kv-load, round-robin or random; kv needs the Router "
-        "service. Where there is one it is asked, and this is for when it is away (kv then means kv-load). By default "
+        "service. Where there is one it is asked, and this is for when it is away (kv then means kv-load). Default: "
         "slo where ttft or itl is given, else least-loaded.",
     )
     router_seed: int | None = Field(default=None, description="Seed of what is left to chance; None: another each run.")

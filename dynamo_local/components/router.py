@@ -34,7 +34,7 @@ class RouterConfig(RoutingOptions):
     router: RouterPolicy | None = Field(
         default=None,
         description="How a worker is picked: least-loaded, slo, kv, kv-load, round-robin or random. "
-        "Changeable at run time, in etcd. By default slo where ttft or itl is given, else least-loaded.",
+        "Changeable at run time, in etcd. Default: slo where ttft or itl is given, else least-loaded.",
     )
     router_seed: int | None = Field(default=None, description="Seed of what is left to chance; None: another each run.")
     kv_block_expiry_s: float | None = Field(

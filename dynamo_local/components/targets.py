@@ -31,8 +31,8 @@ class TargetOptions(BaseModel):
     profile_results_dir: str | None = Field(
         default=None,
         min_length=1,
-        description="The engine's profile, for `slo`: a folder, or the name of one that ships (docs/profiles.md). By "
-        "default that of the sim engine; vLLM has none.",
+        description="The engine's profile, for `slo`: a folder, or the name of one that ships (docs/profiles.md). "
+        "Default: that of the sim engine; vLLM has none.",
     )
 
     @property

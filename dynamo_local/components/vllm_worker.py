@@ -53,7 +53,7 @@ class VllmWorkerConfig(EngineConfig, TargetOptions):
     disagg_policy: DisaggPolicy | None = Field(
         default=None,
         description="How it is decided which: slo, by what each way will cost (docs/routing.md), or threshold, by the "
-        "options below. By default slo where ttft or itl is given.",
+        "options below. Default: slo where ttft or itl is given.",
     )
     conditional_disagg: bool = Field(default=False, description="Only those that the two thresholds below let through.")
     max_local_prefill_length: int = Field(
@@ -70,15 +70,15 @@ class VllmWorkerConfig(EngineConfig, TargetOptions):
         default=15.0,
         gt=0,
         le=30,
-        description="How long a request waits for its remote prefill; above the queue's ack_wait of 5 s, so that "
-        "another prefill worker can take over, and not above the KV's lease of 30 s.",
+        description="How long a request waits for its remote prefill. More than the queue's ack_wait of 5 s, so that "
+        "another prefill worker can take over, and at most the KV's lease of 30 s.",
     )
 
     kv_pull_timeout_s: float = Field(
         default=20.0,
         gt=0,
-        description="With vLLM: how long a request waits for the KV of its remote prefill before it is prefilled "
-        "locally; below the lease under which that KV is kept (kv_lease_duration, 30 s).",
+        description="With vLLM: how long a request waits for the KV of its remote prefill, before a local prefill. "
+        "Less than the lease of that KV (kv_lease_duration, 30 s).",
     )
 
     @property

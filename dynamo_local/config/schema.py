@@ -132,7 +132,7 @@ class HostConfig(BaseModel):
     health_bound_s: Seconds = 30.0
     """A worker that answers nothing for so long, while etcd and NATS do, is hung and treated as crashed."""
     on_foreign_revoke: Literal["leave", "restart"] = "leave"
-    """What to do after a worker has left because somebody else revoked its lease."""
+    """The action after a worker has left because somebody else revoked its lease."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the arbiter's own `/metrics`, on 127.0.0.1. 0: any free one."""
     metrics_socket: bool = False

@@ -1,7 +1,7 @@
-"""How long each way of getting one more worker takes, as measured: values, and what is said of them. Pure.
+"""Lead times: how long each scaling option takes until one more worker serves, as measured. Pure.
 
-The scaling options, from the quickest to the slowest: a flip from one role to the other, a wake from each level of
-sleep, a start from a prewarmed process, a cold start. A lead time is the time from the decision until the worker
+Scaling options, from the quickest to the slowest: a role flip, a wake from each level of sleep, a start from a
+prewarmed process, a cold start. A lead time is the time from the decision until the worker
 serves. The time to put a worker to sleep, from the decision until its GPU is free, is kept beside them.
 """
 

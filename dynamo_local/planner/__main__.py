@@ -10,7 +10,7 @@ import sys
 from importlib import import_module
 
 if __name__ == "__main__":
-    # By name: the command line imports this package, and an import back would be a circle.
+    # Imported by name: the command line imports this package, and an import back would be a circle.
     planner_command = import_module("dynamo_local.kubernetes.planner_command")
     main = import_module("dynamo_local.cli.main")
     if planner_command.is_meant(sys.argv[1:]):

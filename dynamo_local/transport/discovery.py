@@ -150,7 +150,7 @@ class InstanceView:
                     async for event in events:
                         self._apply(event)
             except Exception:
-                log.exception("the watch of %s failed; it begins again in %g s", self._prefix, RESTART_WAIT_S)
+                log.exception("the watch of %s failed, and begins again in %g s", self._prefix, RESTART_WAIT_S)
             self._lost()
             await asyncio.sleep(RESTART_WAIT_S)
 

@@ -37,10 +37,11 @@ from dynamo_local.transport.requests.frames import invalid_payload
 #
 # A worker's endpoint `kv_blocks` takes `{"epoch", "seq"}` (what the caller has; `""`, 0 for nothing) and streams
 #
-#     {"block_size", "epoch", "seq", "replay": bool}      first; after this answer the asker has everything up to
-# `seq`
-#     {"batches": [bytes, …]}                             replay: what was published since, as it was published
-#     {"runs": [bytes, …]}                                else: all blocks that it holds, as they follow each other
+# three kinds of items:
+#
+# * `{"block_size", "epoch", "seq", "replay": bool}`, first. After this answer the caller has everything up to `seq`.
+# * `{"batches": [bytes, …]}` with replay: the batches published since.
+# * `{"runs": [bytes, …]}` without replay: all blocks that the worker holds, in runs.
 
 KV_BLOCKS_ENDPOINT = "kv_blocks"
 

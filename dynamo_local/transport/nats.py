@@ -115,7 +115,7 @@ async def close_quietly(client: Client, timeout_s: float = 2.0) -> None:
     try:
         await _within(timeout_s, client.close())
     except TimeoutError:
-        log.warning("the connection to NATS did not close within %g s; it was dropped", timeout_s)
+        log.warning("the connection to NATS did not close within %g s, and was dropped", timeout_s)
     except (OSError, NatsError, AssertionError) as error:  # nats-py asserts that its connect has begun
         log.debug("closing the connection to NATS: %s", error)
     await asyncio.sleep(0)  # nats-py cancels its tasks without awaiting them: let them end

@@ -202,7 +202,7 @@ class ObservationServer:
                 await self._nats.publish(msg.reply, msgspec.msgpack.encode(answer))
         except DynamoError as error:  # what is asked does not answer, or NATS is away: then it is missing
             log.debug("a planner's question was not answered: %s", error)
-        except Exception:  # the engine's code; it must not end the subscription
+        except Exception:  # an error of the engine must not end the subscription
             log.exception("a planner's question could not be answered")
 
     async def _answer(self, question: Question) -> _Answer:

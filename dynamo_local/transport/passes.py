@@ -1,9 +1,9 @@
 """Dynamo's event plane, as far as forward passes travel on it: subjects, envelopes, and the frames of its ZMQ form.
 
 On NATS the subject is `namespace.<ns>.component.<component>.endpoint.<endpoint>.forward-pass-metrics` (until Dynamo 1.2
-without the endpoint); a message is one envelope: `{"publisher_id", "sequence", "published_at" (ms), "topic", "payload",
-"published_at_ns"}`; its payload is a pass (`fpm`). On ZMQ each publisher has a socket of its own, and a message four
-frames: the topic, publisher and sequence (8 bytes each, big endian), and the envelope behind a head of 5 bytes.
+without the endpoint). A message is one envelope: `{"publisher_id", "sequence", "published_at" (ms), "topic", "payload",
+"published_at_ns"}`. Its payload is a pass (`fpm`). On ZMQ each publisher has a socket of its own. A message has four
+frames: topic, publisher, sequence (8 bytes each, big endian), and the envelope behind a head of 5 bytes.
 """
 
 from __future__ import annotations

@@ -309,7 +309,7 @@ async def _beat(pulled: PulledTask, every_s: float) -> None:
         try:
             await pulled.in_progress()
         except NatsUnavailable as error:
-            log.warning("%s; it may be delivered to another worker too", error)
+            log.warning("%s. The entry may be delivered to another worker too", error)
         await asyncio.sleep(every_s)
 
 
@@ -323,9 +323,10 @@ async def _beat(pulled: PulledTask, every_s: float) -> None:
 # * a run's start purges the subjects of other runs of its namespace, and nothing else.
 #
 # Two lines. An entry may say when a worker has to begin it (`start_within_s`). If its turn comes later than that, and
-# others wait, it is moved to the stream `{ns}_prefill_late`: copied, then removed, so that a death in between loses
-# nothing, and the copy's message id makes the second one a duplicate. That stream is pulled from when the first has
-# nothing, and at every eighth turn (`core.routing.prompts`). Nobody has to wait on both: who moves an entry looks for
+# others wait, it is moved to the stream `{ns}_prefill_late`. The entry is copied, then removed, so that a death in
+# between loses nothing. The copy's message id makes a second copy a duplicate. That stream is pulled from when the
+# first has nothing, and at every eighth turn (`core.routing.prompts`). Nobody has to wait on both: who moves an entry
+# looks for
 # work just then, and ends at the second line before it waits.
 #
 # Dead letters. A server-side `max_deliver` leaves the message in the stream for ever, in no count. It says so once, in

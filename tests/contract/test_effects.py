@@ -1,4 +1,4 @@
-"""What the controller may rely on, whatever carries its effects out: the tests' fake, the arbiter, the simulator.
+"""Tests what the controller may rely on, whatever carries its effects out: the tests' fake, the arbiter, the simulator.
 
 The order of things is the controller's part, and is tested over each of them.
 """

@@ -1,4 +1,4 @@
-"""What every `EndpointClient` does, the fake of the component tests and the one over NATS alike."""
+"""Tests what every `EndpointClient` does, the fake of the component tests and the one over NATS alike."""
 
 from __future__ import annotations
 

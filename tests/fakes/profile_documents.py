@@ -1,4 +1,4 @@
-"""What `dynamo profile` writes beside a profile's arrays, made."""
+"""Shows what `dynamo profile` writes beside a profile's arrays, made."""
 
 from __future__ import annotations
 

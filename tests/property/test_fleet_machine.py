@@ -1,8 +1,8 @@
 """The machine under the arbiter's own controller, in a small world where everything may go wrong, driven at random.
 
-Commands, exits, hangs, outages of etcd and NATS, memory that returns late or never, devices that somebody else locks,
-refused starts, an arbiter that stood still: in whatever order they come, what must never be never is (`validate` after
-every step, and `MachineWorld` for what runs), and once the world is calm everything comes to rest.
+Commands, exits, hangs, outages of etcd and NATS, memory that returns late or never, devices that another process locks,
+refused starts, a suspended arbiter. In every order, `validate` holds after each step, and `MachineWorld` checks the
+processes. Once the world is calm, everything comes to rest.
 """
 
 from __future__ import annotations

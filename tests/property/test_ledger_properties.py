@@ -1,4 +1,4 @@
-"""What holds for every sequence of allocations: each device in one place, none with two holders, none invented."""
+"""Tests what holds for every sequence of allocations."""
 
 from __future__ import annotations
 

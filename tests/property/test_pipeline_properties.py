@@ -1,4 +1,4 @@
-"""What holds of merged proposals and of a plugin's turn, whatever plugins say."""
+"""Tests what holds of merged proposals and of a plugin's turn, whatever plugins say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds of every forecast, whatever the series."""
+"""Tests what holds of every forecast, whatever the series."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every fleet and every change: a decision is whole, reaches its number, and keeps its promises."""
+"""Tests what holds for every fleet and every change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was in flight at a moment, by the requests that a Processor has sent: counted as they end, not looked up."""
+"""Tests what was in flight at a moment, by the requests that a Processor has sent."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def configs() -> st.SearchStrategy[dict[str, Any]]:
 
 @dataclass
 class History:
-    """What came out, in a form that does not depend on how many events carried it."""
+    """Shows what came out, in a form that does not depend on how many events carried it."""
 
     tokens: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     others: list[tuple[Any, ...]] = field(default_factory=list)

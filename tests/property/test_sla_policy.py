@@ -1,4 +1,4 @@
-"""What holds of every decision of the SLA planner, whatever is expected."""
+"""Tests what holds of every decision of the SLA planner, whatever is expected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds of every decision of the throughput-load policy, whatever it sees."""
+"""Tests what holds of every decision of the throughput-load policy, whatever it sees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Properties of the twin over random traces, fleets and planners."""
+"""Properties of the simulator over random traces, fleets and planners."""
 
 from __future__ import annotations
 

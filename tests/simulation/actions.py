@@ -1,4 +1,4 @@
-"""What happens to a shell: each action is drawn with its weight."""
+"""Shows what happens to a shell: each action is drawn with its weight."""
 
 from __future__ import annotations
 

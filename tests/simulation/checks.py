@@ -1,4 +1,4 @@
-"""What holds of a simulated arbiter at every moment: its processes, its fleet and its statefile say the same."""
+"""Shows what holds of a simulated arbiter at every moment: its processes, its fleet and its statefile say the same."""
 
 from __future__ import annotations
 

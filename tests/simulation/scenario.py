@@ -1,4 +1,4 @@
-"""What happens to a controller: a script that a seed writes, and the end, at which everything must have come right."""
+"""Shows what happens to a controller."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUIET = (WorkerState.READY, WorkerState.FAULTED, WorkerState.SLEEPING)
 
 @dataclass
 class RunOutcome:
-    """What a run was, for those who look at many."""
+    """Shows what a run was, for those who look at many."""
 
     story: list[str] = field(default_factory=list)
     writes: int = 0

@@ -60,7 +60,7 @@ BAD = (
 
 
 class SimSpare:
-    """One process that speaks a spare's part. It ends when its socket does; it has no GPU and no entry."""
+    """One process in the part of a prewarmed process. It ends with its socket, and has no GPU and no entry."""
 
     def __init__(self, world: World, pid: int, spec: ProcessSpec, fate: SpareFate) -> None:
         self.world = world

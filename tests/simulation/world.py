@@ -1,7 +1,7 @@
 """A host that exists in memory: its processes, GPUs, etcd, NATS and statefile, and the controller that runs on it.
 
-Time is virtual. What goes to threads in the product (statefile, event log, NVML) happens here some milliseconds later
-on the same loop. Everything that is random comes from one seed, so a run can be had again.
+Time is virtual. Shows what goes to threads in the product (statefile, event log, NVML) happens here some milliseconds
+later on the same loop. Everything that is random comes from one seed, so a run can be had again.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class CommandConfig(BaseModel):
         for name in self.ports:
             if name not in wanted:
                 raise ValueError(
-                    f"ports.{name} has no effect: the command has no {{port:{name}}}; it has {listing(wanted)}"
+                    f"ports.{name} has no effect: the command has no {{port:{name}}}, but {listing(wanted)}"
                     f"{nearest(name, wanted)}"
                 )
         for name in self.needs_ports:

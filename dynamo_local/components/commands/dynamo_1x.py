@@ -482,7 +482,7 @@ class DynamoWorker(CommandWorker):
             await super().resume()
 
     async def _begin_anew(self) -> None:
-        raise ChildEnded("Dynamo's frontend was told to end, which it cannot take back; it is started anew")
+        raise ChildEnded("Dynamo's frontend was told to end, and cannot take that back, so it is started anew")
 
 
 CONFIG: Any = DynamoConfig

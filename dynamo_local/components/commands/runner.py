@@ -182,7 +182,7 @@ class CommandWorker:
             async with asyncio.timeout(LOST_TIMEOUT_S):
                 await self.driver.lost()
         except (TimeoutError, DynamoError) as error:
-            log.warning("what the command had registered could not be taken away (%s); it expires by itself", error)
+            log.warning("what the command had registered could not be removed (%s), and expires by itself", error)
 
     # --- what it says ------------------------------------------------------------------------------
 
@@ -197,7 +197,9 @@ class CommandWorker:
                 heard_s = now_s
             elif now_s - heard_s > self.config.health_bound_s:
                 await self._lost()
-                raise ChildSilent(f"the command has not answered for {now_s - heard_s:.0f} s ({why}); it is hung")
+                raise ChildSilent(
+                    f"the command has not answered for {now_s - heard_s:.0f} s ({why}) and counts as hung"
+                )
             elif now_s - heard_s > STALE_S:
                 self.sampled = Missing(why)
 

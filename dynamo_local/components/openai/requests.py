@@ -638,8 +638,9 @@ _PASSED_ON = (
 class ParsedRequest:
     """A request that passed the checks. `payload` is what the Processor gets, without its `request_id`.
 
-    `payload` holds only what the client set, under one name each: `model`, `messages` (each `{"role", "content",
-    "name"?}` with content a string) or `prompt` (a string or a list of token ids), `max_tokens`, `stop` (a list),
+    `payload` holds only fields that the client set, under one name each. They are `model`, `messages` or `prompt`.
+    A message is `{"role", "content", "name"?}` with content a string. A prompt is a string or a list of token ids.
+    Further fields: `max_tokens`, `stop` (a list),
     `stop_token_ids`, `temperature`, `top_p`, `top_k`, `seed`, `presence_penalty`, `frequency_penalty`,
     `ignore_eos`, `min_tokens`; and `extras` (`components.sim_api.requests`) where there are some.
     """

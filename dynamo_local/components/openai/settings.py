@@ -57,8 +57,8 @@ class FrontendConfig(BaseModel):
     )
     plain_requests: Literal["engine", "light"] = Field(
         default="light",
-        description="Who answers requests for a vLLM model that ask for nothing special: `light`, our own API, for an "
-        "eighth of the processor time; or `engine`, vLLM's, with all of its fields (docs/api.md).",
+        description="The API for plain requests to a vLLM model. `light`: ours, for an eighth of the processor time. "
+        "`engine`: vLLM's own, with all of its fields (docs/api.md).",
     )
     max_inflight: int = Field(
         default=MAX_INFLIGHT, ge=1, description="Requests served at once, waiting ones included; beyond it 429."
@@ -83,8 +83,8 @@ class FrontendConfig(BaseModel):
     )
     cors_origins: Annotated[tuple[str, ...], BeforeValidator(_origins)] = Field(
         default=(),
-        description='Origins whose web pages may call the API, such as `https://chat.example.org`; "*": all. By '
-        "default none.",
+        description='Origins whose web pages may call the API, such as `https://chat.example.org`; "*": all. '
+        "Default: none.",
     )
 
     @model_validator(mode="after")

@@ -5,9 +5,9 @@ Two decoders give the same text as one `decode` of all ids:
 * byte-level BPE (GPT-2, Llama 3, Qwen): each token *is* a byte string, so a table and an incremental
   UTF-8 decoder suffice. An incomplete character waits for its other bytes; invalid bytes become U+FFFD
   at once, as in the one-shot decode.
-* everything else (SentencePiece, WordPiece, byte fallback): the prefix-offset method of
-  text-generation-inference and vLLM (`detokenizer_utils.py`): decode a short window with and without
-  the new ids; the difference is new text unless it ends in U+FFFD.
+* all others (SentencePiece, WordPiece, byte fallback): the prefix-offset method of text-generation-inference and vLLM
+  (`detokenizer_utils.py`). It decodes a short window with and without the new ids. The difference is new text unless it
+  ends in U+FFFD.
 
 Stop strings are matched as if characters came one at a time (the first to be *complete* wins), so the
 result does not depend on how tokens were batched.

@@ -2,9 +2,10 @@
 
 The folder is what Hugging Face publishes: `tokenizer.json` (required), `tokenizer_config.json`,
 `chat_template.jinja`, `generation_config.json`, `config.json`. The template environment is that of
-transformers' `apply_chat_template` (`utils/chat_template_utils.py`): an immutable sandbox with
-`trim_blocks` and `lstrip_blocks`, `raise_exception`, `tojson`, `strftime_now`, loop controls and the
-`{% generation %}` tag, so that published templates render as they do there.
+transformers' `apply_chat_template` (`utils/chat_template_utils.py`), so that published templates render the same. This
+is an immutable sandbox with `trim_blocks`, `lstrip_blocks`, `raise_exception`, `tojson`, `strftime_now`, loop controls
+and
+the `{% generation %}` tag.
 """
 
 from __future__ import annotations

@@ -260,8 +260,8 @@ STARTED_AGAIN = "; it is started again"
 def was_leaving(worker: Worker, code: int | None) -> bool:
     """It ended because it was to.
 
-    A worker whose lease ended while it was silent, and that ended out of order, was not leaving: it was suspended for
-    longer than its lease lives, and died of something else.
+    A worker that was silent when its lease ended, and then ended with an error, was not leaving. It was suspended for
+    longer than its lease lives, and died of another cause.
     """
     if worker.state is S.DRAINING:
         return not worker.leave.silent_at_expiry or code in (0, None)

@@ -125,9 +125,9 @@ class RestartPlan:
     done: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    #: Of an `apply`: new workers that must be ready before the `removed` ones leave.
+    #: In an `apply`: new workers that must be ready before the `removed` ones leave.
     awaited: tuple[str, ...] = ()
-    #: Of an `apply`: workers of components that are wanted no more.
+    #: In an `apply`: workers of components that are wanted no more.
     removed: tuple[str, ...] = ()
     #: The worker at which the sequence came to its end, and why.
     stopped: tuple[str, str] | None = None
@@ -190,7 +190,7 @@ class Process:
     pid: int
     #: Seconds since boot. With the pid it identifies the process. None: it could not be read.
     start_time: float | None
-    #: Of the arbiter's monotonic clock.
+    #: Seconds of the arbiter's monotonic clock.
     started_s: float
     #: Seconds since 1970.
     started_at: float | None
@@ -486,7 +486,7 @@ class Fleet:
 
     namespace: str
     templates: tuple[Template, ...]
-    #: By watcher name, in the order of the plan.
+    #: Watcher name -> worker, in the order of the plan.
     workers: Mapping[str, Worker] = field(default_factory=dict)
     gpus: GpuLedger = GpuLedger()  # noqa: RUF009 - frozen
     #: The restarts under way.

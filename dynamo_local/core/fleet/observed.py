@@ -31,8 +31,8 @@ SILENCE_COUNTED_MAX_S = 3.0
 """Between two samples no more than this is held against who did not answer the second: if more time has passed, it was
 the arbiter that did not ask."""
 ABSENT_FOR_S = 10.0
-"""A key that is missing after etcd was away may be written again: a worker renews its lease every few seconds, and
-writes all of its keys anew if etcd has lost them. After a lease's time to live no worker does."""
+"""Wait for keys that are missing after an outage of etcd. A worker renews its lease every few seconds, and writes its
+keys again if etcd lost them. After a lease's time to live no worker does."""
 
 
 # --- the registry ----------------------------------------------------------------------------------

@@ -97,9 +97,8 @@ def check_replaceable(view: Fleet, worker: Worker, what: str) -> None:
         one_more(view, worker.component, "")
     except DynamoError as error:
         raise LastReadyWorker(
-            f"{what} is refused: {worker.name} is the only worker of {worker.component}, requests to it would have "
-            f"nowhere to go until it is ready again, and no other one can be started first: {error}; insist with "
-            "--force",
+            f"{what} is refused: {worker.name} is the only worker of {worker.component}, so its requests "
+            f"would have nowhere to go. No other worker can be started first: {error}. Insist with --force",
             worker=worker.name,
             component=worker.component,
         ) from None

@@ -26,8 +26,8 @@ class Choice:
 
     `start_by_s` is when (same clock as `decide`'s) a prefill worker has to begin for the target to be kept; None: there
     is no target. `remote_s` and `local_s` are None where that way is closed. `estimated_s` is the uncorrected estimate
-    behind the chosen way (of a remote one, to the end of its prefill), `behind_s` for how long its KV will then wait
-    for prompts that are computed here.
+    of the chosen way, for a remote one to the end of its prefill. `behind_s`: how long its KV then waits for prompts
+    that are computed here.
     """
 
     remote: bool

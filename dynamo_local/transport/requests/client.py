@@ -322,7 +322,9 @@ class DependencyClient:
     def __getattr__(self, name: str) -> Callable[..., PendingCall]:
         if name.startswith("_") or name not in self._endpoints:
             known = ", ".join(sorted(self.__dict__.get("_endpoints", ()))) or "none"
-            raise AttributeError(f"{self.__dict__.get('component')} has no endpoint method {name!r}; it has: {known}")
+            raise AttributeError(
+                f"{self.__dict__.get('component')} has no endpoint method {name!r}. Its methods: {known}"
+            )
 
         def method(payload: Any = None, **options: Any) -> PendingCall:
             return self._call(name, payload, _in_turn, options)

@@ -1,4 +1,4 @@
-"""What the contract tests of prefill queues have in common."""
+"""Shows what the contract tests of prefill queues have in common."""
 
 from __future__ import annotations
 

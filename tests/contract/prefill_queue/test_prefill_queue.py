@@ -1,4 +1,4 @@
-"""What every `PrefillQueue` does: the one in memory, and the one on a real JetStream."""
+"""Tests what every `PrefillQueue` does: the one in memory, and the one on a real JetStream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every `PrefillQueue` does with entries that have to be begun by some time: deadline first, none starves."""
+"""Tests what every `PrefillQueue` does with entries that have to be begun by some time."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from dynamo_local.errors import DynamoError
 
 @dataclass(frozen=True)
 class Decided:
-    """What came of a decision."""
+    """Shows what came of a decision."""
 
     moves: tuple[Move, ...] = ()
     refused: DynamoError | None = None

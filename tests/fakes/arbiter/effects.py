@@ -49,9 +49,8 @@ class FakeEffects:
     """See `arbiter.effects.EffectRunner`. `journal` says in order what was asked for, in words; `asked` are the acts.
 
     `elsewhere` are devices that another namespace has locked, `locked` those that we have; `refuse_locks` are raised by
-    the next locks, one each. With `quick` commits are written at once. With `answers` acts end at once: it says by
-    their kind with what (absent: a process is made, what is swept is swept, of others nothing is seen; None: it never
-    ends).
+    the next locks, one each. With `quick` commits are written at once. With `answers` acts end at once: kind of act ->
+    result. Absent: a process is made, a sweep ends, nothing else is observed. None: the act never ends.
     """
 
     def __init__(self, *, quick: bool = False, answers: Mapping[type, Answer | None] | None = None) -> None:

@@ -41,7 +41,7 @@ def _out(reference: Any) -> Any:
 
 
 class FakeNvmlLib:
-    """What `pynvml.nvmlLib` would be. `levels[i, j]` (i < j) is the common ancestor; default SYSTEM."""
+    """Shows what `pynvml.nvmlLib` would be. `levels[i, j]` (i < j) is the common ancestor; default SYSTEM."""
 
     def __init__(self, gpus: list[FakeGpu], names: dict[int, str], levels: dict[tuple[int, int], int]) -> None:
         self.gpus = gpus

@@ -32,7 +32,7 @@ def status_row(name: str, state: str = "ready", **more: Any) -> dict[str, Any]:
 
 
 class FakeSupervisor:
-    """What commands speak to. `error` is raised by every coroutine; `hold` (an unset event) makes them wait."""
+    """Shows what commands speak to. `error` is raised by every coroutine; `hold` (an unset event) makes them wait."""
 
     def __init__(self, workers: Iterable[str] = ()) -> None:
         self.rows = {name: status_row(name) for name in workers}

@@ -1,4 +1,4 @@
-"""What a person was told, and until when it is worth a note."""
+"""Shows what a person was told, and until when it is worth a note."""
 
 from __future__ import annotations
 

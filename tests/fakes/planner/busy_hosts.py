@@ -1,4 +1,4 @@
-"""What a planner sees of a host with as many workers as it can have: all of them busy, each pull a little different."""
+"""Shows what a planner sees of a host with as many workers as it can have."""
 
 from __future__ import annotations
 

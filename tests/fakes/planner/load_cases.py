@@ -1,4 +1,4 @@
-"""Observations with the decision that they must lead to: planner-rules' worked cases, and what lies on each boundary.
+"""Observations with the decision that they must lead to: the rules' worked cases, and the values on each boundary.
 
 Data, not tests: `test_load_rules` checks the policy with them, and `test_load_mutations` every mutant of it.
 """

@@ -1,4 +1,4 @@
-"""What a load planner sees, in a line each: `observe(2, 2, queue=[0, 0], kv=[0.3, 0.3])`."""
+"""Shows what a load planner sees, in a line each: `observe(2, 2, queue=[0, 0], kv=[0.3, 0.3])`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The queueing twin as plainly as it can be said: every worker is brought to every moment, and nothing is remembered.
+"""The queueing model as plainly as it can be said: every worker is brought to every moment, and nothing is remembered.
 
-What the shipped one makes of the same requests must be the same to the last bit.
+The shipped model's results for the same requests must be equal to the last bit.
 """
 
 from __future__ import annotations

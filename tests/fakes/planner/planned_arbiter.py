@@ -37,7 +37,7 @@ QUICK = {"adjustment_interval": 0.4, "metric_pulling_interval": 0.2}
 
 
 class Arbiter:
-    """What the planner needs of one: a fleet of 1P1D that never changes, sources that answer, a scaler that records."""
+    """Shows what the planner needs of one."""
 
     def __init__(self, folder: Path) -> None:
         self.file = KeptFleet()

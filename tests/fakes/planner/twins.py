@@ -1,4 +1,4 @@
-"""Small runs of the twin, with an engine whose times can be added up by hand."""
+"""Small simulated runs, with an engine whose times can be added up by hand."""
 
 from __future__ import annotations
 

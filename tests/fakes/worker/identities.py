@@ -1,4 +1,4 @@
-"""Who a worker is, where etcd, NATS and statefile are fakes."""
+"""Shows who a worker is, where etcd, NATS and statefile are fakes."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ GPUS = 2
 
 
 class Looks:
-    """What NVML and the locks of others show, look by look; the last sample stays."""
+    """Shows what NVML and the locks of others show, look by look; the last sample stays."""
 
     def __init__(self, *samples: GpuSample) -> None:
         self.samples = list(samples or [seen()])

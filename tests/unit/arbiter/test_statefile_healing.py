@@ -1,4 +1,4 @@
-"""What the arbiter puts right in a statefile that others write, too: a worker's own word is newer than ours."""
+"""Tests what the arbiter puts right in a statefile that others write, too: a worker's own word is newer than ours."""
 
 from __future__ import annotations
 

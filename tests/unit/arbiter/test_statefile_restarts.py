@@ -1,4 +1,4 @@
-"""What a successor needs of a restart or an apply that is under way."""
+"""Tests what a successor needs of a restart or an apply that is under way."""
 
 from __future__ import annotations
 

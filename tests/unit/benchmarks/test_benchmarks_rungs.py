@@ -1,4 +1,4 @@
-"""What faster rungs are worth: held against cold starts at as many GPU-hours."""
+"""Compares faster scaling options with cold starts at equal GPU-hours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs beside the real graphs: at the same time, after what it waits for, and heard of when it fails."""
+"""Tests what runs beside the real graphs: at the same time, after what it waits for, and heard of when it fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `dynamo` answers to words that it cannot take: one line, exit code 2, and where to read on."""
+"""Tests what `dynamo` answers to words that it cannot take: one line, exit code 2, and where to read on."""
 
 from __future__ import annotations
 

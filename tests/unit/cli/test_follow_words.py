@@ -1,4 +1,4 @@
-"""What is said of the virtual connector in `dynamo status` and `dynamo planner status`: from JSON alone."""
+"""Tests what is said of the virtual connector in `dynamo status` and `dynamo planner status`: from JSON alone."""
 
 from __future__ import annotations
 

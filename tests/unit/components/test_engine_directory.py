@@ -1,4 +1,4 @@
-"""Who hands KV over: cards in etcd, loaded at the first KV, forgotten when they go."""
+"""Tests who hands KV over: cards in etcd, loaded at the first KV, forgotten when they go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an apply would change: a pure comparison of two deployments."""
+"""Tests what an apply would change: a pure comparison of two deployments."""
 
 from __future__ import annotations
 

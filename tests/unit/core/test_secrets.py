@@ -1,4 +1,4 @@
-"""What a worker inherits, and what people are shown."""
+"""Tests what a worker inherits, and what people are shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a host does beside the engines that are measured."""
+"""Tests what a host does beside the engines that are measured."""
 
 from __future__ import annotations
 

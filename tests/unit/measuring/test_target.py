@@ -1,4 +1,4 @@
-"""What is to be measured, from a configuration with commands: how its graph is started, and what is refused."""
+"""Tests what is to be measured, from a configuration with commands: how its graph is started, and what is refused."""
 
 from __future__ import annotations
 

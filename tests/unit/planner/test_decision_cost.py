@@ -1,4 +1,4 @@
-"""What one decision costs with as many workers and windows as a host can have, without fits."""
+"""Tests what one decision costs with as many workers and windows as a host can have, without fits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def answered(at_s: float, window_s: float, rate: float) -> Requests:
 
 
 class Elsewhere:
-    """Forecasts here and now, and the queueing twin's answer at once: in the arbiter another process gives it."""
+    """Forecasts at once, in this process. In the arbiter another process computes them."""
 
     def __init__(self) -> None:
         self._inline = InlineForecaster()

@@ -1,4 +1,4 @@
-"""What an environment does about a decision: the keys and the fleet in, the next steps out."""
+"""Tests what an environment does about a decision: the keys and the fleet in, the next steps out."""
 
 from __future__ import annotations
 

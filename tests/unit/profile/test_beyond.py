@@ -1,4 +1,4 @@
-"""What a first token takes beyond the engine's time, as a fixed part and one per token."""
+"""Tests what a first token takes beyond the engine's time, as a fixed part and one per token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What planners ask of a profile: Dynamo's worked values, monotone where physics is, marked where it guesses."""
+"""Tests what planners ask of a profile: Dynamo's worked values, monotone where physics is, marked where it guesses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fit, held-out points and the comparison with the twin."""
+"""Fit, held-out points and the comparison with the simulator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a host is noticed, named, and not mistaken for something else."""
+"""Tests what is wrong with a host is noticed, named, and not mistaken for something else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is made of a server that is measured over HTTP: its limits, and the gap between its tokens."""
+"""Tests what is made of a server that is measured over HTTP: its limits, and the gap between its tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the decorators make of a user's classes."""
+"""Tests what the decorators make of a user's classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an entry point imports is neither looked through while it is made, nor later, nor at the end."""
+"""Tests what an entry point imports is neither looked through while it is made, nor later, nor at the end."""
 
 from __future__ import annotations
 

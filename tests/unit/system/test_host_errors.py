@@ -1,4 +1,4 @@
-"""What the operating system refuses becomes one line with what to do, and never a traceback."""
+"""Tests what the operating system refuses becomes one line with what to do, and never a traceback."""
 
 from __future__ import annotations
 

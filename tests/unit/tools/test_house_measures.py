@@ -1,4 +1,4 @@
-"""What `tests/tools/house.py` counts."""
+"""Tests what `tests/tools/house.py` counts."""
 
 from __future__ import annotations
 

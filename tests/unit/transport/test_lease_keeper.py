@@ -34,7 +34,7 @@ class SkippingClock(AsyncioClock):
 
 
 class Worker:
-    """What surrounds a keeper: the statefile's word, and a record of re-grants."""
+    """Shows what surrounds a keeper: the statefile's word, and a record of re-grants."""
 
     def __init__(self, etcd: FakeEtcd) -> None:
         self.etcd = etcd

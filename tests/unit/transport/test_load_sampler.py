@@ -1,4 +1,4 @@
-"""Who answers late lives: on a starved host all answers may take longer than a question is waited for."""
+"""Tests who answers late lives: on a starved host all answers may take longer than a question is waited for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What anybody on NATS can send: it costs no more than its size, and ends nothing."""
+"""Tests what anybody on NATS can send: it costs no more than its size, and ends nothing."""
 
 from __future__ import annotations
 

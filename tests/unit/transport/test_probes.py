@@ -1,4 +1,4 @@
-"""What a probe says of a server that it could not use."""
+"""Tests what a probe says of a server that it could not use."""
 
 from __future__ import annotations
 

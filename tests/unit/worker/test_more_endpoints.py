@@ -14,7 +14,7 @@ from dynamo_local.worker import registration as endpoints
 
 
 class _Server:
-    """What an `EndpointServer` is made with."""
+    """Shows what an `EndpointServer` is made with."""
 
     def __init__(self, nats: Any, *, subject: str, handler: Any, name: str, decode: Any) -> None:
         self.name, self.subject, self.handler, self.decode = name, subject, handler, decode

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[4]
 
 @service
 class Root:
-    """Of a Python graph."""
+    """Belongs to a Python graph."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Who may use a Frontend: keys, web pages of other origins, TLS, and what of it is refused before it listens."""
+"""Tests who may use a Frontend: keys, web pages of other origins, TLS, and what of it is refused before it listens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client may send, and how long it may take: the answer to each that goes beyond, on a real socket."""
+"""Tests what a client may send, and how long it may take: the answer to each that goes beyond, on a real socket."""
 
 from __future__ import annotations
 

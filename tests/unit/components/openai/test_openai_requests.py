@@ -1,4 +1,4 @@
-"""What a request may hold, what the Processor gets of it, and how each refusal names its parameter."""
+"""Tests what a request may hold, what the Processor gets of it, and how each refusal names its parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a prefill worker pulls, and what becomes of each entry."""
+"""Tests what a prefill worker pulls, and what becomes of each entry."""
 
 from __future__ import annotations
 

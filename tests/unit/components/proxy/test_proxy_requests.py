@@ -1,4 +1,4 @@
-"""What the proxying Frontend reads of a request, and what goes on with it."""
+"""Tests what the proxying Frontend reads of a request, and what goes on with it."""
 
 from __future__ import annotations
 

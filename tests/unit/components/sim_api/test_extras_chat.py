@@ -1,4 +1,4 @@
-"""What agents ask of `/v1/chat/completions`, by the `openai` client, through the whole house down to the sim engine."""
+"""Tests what agents ask of `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ for _ in range(200):
 
 
 class Person(BaseModel):
-    """What is to be parsed."""
+    """Shows what is to be parsed."""
 
     name: str
     age: int

@@ -17,7 +17,7 @@ TOOL: Any = {"type": "function", "name": "weather", "parameters": {"properties":
 
 
 class Person(BaseModel):
-    """What is to be parsed."""
+    """Shows what is to be parsed."""
 
     name: str
     age: int

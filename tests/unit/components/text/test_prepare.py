@@ -1,4 +1,4 @@
-"""What is refused before any worker is asked, and the defaults of what is sent."""
+"""Tests what is refused before any worker is asked, and the defaults of what is sent."""
 
 from __future__ import annotations
 

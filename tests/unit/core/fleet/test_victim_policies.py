@@ -1,4 +1,4 @@
-"""Who goes: each policy, its ties, and what a missing load means."""
+"""Tests who goes: each policy, its ties, and what a missing load means."""
 
 from __future__ import annotations
 

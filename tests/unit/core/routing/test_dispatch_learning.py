@@ -1,4 +1,4 @@
-"""What dispatch learns: lengths of answers, and by how much estimates err."""
+"""Tests what dispatch learns: lengths of answers, and by how much estimates err."""
 
 from __future__ import annotations
 

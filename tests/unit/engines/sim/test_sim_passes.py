@@ -1,4 +1,4 @@
-"""What the simulated engine tells of its passes."""
+"""Tests what the simulated engine tells of its passes."""
 
 from __future__ import annotations
 

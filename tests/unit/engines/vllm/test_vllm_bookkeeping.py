@@ -1,4 +1,4 @@
-"""What the vLLM engine counts, and what it holds for itself on a host; without vLLM."""
+"""Tests what the vLLM engine counts, and what it holds for itself on a host; without vLLM."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class FakeLlm:
 
 
 class NoProcesses(CoreProcesses):
-    """Of a fake."""
+    """Belongs to a fake."""
 
     def watch(self, die: Callable[[str], None]) -> None:
         """There are none."""

@@ -1,4 +1,4 @@
-"""What is told of vLLM's passes, with a scheduler that has the attributes of vLLM's; no vLLM needed."""
+"""Tests what is told of vLLM's passes, with a scheduler that has the attributes of vLLM's; no vLLM needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM's CPU build does to a host's processors, and what is done about it."""
+"""Tests what vLLM's CPU build does to a host's processors, and what is done about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model learns from passes, and when it answers."""
+"""Tests what a model learns from passes, and when it answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What plugins may answer, and what is made of the rest."""
+"""Tests what plugins may answer, and what is made of the rest."""
 
 from __future__ import annotations
 

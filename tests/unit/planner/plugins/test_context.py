@@ -1,4 +1,4 @@
-"""What plugins are shown, and what is collected for them."""
+"""Tests what plugins are shown, and what is collected for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may register, and the reason of a refusal: Dynamo's words, in Dynamo's order."""
+"""Tests who may register, and the reason of a refusal: Dynamo's words, in Dynamo's order."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Fixed:
 
 
 class Later:
-    """Its methods are coroutines; it rejects once it has been reset."""
+    """A plugin whose methods are coroutines. After a reset it rejects."""
 
     async def predict(self, context: PipelineContext) -> Prediction:
         await asyncio.sleep(0)
@@ -49,7 +49,7 @@ class Later:
 
 
 class Wrong:
-    """What it answers is nothing that a plugin may answer."""
+    """Shows what it answers is nothing that a plugin may answer."""
 
     def propose(self, context: PipelineContext) -> Any:
         return {"decode": 3}

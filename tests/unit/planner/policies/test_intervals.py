@@ -20,7 +20,7 @@ STARTING = worker_pools(1, pool(DECODE, 2, coming=1))
 
 
 class Recorder:
-    """A policy that remembers what it was shown; it can be told to fail."""
+    """A policy that remembers its observations, and fails on request."""
 
     def __init__(self, options: PlannerConfig = OPTIONS) -> None:
         self.seen: list[IntervalObservation] = []

@@ -1,4 +1,4 @@
-"""The load planner's rules: the worked cases of planner-rules, and the boundaries between them."""
+"""The load planner's rules: worked cases, and the boundaries between them."""
 
 from __future__ import annotations
 

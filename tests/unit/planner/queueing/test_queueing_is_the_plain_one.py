@@ -1,4 +1,4 @@
-"""The queueing twin computes nothing twice and leaves off what nobody asks; its shares are those of the plain one."""
+"""The queueing model computes nothing twice. Its shares equal those of the plain model."""
 
 from __future__ import annotations
 

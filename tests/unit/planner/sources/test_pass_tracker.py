@@ -1,4 +1,4 @@
-"""What a planner knows of the engines' passes."""
+"""Tests what a planner knows of the engines' passes."""
 
 from __future__ import annotations
 

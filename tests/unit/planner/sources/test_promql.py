@@ -1,4 +1,4 @@
-"""What Prometheus is asked, and what its answers mean."""
+"""Tests what Prometheus is asked, and what its answers mean."""
 
 from __future__ import annotations
 

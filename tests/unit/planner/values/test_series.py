@@ -1,4 +1,4 @@
-"""What a planner remembers of the traffic: idle windows are known, unknown ones are not idle."""
+"""Tests what a planner remembers of the traffic: idle windows are known, unknown ones are not idle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker keeps of its passes, and what it tells."""
+"""Tests what a worker keeps of its passes, and what it tells."""
 
 from __future__ import annotations
 

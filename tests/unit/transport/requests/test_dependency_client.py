@@ -1,4 +1,4 @@
-"""What a `depends(Other)` attribute offers, over the fake endpoint client."""
+"""Tests what a `depends(Other)` attribute offers, over the fake endpoint client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Dynamo worker says that it measured of itself: read from its answer, and asked for by another process."""
+"""Tests what a Dynamo worker says that it measured of itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a planner is told of Dynamo's own processes: passes from the event plane, cards, metrics as counters."""
+"""Tests what a planner is told of Dynamo's own processes: passes from the event plane, cards, metrics as counters."""
 
 from __future__ import annotations
 

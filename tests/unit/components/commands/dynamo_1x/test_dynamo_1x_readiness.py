@@ -26,7 +26,7 @@ LOG = [
 
 
 class Frontend:
-    """What its port answers now."""
+    """Shows what its port answers now."""
 
     def __init__(self) -> None:
         self.models: str | None = EMPTY

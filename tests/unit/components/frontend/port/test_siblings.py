@@ -1,4 +1,4 @@
-"""What the workers of one component ask each other."""
+"""Tests what the workers of one component ask each other."""
 
 from __future__ import annotations
 

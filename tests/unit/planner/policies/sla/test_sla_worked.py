@@ -1,4 +1,4 @@
-"""Seed 002's calculator: its worked cases, run on Dynamo's own test profile, and the formulas one by one."""
+"""The calculator of Dynamo's SLA planner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policy `slo` in our twin, with a fleet that is far too small: it gets out of it by itself."""
+"""The policy `slo` in the simulator, with a fleet that is far too small. The policy recovers."""
 
 from __future__ import annotations
 

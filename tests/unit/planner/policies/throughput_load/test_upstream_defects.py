@@ -1,5 +1,5 @@
-"""What Dynamo 1.6.1's planner gets wrong, and ours does not: one test each. (Three more are among the worked examples:
-an unreachable target, a gap in the metrics, a budget below one worker of each role.)"""
+"""Tests what Dynamo 1.6.1's planner gets wrong, and ours does not: one test each. (Three more are among the worked
+examples: an unreachable target, a gap in the metrics, a budget below one worker of each role.)"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fifteen worked examples of Dynamo 1.6.1 and seed 001, each in the mode to which it belongs.
+"""The fifteen worked examples of Dynamo 1.6.1 and of its design, each in the mode to which it belongs.
 
 Where ours decides otherwise because Dynamo's answer is a defect, the test says so (3, 14, 15).
 """
