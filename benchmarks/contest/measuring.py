@@ -26,7 +26,7 @@ from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.policies.protocol import Policy
-from dynamo_local.planner.queueing import Demand, Engine, decode_share, done_at, prefill_share
+from dynamo_local.planner.queueing import Demand, Engine, EngineOptions, decode_share, done_at, prefill_share
 from dynamo_local.planner.queueing_task import passes_of
 from dynamo_local.profile.reading import DEFAULT_PROFILE, read_profile
 from dynamo_local.simulator.metrics import Metrics, measure
@@ -140,7 +140,7 @@ def frontier(trial: Trial, requests: Requests) -> list[Fleet]:
     """The best split of each number of GPUs up to the cap, by the queueing twin on the whole trace: all splits of all
     numbers would be a hundred runs. Those are left out that it takes for hopeless."""
     options = slo_of(trial)
-    engine = Engine(passes_of(options.profile, options.speed), options.engine)
+    engine = Engine(passes_of(DEFAULT_PROFILE, trial.speed), EngineOptions())
     rows = requests.rows
     rate = len(rows) / max(rows[-1].at_s, 1.0)
     times = [each.at_s * rate for each in rows]

@@ -114,8 +114,7 @@ def profile(graph: str | None, as_json: bool, report: Path | None, **words: Any)
         Given(words["kv_tokens"], words["context_length"], words["max_num_seqs"]),
     )
     asked = ProfileRequest(
-        words["output"],
-        words["budget"],
+        *(words["output"], words["budget"]),
         context_max=words["max_context"],
         small=words["small"],
         resume=words["resume"],

@@ -48,6 +48,8 @@ class SleepHooks(Protocol):
 
 
 class CommandSleep:
+    """`engines.sleep.CanSleep` by the hooks of a command."""
+
     def __init__(self, hooks: SleepHooks) -> None:
         self._hooks = hooks
         self._level = 1

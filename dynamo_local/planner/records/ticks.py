@@ -31,7 +31,6 @@ from dynamo_local.config.planner import PlannerConfig, options_of
 from dynamo_local.core.passes import EngineId, ForwardPass, Requests
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import BadInput
-from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.forecasting.answers import InlineForecaster
 from dynamo_local.planner.values import (
@@ -471,6 +470,8 @@ class Replay:
 
     def run(self, records: Iterable[Record]) -> Iterator[Replayed]:
         """In order. Raises `BadInput` for a record that cannot be read."""
+        from dynamo_local.planner.choosing import policy_of  # imports all policies, which a log's writer does not need
+
         for record in records:
             kind, at_s = record["kind"], float(record["at_s"])
             if kind == TICK:
