@@ -24,7 +24,7 @@ def main(folder: Path) -> int:
     problems = [f"{wheel.name} lacks {name}" for name in MUST if name not in names]
     if top != {"dynamo_local"}:
         problems.append(f"{wheel.name} has top-level names other than dynamo_local: {sorted(top)}")
-    if not any("/profiles/" in name and name.endswith(".npz") for name in names):
+    if not any("/profile/data/" in name and name.endswith(".npz") for name in names):
         problems.append(f"{wheel.name} lacks the sim engine's profiles")
     with tarfile.open(next(folder.glob("*.tar.gz"))) as sdist:
         sources = sdist.getnames()
