@@ -76,18 +76,18 @@ MODULE = '''"""Module."""
 limit = 3  # By default.
 
 
-class Wish:
+class Shell:
     """Of a deployment."""
 
     lapsed: bool = False
     """What it means."""
 
 
-def run(told: str) -> None:
+def run(headed: str) -> None:
     """Run."""
     option(help="Whoever runs.")
-    log.info("What %s runs.", told)
-    raise ValueError(f"{told}. Of no use.")
+    log.info("What %s runs.", headed)
+    raise ValueError(f"{headed}. Of no use.")
 '''
 
 
