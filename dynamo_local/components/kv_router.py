@@ -61,7 +61,11 @@ class RouteDecisions:
         policy = self._settings().router
         picker = self._picker(policy)
         hits = self._hits(request)
-        worker = picker.pick(candidates, self._loads(candidates), hits, len(request.token_ids))
+        loads = self._loads(candidates)
+        if isinstance(picker, KvCost) and log.isEnabledFor(logging.DEBUG):
+            for each, formula in picker.formulas(candidates, loads, hits).items():
+                log.debug("Formula for %x: %s", each, formula)
+        worker = picker.pick(candidates, loads, hits, len(request.token_ids))
         rate = hits.get(worker, 0.0)
         self._remember(picker, worker, request, rate)
         log.info("request %s: worker %x by %s, prefix hit rate %.3f", request.request_id, worker, policy, rate)

@@ -350,6 +350,18 @@ class KvCost:
         ties = [worker for worker in sorted(values) if values[worker] == best]
         return ties[0] if len(ties) == 1 else self._choose(ties)
 
+    def formulas(
+        self, candidates: Sequence[int], loads: Mapping[int, Sample], hits: Mapping[int, float]
+    ) -> dict[int, str]:
+        """worker -> its value of the cost function with the three terms, as Dynamo's Router logs it."""
+        terms = self._terms(candidates, loads)
+        most = max((term.waiting for term in terms.values()), default=0)
+        return {
+            worker: f"{value:.3f} = {self._prefix_weight:.1f} * {hits.get(worker, 0.0):.3f} - {terms[worker].usage:.3f}"
+            f" - {terms[worker].waiting / most if most else 0.0:.3f}"
+            for worker, value in kv_values(terms, hits, self._prefix_weight).items()
+        }
+
     def routed(self, instance_id: int, request_id: str, tokens: int, now_s: float, prompt_tokens: int = 0) -> None:
         self._sent.routed(instance_id, request_id, tokens, now_s)
 

@@ -32,6 +32,14 @@ def test_values_are_dynamos() -> None:
     assert kv_values(terms, hits) == {1: 2 * 3 * 64 / 256 - 0.5 - 4 / 4, 2: 2 * 64 / 256 - 0.25 - 1 / 4, 3: 0.0}
 
 
+def test_a_formula_shows_the_terms_of_each_worker() -> None:
+    loads = {1: sample(0.5, 4), 2: sample(0.25, 1)}
+    assert KvCost(first).formulas([1, 2], loads, {1: 0.75}) == {
+        1: "0.000 = 2.0 * 0.750 - 0.500 - 1.000",
+        2: "-0.500 = 2.0 * 0.000 - 0.250 - 0.250",
+    }
+
+
 def test_nobody_waiting_costs_nobody_anything() -> None:
     assert kv_values({1: LoadTerms(0.5, 0), 2: LoadTerms(0.0, 0)}, {}) == {1: -0.5, 2: 0.0}
 
