@@ -200,18 +200,22 @@ async def _stats(arbiter: Any, original: Any, props: Any) -> dict[str, Any]:
     """
     if props.get("name") is None:
         pids = {watcher.name: list(watcher.processes) for watcher in arbiter.watchers}
-        return {"infos": await SWEEPS.run(partial(_infos, pids), STATS_DEADLINE_S, what="reading the process table")}
+        return {"infos": await _sampled(pids)}
     name = text(props, "name")
     watcher = next((each for each in arbiter.watchers if each.name.lower() == name.lower()), None)
     if watcher is None:
         raise BadInput(f"there is no watcher {name}: `circusctl list` shows the names")
-    pids = {name: list(watcher.processes)}
-    infos = await SWEEPS.run(partial(_infos, pids), STATS_DEADLINE_S, what="reading the process table")
+    info = (await _sampled({name: list(watcher.processes)}))[name]
     if props.get("process") is None:
-        return {"name": name, "info": infos[name]}
-    if props["process"] not in infos[name]:
+        return {"name": name, "info": info}
+    if props["process"] not in info:
         raise BadInput(f"{name} has no process {props['process']!r}")
-    return {"process": props["process"], "info": infos[name][props["process"]]}
+    return {"process": props["process"], "info": info[props["process"]]}
+
+
+async def _sampled(pids: Mapping[str, Sequence[int]]) -> dict[str, dict[int, Any]]:
+    """`_infos` in a thread."""
+    return await SWEEPS.run(partial(_infos, pids), STATS_DEADLINE_S, what="reading the process table")
 
 
 def _infos(pids: Mapping[str, Sequence[int]]) -> dict[str, dict[int, Any]]:
@@ -227,8 +231,7 @@ def _infos(pids: Mapping[str, Sequence[int]]) -> dict[str, dict[int, Any]]:
 
 async def _dstats(arbiter: Any, original: Any, props: Any) -> dict[str, Any]:
     """The figures of the arbiter's own process."""
-    infos = await SWEEPS.run(partial(_infos, {"arbiter": [os.getpid()]}), STATS_DEADLINE_S, what="reading /proc")
-    return {"info": infos["arbiter"][os.getpid()]}
+    return {"info": (await _sampled({"arbiter": [os.getpid()]}))["arbiter"][os.getpid()]}
 
 
 INSTEAD: dict[str, Handler] = {

@@ -7,13 +7,14 @@ There are no exceptions: a module that grows past its bound usually hides two th
 from __future__ import annotations
 
 import ast
-import configparser
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import grimp
 import pytest
+
+from tests.tools.house import circles, layers, package
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("dynamo_local", "state", "circus_plugins")
@@ -71,48 +72,29 @@ def imported() -> dict[str, set[str]]:
     return {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
 
 
-def _package(module: str) -> str:
-    return module.split(".")[1] if "." in module else module
-
-
 def test_no_module_imports_itself_in_a_circle(imported: dict[str, set[str]]) -> None:
-    assert _circles(imported) == []
+    assert circles(imported) == []
 
 
 def test_no_package_imports_itself_in_a_circle(imported: dict[str, set[str]]) -> None:
     """`.importlinter` lets packages of one layer import each other; here each pair has one direction."""
-    packages: dict[str, set[str]] = {_package(module): set() for module in imported}
+    packages: dict[str, set[str]] = {package(module): set() for module in imported}
     for module, targets in imported.items():
-        packages[_package(module)] |= {_package(target) for target in targets} - {_package(module)}
-    assert _circles(packages) == []
+        packages[package(module)] |= {package(target) for target in targets} - {package(module)}
+    assert circles(packages) == []
 
 
 def test_there_are_at_most_fifteen_packages_in_six_layers() -> None:
     """`state` and `circus_plugins` are links to folders at the top level, which the design card names."""
     folders = [path for path in (ROOT / "dynamo_local").iterdir() if (path / "__init__.py").is_file()]
-    contracts = configparser.ConfigParser()
-    contracts.read(ROOT / ".importlinter")
-    layers = contracts["importlinter:contract:layers"]["layers"].split("\n")
     assert len([folder for folder in folders if not folder.is_symlink()]) <= 15
-    assert len([layer for layer in layers if layer.strip()]) <= 6
-
-
-def _circles(imported: dict[str, set[str]]) -> list[set[str]]:
-    """Modules that reach each other: what is left after taking away, again and again, whoever imports nobody left,
-    and whoever is imported by nobody left. An empty list for a graph without circles."""
-    left = {module: set(targets) for module, targets in imported.items()}
-    while True:
-        targets = set().union(*left.values()) if left else set()
-        ends = {module for module, to in left.items() if not to or module not in targets}
-        if not ends:
-            return [set(left)] if left else []
-        left = {module: to - ends for module, to in left.items() if module not in ends}
+    assert layers(ROOT) <= 6
 
 
 def test_a_circle_is_found() -> None:
     """Else the test above would pass for anything."""
-    assert _circles({"a": {"b"}, "b": {"c"}, "c": set()}) == []
-    assert _circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [{"b", "c"}]
+    assert circles({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [{"b", "c"}]
 
 
 # --- docstrings ----------------------------------------------------------------------------------

@@ -317,11 +317,16 @@ def kv_values(
     terms: Mapping[int, LoadTerms], hits: Mapping[int, float], prefix_weight: float = PREFIX_WEIGHT
 ) -> dict[int, float]:
     """worker -> the value of the cost function, for each worker of `terms`; `prefix_weight` 0: load alone."""
-    most = max((term.waiting for term in terms.values()), default=0)
+    waiting = waiting_shares(terms)
     return {
-        worker: prefix_weight * hits.get(worker, 0.0) - term.usage - (term.waiting / most if most else 0.0)
-        for worker, term in terms.items()
+        worker: prefix_weight * hits.get(worker, 0.0) - term.usage - waiting[worker] for worker, term in terms.items()
     }
+
+
+def waiting_shares(terms: Mapping[int, LoadTerms]) -> dict[int, float]:
+    """worker -> its waiting requests as a share of the most that any worker has; 0 where none wait."""
+    most = max((term.waiting for term in terms.values()), default=0)
+    return {worker: term.waiting / most if most else 0.0 for worker, term in terms.items()}
 
 
 class KvCost:
@@ -355,10 +360,10 @@ class KvCost:
     ) -> dict[int, str]:
         """worker -> its value of the cost function with the three terms, as Dynamo's Router logs it."""
         terms = self._terms(candidates, loads)
-        most = max((term.waiting for term in terms.values()), default=0)
+        waiting = waiting_shares(terms)
         return {
             worker: f"{value:.3f} = {self._prefix_weight:.1f} * {hits.get(worker, 0.0):.3f} - {terms[worker].usage:.3f}"
-            f" - {terms[worker].waiting / most if most else 0.0:.3f}"
+            f" - {waiting[worker]:.3f}"
             for worker, value in kv_values(terms, hits, self._prefix_weight).items()
         }
 
