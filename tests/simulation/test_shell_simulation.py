@@ -73,8 +73,9 @@ def test_somebody_always_serves_where_nothing_breaks_and_nothing_is_forced() -> 
 
 
 def test_spares_become_workers_and_are_missed_by_nobody() -> None:
-    """Of these few seeds: what a run with spares looks like, so that the others mean something."""
-    stories = [run_seed(seed, spares=2).story for seed in range(FIRST, FIRST + 8)]
+    """A run with spares really uses them, so that the other runs mean something. Always the same seeds: in eight seeds
+    of somebody's choice (`DYN_SIM_FIRST`) it may happen three times only."""
+    stories = [run_seed(seed, spares=2).story for seed in range(10_000, 10_016)]
     assert sum(" becomes dynamo_" in line for story in stories for line in story) > 3
     assert sum("a spare failed" in line for story in stories for line in story) > 3
 
