@@ -325,7 +325,7 @@ def _names(names: Iterable[str]) -> str:
 
 
 def vllm_oracle() -> str:
-    """What tests/vllm/test_vllm_oracle*.py compared: requests by graph and path, and what differs."""
+    """The findings of tests/vllm/test_vllm_oracle*.py: what differs, and requests by graph and path."""
     oracle = json.loads((ROOT / "docs" / "vllm_oracle.json").read_text(encoding="utf-8"))
     graphs, models = oracle["graphs"], oracle["models"]
     every = [*graphs.values(), *models.values()]
