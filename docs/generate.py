@@ -210,7 +210,7 @@ def _listed(module: types.ModuleType, names: set[str]) -> str:
 
 
 def _episode(name: str) -> Callable[[], str]:
-    """The machine's steps in an episode of `docs/scenarios.py`, below its docstring."""
+    """The machine's steps in an episode of `docs/scenarios.py`, below its docstring. Timers are left out."""
 
     def render() -> str:
         script = _sibling("scenarios").EPISODES[name]
@@ -221,7 +221,7 @@ def _episode(name: str) -> Callable[[], str]:
                 f"{row.at_s:.2f}",
                 row.event,
                 "<br>".join(_unrepeated(row.event, line) for line in row.transitions),
-                "<br>".join(_unrepeated(row.event, line) for line in row.effects),
+                "<br>".join(_unrepeated(row.event, line) for line in row.effects if not line.startswith("wait until ")),
             )
             for row in script().rows
         )
