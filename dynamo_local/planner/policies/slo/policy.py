@@ -26,11 +26,14 @@ from dynamo_local.planner.policies.protocol import holding
 from dynamo_local.planner.policies.slo import reasons as words
 from dynamo_local.planner.policies.slo.corrections import Learning, Served, learned, with_served
 from dynamo_local.planner.policies.slo.forecast import Scenario, demands
+from dynamo_local.planner.policies.slo.hindsight import Hindsight
 from dynamo_local.planner.policies.slo.reasons import SloRule, reasons
 from dynamo_local.planner.policies.slo.scaling_options import (
+    COLD_START,
     FLIP,
     INTERVAL_S,
     START_UP_S,
+    WAKE,
     Ahead,
     Bounds,
     Fleet,
@@ -50,7 +53,7 @@ from dynamo_local.planner.policies.slo.state import (
     with_scaling_options,
 )
 from dynamo_local.planner.queueing import EngineOptions, Passes, Shares
-from dynamo_local.planner.queueing_task import Question, on_grid, shares_of
+from dynamo_local.planner.queueing_task import Question, misses_of, on_grid, shares_of
 from dynamo_local.planner.values import (
     ComponentTarget,
     Decision,
@@ -144,6 +147,7 @@ class SloPolicy:
         reported = shares_of(forecasts, len(rates), len(state.demands))
         if isinstance(reported, Missing):
             return replace(state, held=(SloRule.PREDICT_FAILED, reported.reason)), None
+        state = self._with_past(state, observation.pools, forecasts)
         known = dict(zip(rates, reported, strict=True))
         newest = tuple(_moment(state, index, known) for index in range(len(state.scaling_options)))
         before = state.moments or ((),) * len(newest)
@@ -153,6 +157,28 @@ class SloPolicy:
         )
         state = replace(state, moments=moments, expected=newest)
         return state, self._prediction(state)
+
+    def _with_past(self, state: SloState, pools: WorkerPools, forecasts: Forecasts | Missing | None) -> SloState:
+        """With the stretch of the past that was judged, and the price that it makes."""
+        past = state.past
+        if past is None or past.record.asked is None:
+            return state
+        misses = misses_of(forecasts, self._most(pools))
+        if misses is None:
+            return state
+        past = past.judged(misses, self._lead_bins(state, pools), INTERVAL_S)
+        state = replace(state, past=past)
+        gpus = self.bounds(pools).gpus
+        mean_price = price(self.options.target, self.options.cost_factor, state.means.rate, state.means.gpus)
+        strict = state.kept.strict(self.options.target)
+        found = past.factor(gpus, self.options.target, mean_price * INTERVAL_S, strict)
+        return replace(state, price_factor=found)
+
+    def _lead_bins(self, state: SloState, pools: WorkerPools) -> tuple[int, int]:
+        """Intervals until a worker of each role serves, by the quickest scaling option that brings one."""
+        leads = {each.name: each.lead_bins(INTERVAL_S) for each in state.scaling_options}
+        found = [leads[WAKE if pool.asleep and WAKE in leads else COLD_START] for pool in pools.all]
+        return found[0], found[1]
 
     def _prediction(self, state: SloState) -> Prediction:
         ahead = state.demands[-1]
@@ -166,7 +192,7 @@ class SloPolicy:
         self, state: SloState, observation: Observation, prediction: Prediction | None
     ) -> tuple[SloState, tuple[Proposal, ...]]:
         """The fleet that is worth its price."""
-        state = replace(state, chosen=None)
+        state = replace(state, chosen=None, ruled=None)
         if not self._due(state, observation) or state.held is not None or not state.expected:
             return state, ()
         now, bounds = _capacity(observation.pools), self.bounds(observation.pools)
@@ -176,6 +202,11 @@ class SloPolicy:
             for scaling_option, at_lead, until in zip(state.scaling_options, state.expected, state.moments, strict=True)
         ]
         fleet, flips = climbed(now, ahead, quick(observation.pools, observation.reading), gpu_price, bounds)
+        ruled, past = fleet, state.past
+        if past is not None:
+            ready = _ready(observation.pools)
+            past = past.decided(ruled, ready, observation.at_s)
+            fleet = within(past.held(ruled, gpu_price * INTERVAL_S, bounds.gpus, observation.at_s), now, bounds)
         fleet = self._not_below_the_first(state, observation, fleet, now, flips)
         if fleet == now and all(scaling_option.name != FLIP for scaling_option in state.scaling_options):
             fleet = swapped(
@@ -183,7 +214,9 @@ class SloPolicy:
             )
         targets = (ComponentTarget("prefill", fleet[0]), ComponentTarget("decode", fleet[1]))
         said = f"{fleet[0]} prefill and {fleet[1]} decode workers for {state.expected[0].rate:.3g} requests/s"
-        return replace(state, chosen=fleet, flips=flips), (Proposal(PLUGIN_ID, PRIORITY, Override(targets, said)),)
+        return replace(state, chosen=fleet, ruled=ruled, past=past, flips=flips), (
+            Proposal(PLUGIN_ID, PRIORITY, Override(targets, said)),
+        )
 
     def _not_below_the_first(
         self, state: SloState, observation: Observation, fleet: Fleet, now: Fleet, flips: int
@@ -261,7 +294,11 @@ class SloPolicy:
         if state.expected and pools.prefill is not None:
             served = overrun_yield(_capacity(pools), state.expected[0], self.bounds(pools))
             rate = rate if served is None else min(rate, served * gpus)
-        return price(options.target, options.cost_factor, rate, gpus) * state.kept.factor(options.target)
+        return price(options.target, options.cost_factor, rate, gpus) * state.price_factor
+
+    def _most(self, pools: WorkerPools) -> int:
+        """Workers of a role that there could be."""
+        return max(*_capacity(pools), self.options.max_gpu_budget // min(self.bounds(pools).gpus))
 
     def _due(self, state: SloState, observation: Observation) -> bool:
         return observation.at_s >= state.due_s - SLACK_S
@@ -296,7 +333,21 @@ class SloPolicy:
         served = Served(seen.since_s, seen.at_s, pools.prefill.ready, pools.decode.ready)
         state = self._judged(replace(state, served=with_served(state.served, served)), seen, observation.reading)
         state = self._with_demands(state, observation.at_s)
+        state = self._recorded(state, observation, seen)
         return replace(state, held=None if state.demands else (SloRule.NO_TRAFFIC_DATA, words.NOBODY_YET))
+
+    def _recorded(self, state: SloState, observation: Observation, seen: Requests) -> SloState:
+        """With the answers in the record, and the next stretch of the past to be judged. If requests are only counted
+        together, nobody knows in which bursts they came: nothing is judged."""
+        if observation.requests is None:
+            return state
+        most = self._most(observation.pools)
+        past = state.past
+        if past is None or past.workers_max != most:
+            past = Hindsight.of(seen.since_s, most)
+        ttft_s, itl_s = self.options.ttft_ms / 1000, self.options.itl_ms / 1000
+        past = replace(past, record=past.record.after(seen.ended, ttft_s, itl_s))
+        return replace(state, past=past.asking(state.ended, observation.at_s, INTERVAL_S))
 
     def _judged(self, state: SloState, seen: Requests, reading: Reading) -> SloState:
         """With what the answers say of the engines, of what was kept, and of what waits."""
@@ -304,6 +355,8 @@ class SloPolicy:
         ttft_s, itl_s = options.ttft_ms / 1000, options.itl_ms / 1000
         newest = state.moments[0][-1] if state.moments and state.moments[0] else None
         hopeless = 0.0 if newest is None else newest.hopeless
+        if state.past is not None:
+            hopeless = max(hopeless, state.past.hopeless)
         rate = state.rates[0] if state.rates else 0.0
         more = clearing(reading, rate, ttft_s, state.scaling_options[0].lead_s)
         return replace(
@@ -334,18 +387,17 @@ class SloPolicy:
         return replace(state, demands=found, demands_at_s=now_s, demands_for=state.factors)
 
     def _question(self, state: SloState, pools: WorkerPools, rates: tuple[float, ...]) -> Question:
-        options, bounds = self.options, self.bounds(pools)
-        most = max(*_capacity(pools), options.max_gpu_budget // min(bounds.gpus))
-        used = state.demands_for
+        options, used = self.options, state.demands_for
         return Question(
             self.profile,
             options.ttft_ms / 1000,
             options.itl_ms / 1000,
-            most,
+            self._most(pools),
             rates,
             state.demands,
             replace(self.engine, prefill_factor=used.prefill, decode_factor=used.decode),
             self.speed,
+            None if state.past is None else state.past.record.asked,
         )
 
 
@@ -368,6 +420,10 @@ def _moment(state: SloState, scaling_option: int, known: dict[float, tuple[Share
         reported = known[on_grid(each.rate)]
         scenarios += [(each.weight * each.rate / len(reported), shares) for shares in reported]
     return Moment(tuple(scenarios))
+
+
+def _ready(pools: WorkerPools) -> Fleet:
+    return (0 if pools.prefill is None else pools.prefill.ready, pools.decode.ready)
 
 
 def _capacity(pools: WorkerPools) -> Fleet:

@@ -195,7 +195,7 @@ def _numbers(
         "workers_wanted": float(fleet[role]),
         "attainment": served / expected.rate if expected.rate > 0 else 1.0,
         "price_requests_per_hour": gpu_price * HOUR_S,
-        "price_factor": state.kept.factor(options.target),
+        "price_factor": state.price_factor,
         "clearing_requests_per_second": state.clearing,
         "less_misses_per_hour": _gain(expected, _changed(fleet, role, -1), fleet),
         "more_saves_per_hour": _gain(expected, fleet, _changed(fleet, role, 1)),

@@ -1,0 +1,320 @@
+"""What each worker would have been worth in the recorded past. Pure; numpy arrays are never changed in place.
+
+The n-th worker of a role (its rank) is judged by itself. `queueing.misses` replays the requests that really came, and
+says how many more would have been kept in each interval with the n-th worker than without it. The candidates of a rank
+are its holds: how long the worker stays after the rule last wanted it.
+
+* 0 s: the rule alone decides.
+* Longer: the worker bridges lulls. This is ski rental, per worker, with the observed lulls in place of a worst case.
+* Always, or never. "Always up to rank n, and never above" is a fixed fleet. So every fixed fleet is a candidate.
+
+A worker that was away needs its lead time again. It is paid from its order on. The candidate with the most saved
+requests, less the price of its GPU time, leads. Sums fade by `MEMORY_S`: the leader follows a load that changes.
+
+Sources: convex demand splits into one ski rental per server (Lin, Wierman, Andrew, Thereska, "Dynamic right-sizing for
+power-proportional data centers", INFOCOM 2011). A hold of one lead's loss is never worse than twice the best (Karlin,
+Manasse, McGeoch, Owicki, 1994). The best candidate on fading sums is the leader of Herbster and Warmuth's shifting
+experts (1998). It has no worst-case bound of its own; benchmarks.regret measures what it costs.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamo_local.planner.queueing import Misses, Past
+from dynamo_local.planner.values import Ended
+
+HOLDS_S = (-math.inf, 0.0, 30.0, 60.0, 120.0, 240.0, 480.0, 900.0, math.inf)
+"""How long a worker stays after it was last wanted. The first is never there, the last always."""
+FIRST_HOLD = 2
+"""The candidate that leads until the past says otherwise."""
+FIRST_BINS = 12.0
+"""It is ahead by the price of a GPU for so many intervals: nobody leads by chance."""
+MEMORY_S = 7200.0
+"""Requests and GPU time of so long ago count e⁻¹."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """One interval of the past, judged. `wanted` is what the rule wanted then. `saved[n - 1]` are the requests that
+    were kept with n workers, but not with one less. `missed` are those that any number of workers would have missed."""
+
+    wanted: int
+    saved: Floats
+    missed: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """All ranks of one role with all candidates. Arrays have a row for each rank, and a column for each of `HOLDS_S`.
+
+    `saved` are requests, `held` intervals of one worker. `saveable` and `missed` are requests that the largest fleet
+    keeps and misses. `idle` is the number of intervals since a rank was last wanted; `away` those until it serves.
+    """
+
+    saved: Floats
+    held: Floats
+    saveable: Floats
+    missed: float
+    idle: Floats
+    there: NDArray[np.bool_]
+    away: Floats
+    wanted: Floats
+    """When each rank was last wanted (planner's clock, seconds); not judged yet."""
+
+    @classmethod
+    def of(cls, workers_max: int) -> Ranks:
+        """Without a past."""
+        shape = (workers_max, len(HOLDS_S))
+        there = np.zeros(shape, dtype=np.bool_)
+        there[:, -1] = True
+        none = np.full(workers_max, np.inf)
+        return cls(np.zeros(shape), np.zeros(shape), np.zeros(workers_max), 0.0, none, there, np.zeros(shape), -none)
+
+    def after(self, one: Bin, lead_bins: int, bin_s: float) -> Ranks:
+        """With one more interval of the past. A worker that was away serves `lead_bins` intervals after its order."""
+        fades = math.exp(-bin_s / MEMORY_S)
+        idle = np.where(np.arange(len(self.idle)) < one.wanted, 0.0, self.idle + 1)
+        there = idle[:, None] * bin_s <= np.asarray(HOLDS_S)[None, :]
+        away = np.where(there & ~self.there, float(lead_bins), np.maximum(self.away - 1, 0.0))
+        serves = there & (away <= 0)
+        return replace(
+            self,
+            saved=fades * self.saved + serves * one.saved[:, None],
+            held=fades * self.held + there,
+            saveable=fades * self.saveable + one.saved,
+            missed=fades * self.missed + one.missed,
+            idle=idle,
+            there=there,
+            away=away,
+        )
+
+    def wants(self, workers: int, now_s: float) -> Ranks:
+        """The rule wants so many workers now."""
+        wanted = np.where(np.arange(len(self.wanted)) < workers, now_s, self.wanted)
+        return replace(self, wanted=wanted)
+
+    def leaders(self, bin_price: float) -> NDArray[np.intp]:
+        """For each rank, its best candidate where a worker costs so many requests per interval."""
+        value = self.saved - bin_price * self.held
+        value[:, FIRST_HOLD] += bin_price * FIRST_BINS
+        return np.argmax(value, axis=1)
+
+    def avoidable(self, leaders: NDArray[np.intp]) -> float:
+        """Requests that these candidates would have missed, and the largest fleet would have kept."""
+        return float(np.sum(self.saveable - self.saved[np.arange(len(leaders)), leaders]))
+
+    def held_now(self, leaders: NDArray[np.intp], now_s: float) -> int:
+        """So many workers are held by these candidates."""
+        ranks = np.flatnonzero(now_s - self.wanted <= np.asarray(HOLDS_S)[leaders])
+        return int(ranks[-1]) + 1 if len(ranks) else 0
+
+
+def saved_by(misses: Sequence[Sequence[int]], at: int, workers_max: int) -> Floats:
+    """Requests of interval `at` that each rank saves, by `Misses.prefill` or `Misses.decode`."""
+    column = np.array([misses[min(workers, len(misses) - 1)][at] for workers in range(workers_max + 1)], dtype=float)
+    return np.maximum(column[:-1] - column[1:], 0.0)
+
+
+# --- The price of a GPU, by what the recorded past would have cost.
+
+AIM = 0.7
+"""The policy aims at this share of the misses that the target allows: the future is not the past."""
+AIM_LEAST = 0.3
+"""Misses that no fleet could avoid leave less of that; never less than this share of it."""
+EASY_PRIOR = 200.0
+"""What the queueing model says of hopeless requests counts as so many that were seen."""
+JUDGED_MIN = 300.0
+"""Before so many requests were judged the price is that of a mean GPU."""
+FACTORS = tuple(4.0 * 0.84**step for step in range(25))
+"""Prices that are tried, in prices of a mean GPU: from 4 down to a sixteenth."""
+
+
+# --- The recorded past: requests that ended, until they are judged.
+
+STRETCH_S = 60.0
+"""The past is judged in stretches of at least so long,"""
+STRETCH_MAX_S = 180.0
+"""and of at most so long."""
+FILL_S = 120.0
+"""Requests of so long before fill the workers first, if answers take that long."""
+FILL_MIN_S = 20.0
+REQUESTS_MAX = 6000
+"""A stretch has at most so many requests, with those that fill the workers. More would take the arbiter's loop too
+long."""
+REQUESTS_PER_S = 60.0
+"""At higher rates only a part of the past is judged: so many requests per second in the mean."""
+LASTED_QUANTILE = 0.98
+"""A moment is judged once this share of the answers takes less time than has passed since."""
+LASTED_SAMPLE = 500
+DECISIONS_MAX = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Ruled:
+    """A decision of the rule: the workers of each role that it wanted, and those that served then."""
+
+    at_s: float
+    wanted: tuple[int, int]
+    ready: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """`requests` that ended: arrival (planner's clock, seconds), the tokens of prompt and answer, and whether a target
+    was missed. `decisions` are the last ones of the rule. All before `judged_until_s` is judged. `asked` is the stretch
+    that is being judged, with the requests of each of its intervals that missed a target."""
+
+    judged_until_s: float
+    requests: tuple[tuple[float, int, int, bool], ...] = ()
+    decisions: tuple[Ruled, ...] = ()
+    due_s: float = -math.inf
+    asked: Past | None = None
+    asked_from_s: float = 0.0
+    asked_missed: tuple[int, ...] = ()
+
+    def after(self, ended: Sequence[Ended], ttft_s: float, itl_s: float) -> Record:
+        """With these answers. One of which no latency is known is left out: nobody knows when it came."""
+        new = [
+            (each.at_s - each.lasted_s, each.isl, max(1, each.osl), each.ttft_s > ttft_s or (each.itl_s or 0.0) > itl_s)
+            for each in ended
+            if each.ttft_s is not None
+        ]
+        return replace(self, requests=(*self.requests, *new)) if new else self
+
+    def decided(self, now_s: float, wanted: tuple[int, int], ready: tuple[int, int]) -> Record:
+        """The rule wants so many workers of each role, while so many serve."""
+        return replace(self, decisions=(*self.decisions, Ruled(now_s, wanted, ready))[-DECISIONS_MAX:])
+
+    def asking(self, now_s: float, lasted_s: float, bin_s: float) -> Record:
+        """With the next stretch to be judged in `asked`; None where none is due. Answers take `lasted_s` at most."""
+        until_s = now_s - lasted_s
+        from_s = max(self.judged_until_s, until_s - STRETCH_MAX_S)
+        if now_s < self.due_s or until_s - from_s < STRETCH_S - bin_s:
+            return replace(self, asked=None)
+        fill_s = min(max(lasted_s, FILL_MIN_S), FILL_S)
+        bins = int((until_s - from_s) // bin_s)
+        until_s = from_s + bins * bin_s
+        came = sorted(each for each in self.requests if from_s - fill_s <= each[0] < until_s)[-REQUESTS_MAX:]
+        kept = tuple(each for each in self.requests if each[0] >= until_s - FILL_S)
+        done = replace(self, requests=kept, judged_until_s=until_s, due_s=now_s + len(came) / REQUESTS_PER_S)
+        if not came:
+            return replace(done, asked=None)
+        first_s = came[0][0]
+        if first_s > from_s - fill_s + bin_s and len(came) == REQUESTS_MAX:
+            skipped = math.ceil(max(0.0, first_s + fill_s - from_s) / bin_s)
+            from_s, bins = from_s + skipped * bin_s, bins - skipped
+        if bins <= 0:
+            return replace(done, asked=None)
+        times, isl, osl, late = zip(*came, strict=True)
+        past = Past(tuple(at_s - first_s for at_s in times), isl, osl, from_s - first_s, bin_s, bins)
+        missed = [0] * bins
+        for at_s, was_late in zip(past.times, late, strict=True):
+            if was_late and 0 <= (at := past.bin(at_s)) < bins:
+                missed[at] += 1
+        return replace(done, asked=past, asked_from_s=from_s, asked_missed=tuple(missed))
+
+    def ruled_at(self, at_s: float) -> Ruled | None:
+        """The last decision before that time; None before the first."""
+        index = bisect_right(self.decisions, at_s, key=lambda each: each.at_s)
+        return self.decisions[index - 1] if index else None
+
+
+@dataclass(frozen=True, slots=True)
+class Hindsight:
+    """What is known of the past. `roles` are the ranks of prefill and decode, `requests` the judged ones (fading).
+    `easy` and `easy_missed` are requests, and misses, of intervals that one worker less of each role would have served
+    as well: more workers would not have helped."""
+
+    record: Record
+    roles: tuple[Ranks, Ranks]
+    requests: float = 0.0
+    easy: float = 0.0
+    easy_missed: float = 0.0
+
+    @classmethod
+    def of(cls, now_s: float, workers_max: int) -> Hindsight:
+        """Without a past."""
+        return cls(Record(now_s), (Ranks.of(workers_max), Ranks.of(workers_max)))
+
+    @property
+    def workers_max(self) -> int:
+        """So many workers of a role are judged."""
+        return len(self.roles[0].idle)
+
+    @property
+    def hopeless(self) -> float:
+        """Share of the requests that miss a target with any number of workers, as it was seen."""
+        modelled = max(role.missed for role in self.roles) / max(self.requests, 1.0)
+        return (self.easy_missed + EASY_PRIOR * modelled) / (self.easy + EASY_PRIOR)
+
+    def asking(self, lately: Sequence[Ended], now_s: float, bin_s: float) -> Hindsight:
+        """With the next stretch to be judged. `lately` are the answers that say how long one takes."""
+        lasted_s = sorted(each.lasted_s for each in lately[-LASTED_SAMPLE:])
+        if not lasted_s:
+            return self
+        return replace(self, record=self.record.asking(now_s, lasted_s[int(len(lasted_s) * LASTED_QUANTILE)], bin_s))
+
+    def decided(self, wanted: tuple[int, int], ready: tuple[int, int], now_s: float) -> Hindsight:
+        """The rule wants so many workers of each role, while so many serve."""
+        roles = self.roles[0].wants(wanted[0], now_s), self.roles[1].wants(wanted[1], now_s)
+        return replace(self, roles=roles, record=self.record.decided(now_s, wanted, ready))
+
+    def held(self, workers: tuple[int, int], bin_price: float, gpus: tuple[int, int], now_s: float) -> tuple[int, int]:
+        """The workers to have where the rule wants `workers`. Without a judged past these."""
+        if self.requests < JUDGED_MIN:
+            return workers
+        found = [
+            max(1, role.held_now(role.leaders(bin_price * each), now_s))
+            for role, each in zip(self.roles, gpus, strict=True)
+        ]
+        return found[0], found[1]
+
+    def judged(self, misses: Misses, lead_bins: tuple[int, int], bin_s: float) -> Hindsight:
+        """With the stretch that was asked for."""
+        roles, requests, easy, easy_missed = list(self.roles), self.requests, self.easy, self.easy_missed
+        fades = math.exp(-bin_s / MEMORY_S)
+        for at, count in enumerate(misses.requests):
+            ruled = self.record.ruled_at(self.record.asked_from_s + (at + 1) * bin_s)
+            if ruled is None:
+                continue
+            requests = fades * requests + count
+            is_easy = True
+            for role, missed in enumerate((misses.prefill, misses.decode)):
+                one = Bin(ruled.wanted[role], saved_by(missed, at, self.workers_max), float(missed[-1][at]))
+                is_easy = is_easy and not one.saved[max(0, ruled.ready[role] - 1) :].any()
+                roles[role] = roles[role].after(one, lead_bins[role], bin_s)
+            easy = fades * easy + is_easy * count
+            easy_missed = fades * easy_missed + is_easy * self.record.asked_missed[at]
+        return replace(
+            self,
+            roles=(roles[0], roles[1]),
+            requests=requests,
+            easy=easy,
+            easy_missed=easy_missed,
+            record=replace(self.record, asked=None),
+        )
+
+    def factor(self, gpus: tuple[int, int], target: float, bin_price: float, strict: float) -> float:
+        """The dearest price of a GPU at which the recorded past would have kept the target.
+
+        `gpus` are those of a worker of each role. `bin_price` is the price of a mean GPU, in requests per interval.
+        `strict` (at most 1) aims at fewer misses, because more were missed than the past promised."""
+        if self.requests < JUDGED_MIN:
+            return strict
+        allowed = max(1e-4, 1.0 - target)
+        left = 1.0 - self.hopeless / allowed
+        aim = AIM * strict * allowed * self.requests * (1.0 if left <= 0 else max(left, AIM_LEAST))
+        for each in FACTORS:
+            leaders = [role.leaders(bin_price * each * of_one) for role, of_one in zip(self.roles, gpus, strict=True)]
+            if sum(role.avoidable(lead) for role, lead in zip(self.roles, leaders, strict=True)) <= aim:
+                return each
+        return FACTORS[-1]
