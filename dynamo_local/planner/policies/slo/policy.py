@@ -71,7 +71,7 @@ from dynamo_local.planner.values import (
 )
 
 PLUGIN_ID, PRIORITY = "builtin_slo_propose", 20
-DEMANDS_EVERY_S = 30.0
+DEMANDS_EVERY_S = 60.0
 """Lengths and bursts are taken anew so often; while few are known, at each decision."""
 DEMANDS_EARLY_S = 120.0
 FIRST_LEADS = 2.0
