@@ -75,7 +75,7 @@ class EngineOptions:
     """How engines are used. `batched_tokens`: prompt tokens of one prefill pass, which prompts share where `batches`
     (else one prompt at a time). `turns`: workers are taken in turn (round robin); else a prefill goes to the first
     that is free, and a stream to where the least KV is in use. `prefill_factor` and `decode_factor` are what was
-    measured over what the profile says."""
+    measured over what the profile says. `mixed`: the workers are aggregated, and do both."""
 
     batched_tokens: int = 8192
     max_num_seqs: int = 256
@@ -84,6 +84,7 @@ class EngineOptions:
     turns: bool = False
     prefill_factor: float = 1.0
     decode_factor: float = 1.0
+    mixed: bool = False
 
 
 class Engine:
@@ -179,13 +180,19 @@ def decode_share(demand: Demand, times: Sequence[float], workers: int, engine: E
 
 
 class Run:
-    """So many workers with these streams, as far as somebody wanted to know it."""
+    """So many workers with these streams, as far as somebody wanted to know it. With `ttft_s` the workers are
+    aggregated: the streams are requests by their arrival, whose first token must come within it."""
 
-    def __init__(self, streams: Streams, workers: int, engine: Engine, itl_s: float) -> None:
+    def __init__(
+        self, streams: Streams, workers: int, engine: Engine, itl_s: float, ttft_s: float | None = None
+    ) -> None:
         self._streams = streams
         self._left = enumerate(streams.came)
         self._tally = _Tally()
-        self._fleet = [_Worker(engine, itl_s, self._tally) for _ in range(workers)]
+        self._fleet = [
+            _Worker(engine, itl_s, self._tally) if ttft_s is None else _Mixed(engine, itl_s, self._tally, ttft_s)
+            for _ in range(workers)
+        ]
         self._go_on = self._in_turn if engine.options.turns else self._least_loaded
         self._loads = [0.0] * workers
         self._due: list[tuple[float, int]] = [(math.inf, -1)]
@@ -369,6 +376,80 @@ class _Worker:
             self.kv += isl
 
 
+class _Mixed(_Worker):
+    """One aggregated engine. While prompts wait, its passes take prompt tokens besides the next token of each stream.
+    Such a pass takes as long as both one after the other. A pass that has begun ends, so `now_s` may be later than the
+    moment that it was brought to."""
+
+    __slots__ = ("_computed", "_engine", "_prompts", "_ttft_s")
+
+    def __init__(self, engine: Engine, itl_s: float, tally: _Tally, ttft_s: float) -> None:
+        super().__init__(engine, itl_s, tally)
+        self._engine, self._ttft_s = engine, ttft_s
+        self._prompts: deque[tuple[float, int, int, int]] = deque()
+        self._computed = 0
+        """Tokens of the first prompt that earlier passes have computed."""
+
+    def take(self, at_s: float, isl: int, tokens: int, number: int) -> None:
+        self.load += isl + tokens / 2
+        self._prompts.append((at_s, isl, tokens, number))
+        self.due_s = min(self.due_s, self.now_s)
+
+    def advance(self, to_s: float) -> None:
+        while self.now_s < to_s:
+            if self._prompts and self._admits():
+                self._mixed_pass()
+            elif self.streams:
+                super().advance(min(to_s, self.now_s + self._to_next_s()))
+            else:
+                self.now_s = to_s
+        if self._prompts:
+            self.due_s = self.now_s
+        else:
+            self.due_s = self.now_s + self._to_next_s() if self.streams else math.inf
+
+    def finish(self) -> None:
+        while self._prompts:
+            self.advance(self.now_s + 1.0)
+        super().finish()
+
+    def _admits(self) -> bool:
+        streams = self.streams
+        fits = self.kv + self._prompts[0][1] <= self._max_kv and len(streams) < self._max_seqs
+        return fits or self._computed > 0 or not streams
+
+    def _mixed_pass(self) -> None:
+        """Prompts, and parts of them, as far as one pass takes them; one token for each stream."""
+        left, took_s, done = self._engine.options.batched_tokens, 0.0, []
+        streams, prompts, engine = self.streams, self._prompts, self._engine
+        kv = self.kv
+        while prompts and left and self._admits():
+            at_s, isl, tokens, number = prompts[0]
+            part = min(left, isl - self._computed)
+            took_s += engine.prompt_s(self._computed + part) - engine.prompt_s(self._computed)
+            left -= part
+            self._computed += part
+            if self._computed < isl:
+                break
+            self._computed = 0
+            prompts.popleft()
+            self.kv += isl
+            done.append((at_s, isl, tokens, number))
+        if streams:
+            took_s += self._pass_s(kv, kv / len(streams))
+            self.passes += 1
+            self.kv += len(streams)
+        self.now_s += took_s
+        while streams and streams[0][0] <= self.passes:
+            self._end()
+        for at_s, isl, tokens, number in done:
+            if number >= 0 and self.now_s - at_s > self._ttft_s:
+                self._tally.miss(number)
+                number = -1
+            heappush(streams, (self.passes + tokens, self.now_s, isl, tokens, number))
+        self._took_s = None
+
+
 # --- prefill
 # Prompts that wait for prefill workers: when each is done, and who has the first token in time. Pure.
 
@@ -475,6 +556,16 @@ class Evaluator:
     def _computed(self, demand: Demand, rate: float, workers_max: int) -> Shares:
         self.computed += 1
         engine, times = self._engine, demand.times(rate)
+        if engine.options.mixed:
+            requests = Streams.of(demand, times)
+
+            def aggregated(workers: int, least: float) -> float:
+                if workers not in both:
+                    both[workers] = Run(requests, workers, engine, self._itl_s, self._ttft_s)
+                return both[workers].share(least)
+
+            both: dict[int, Run] = {}
+            return Shares((1.0,) * (workers_max + 1), _monotone(aggregated, workers_max))
         allowed_s = self._ttft_s - self._after_s
         done: dict[int, list[float]] = {}
 
@@ -557,6 +648,17 @@ def misses(past: Past, workers_max: int, engine: Engine, ttft_s: float, itl_s: f
     """What each number of workers up to `workers_max` would have missed, if there had been so many all the time."""
     times, bins = list(past.times), [past.bin(at_s) for at_s in past.times]
     requests = _counted(bins, range(len(times)), past.bins)
+    if engine.options.mixed:
+        came = zip(times, past.isl, past.osl, strict=True)
+        streams = Streams(tuple((at_s, isl, max(1, osl - 1)) for at_s, isl, osl in came), 0)
+
+        def aggregated(workers: int) -> tuple[int, ...]:
+            run = Run(streams, workers, engine, itl_s, ttft_s)
+            run.share()
+            return _counted(bins, run.missed, past.bins)
+
+        none = ((0,) * past.bins,) * (workers_max + 1)
+        return Misses(requests, none, _by_number(aggregated, requests, workers_max))
     allowed_s = ttft_s - min(itl_s, engine.itl_s(engine.max_kv_tokens / 8, 2048))
     done: dict[int, list[float]] = {}
 
