@@ -32,8 +32,7 @@ from dynamo_local.core.fleet.effects import (
     Forget,
     LookAtGpus,
     LookUpKey,
-    OrderSleep,
-    OrderWake,
+    Order,
     Rename,
     Revoke,
     Signal,
@@ -320,7 +319,7 @@ class ArbiterEffects:
                 return RequestsCounted(stimulus_id="drain-deadline", name=name, pid=pid, in_flight=Missing(why))
             case FlipRole(name=name, pid=pid, to=to):
                 return FlipAnswered(stimulus_id=f"control:{name}", name=name, pid=pid, to=to, error=why, unknown=True)
-            case OrderSleep(name=name, pid=pid, order=order) | OrderWake(name=name, pid=pid, order=order):
+            case Order(name=name, pid=pid, order=order):
                 return OrderAnswered(stimulus_id=f"control:{name}", name=name, pid=pid, order=order, error=why)
             case LookUpKey():
                 return self._looked_up(act, removed=False)
@@ -348,7 +347,7 @@ class ArbiterEffects:
                 await self.flips.call_off(act)
             case Rename(name=name, was=was, pid=pid):
                 self._host.rename(was, name, pid)
-            case OrderSleep() | OrderWake():
+            case Order():
                 return await self.asks.order(act)
             case LookUpKey():
                 return await self._look_up(act)

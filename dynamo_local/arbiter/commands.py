@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dynamo_local.arbiter.controller import FleetController, Waiting
@@ -24,7 +25,7 @@ from dynamo_local.core.fleet.events import (
     Sleep,
     Wake,
 )
-from dynamo_local.core.fleet.moves import Answer, CancelDrain, FlipWorker, Move
+from dynamo_local.core.fleet.moves import Answer, Move, MoveKind
 from dynamo_local.errors import DrainNotCancellable, DynamoError, FlipNotCancellable, NotEnoughGpus, TimedOut
 from dynamo_local.system.gpu_pool import GpuSample
 
@@ -34,6 +35,16 @@ CANCEL_TIMEOUT_S = 20.0
 """A flip is over within its own deadline, whatever becomes of it."""
 NEED_GPUS = (Scale, ScaleAll, Sleep, Wake, Restart)
 """Commands that may take devices: the GPUs are sampled before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplyDeployment(Command):
+    """`dynamo apply -f FILE`. `arbiter.apply` makes an `Apply` of it, which `step` takes."""
+
+    #: As `arbiter.deployment_spec` writes it.
+    deployment: Any
+    dry_run: bool = False
+    force: bool = False
 
 
 class Commands:
@@ -178,7 +189,7 @@ class Commands:
         self._call_backs[command.stimulus_id] = answered
         try:
             moves = (await self._carried_out(command)).moves
-            asked = any(isinstance(move, CancelDrain) for move in moves)
+            asked = any(move.kind is MoveKind.CANCEL_DRAIN for move in moves)
             error = await self._refusal(answered) if asked else None
         finally:
             self._call_backs.pop(command.stimulus_id, None)
@@ -235,6 +246,6 @@ def as_json(moves: Iterable[Move]) -> list[dict[str, str]]:
     """The moves as a command's answer has them, where the list is called `instructions`."""
     return [
         {"kind": move.kind, "watcher_name": move.name, "reason": move.reason}
-        | ({"becomes": move.to} if isinstance(move, FlipWorker) else {})
+        | ({} if move.becomes is None else {"becomes": move.becomes.name})
         for move in moves
     ]

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from dynamo_local.arbiter.adoption import Adoption, Found
 from dynamo_local.arbiter.apply import ApplyCommand
+from dynamo_local.arbiter.commands import ApplyDeployment
 from dynamo_local.arbiter.composition import compose
 from dynamo_local.arbiter.controller import PULSE_EVERY_S
 from dynamo_local.arbiter.deployment import Deployment, WatcherFactory
@@ -29,7 +30,7 @@ from dynamo_local.arbiter.statefile import arbiter_facts, policy
 from dynamo_local.arbiter.status import ready_facts, row, run_status
 from dynamo_local.clock import Clock, sleep_to_next
 from dynamo_local.core.fleet import draining as leaving
-from dynamo_local.core.fleet.events import ApplyDeployment, Command, Leave, Resume, StartAll
+from dynamo_local.core.fleet.events import Command, Leave, Resume, StartAll
 from dynamo_local.core.fleet.fleet import Fleet, Worker
 from dynamo_local.core.types import GraphSpec, Role, WorkerState, suffix_of
 from dynamo_local.errors import DynamoError, StartTimedOut, WorkerDied
@@ -122,12 +123,7 @@ class Supervisor:
         """Answer a command once its intent is committed. Raises its refusal, and `DynamoError` unless we are ready."""
         self._check_running()
         if isinstance(command, ApplyDeployment):
-            return await self._applying.apply(
-                command.deployment,
-                dry_run=command.dry_run,
-                force=command.force,
-                stimulus_id=command.stimulus_id,
-            )
+            return await self._applying.apply(command)
         return await self.parts.commands.run(command)
 
     def planner(self) -> ArbiterPlanner:

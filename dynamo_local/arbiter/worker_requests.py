@@ -10,7 +10,7 @@ from typing import Any
 
 from dynamo_local.arbiter.links import Links
 from dynamo_local.clock import Clock
-from dynamo_local.core.fleet.effects import CallBack, CallOffFlip, CountRequests, FlipRole, OrderSleep, OrderWake
+from dynamo_local.core.fleet.effects import CallBack, CallOffFlip, CountRequests, FlipRole, Order
 from dynamo_local.core.fleet.events import CalledBack, Event, FlipAnswered, OrderAnswered, RequestsCounted
 from dynamo_local.core.fleet.fleet import Worker
 from dynamo_local.core.types import LEASE, Missing
@@ -65,15 +65,15 @@ class WorkerAsks:
                 return
             await self._clock.sleep_until(self._clock.now_s() + SIGN_POLL_S)
 
-    async def order(self, act: OrderSleep | OrderWake) -> Event:
+    async def order(self, act: Order) -> Event:
         """Give it an order to sleep or to wake. A worker that answers with an error will not carry it out."""
         cause = f"control:{act.name}"
         answered = partial(OrderAnswered, stimulus_id=cause, name=act.name, pid=act.pid, order=act.order)
         try:
-            if isinstance(act, OrderSleep):
-                await self.control(act.name, "sleep", order=act.order, level=act.level)
-            else:
+            if act.level is None:
                 await self.control(act.name, "wake", order=act.order)
+            else:
+                await self.control(act.name, "sleep", order=act.order, level=act.level)
         except (NotSleepable, RemoteError) as refused:
             return answered(refused=str(refused))
         except (RequestError, DynamoError) as error:

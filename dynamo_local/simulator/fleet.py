@@ -24,8 +24,7 @@ from dynamo_local.core.fleet.effects import (
     Forget,
     LookAtGpus,
     LookUpKey,
-    OrderSleep,
-    OrderWake,
+    Order,
     Rename,
     Revoke,
     Signal,
@@ -521,13 +520,13 @@ class VirtualFleet:
             case CountRequests(name=name, pid=pid):
                 in_flight = self.processes[name].in_flight
                 done(RequestsCounted(stimulus_id="drain-deadline", name=name, pid=pid, in_flight=in_flight))
-            case OrderSleep(name=name, pid=pid, order=order, level=level):
-                self._sleeps.sleep(self.processes[name], order, level, now_s)
+            case Order(name=name, pid=pid, order=order, level=level):
+                if level is None:
+                    self._sleeps.wake(self.processes[name], order, now_s)
+                else:
+                    self._sleeps.sleep(self.processes[name], order, level, now_s)
                 done(OrderAnswered(stimulus_id="order", name=name, pid=pid, order=order))
                 self.check_exit(self.processes[name], now_s)
-            case OrderWake(name=name, pid=pid, order=order):
-                self._sleeps.wake(self.processes[name], order, now_s)
-                done(OrderAnswered(stimulus_id="order", name=name, pid=pid, order=order))
             case EndSession(name=name, pid=pid):
                 done(None)
                 ended = self.processes.get(name)

@@ -19,7 +19,7 @@ from dynamo_local.core.fleet.backoff import RestartPolicy
 from dynamo_local.core.fleet.draining import has_left
 from dynamo_local.core.fleet.events import Change, VictimPolicy
 from dynamo_local.core.fleet.fleet import Fleet, Intent, Template
-from dynamo_local.core.fleet.moves import Revive, SpawnWorker
+from dynamo_local.core.fleet.moves import MoveKind
 from dynamo_local.core.fleet.scaling import decide
 from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.gpus import GpuLedger
@@ -109,9 +109,9 @@ class Arbiter(RuleBasedStateMachine):
             wait_for_gpus=wait,
         )
         moves = decided(decide, self.fleet, order).moves
-        started = {each.name for each in moves if isinstance(each, SpawnWorker | Revive)}
+        started = {each.name for each in moves if each.kind is MoveKind.SPAWN}
         for each in moves:
-            if isinstance(each, SpawnWorker):
+            if each.kind is MoveKind.SPAWN and each.name not in self.fleet.workers:
                 lower = lower_names(self.fleet, component, each.name)
                 kept = self.fleet.reserved()
                 assert all(entry is not None or name in started or name in kept for name, entry in lower)

@@ -23,7 +23,7 @@ from dynamo_local.core.fleet.effects import Transition
 from dynamo_local.core.fleet.events import Event, InfraSeen, Leave, StartAll
 from dynamo_local.core.fleet.fleet import Fleet, Intent, RestartPlan, Worker
 from dynamo_local.core.fleet.lifecycle import TransitionKind as K
-from dynamo_local.core.fleet.moves import Move
+from dynamo_local.core.fleet.moves import Move, MoveKind
 from dynamo_local.core.gpus import GpuLedger, plan_on
 from dynamo_local.core.notes import About
 from dynamo_local.core.types import GraphSpec, WorkerState, suffix_of
@@ -273,18 +273,17 @@ class Arbiter(Successor):
 
     def _on_moves(self, order: Event, before: Fleet, moves: tuple[Move, ...]) -> None:
         """Note which workers every decision wants, and does not want any more; unforced it takes no last ready one."""
-        going = {each.name for each in moves if type(each).__name__ in ("BeginDrain", "FlipWorker", "PutToSleep")}
+        going = {each.name for each in moves if each.kind in (MoveKind.DRAIN, MoveKind.FLIP, MoveKind.SLEEP)}
         for component in {before.workers[name].component for name in going if before.workers[name].ready}:
             left = [worker for worker in before.ready(component) if worker.name not in going]
             if order.stimulus_id in self.unforced and not left:
                 raise Broken(f"the last ready {component} was taken without --force")
         for each in moves:
-            kind = type(each).__name__
-            if kind in ("SpawnWorker", "Revive", "CancelDrain", "WakeUp"):
+            if each.kind in (MoveKind.SPAWN, MoveKind.CANCEL_DRAIN, MoveKind.WAKE):
                 self.wanted.add(each.name)
-                if kind == "CancelDrain":
+                if each.kind is MoveKind.CANCEL_DRAIN:
                     self._cancelling.add(order.stimulus_id)
-            elif kind not in ("FlipWorker", "CallOffFlipOf"):  # it is wanted under either name
+            elif each.kind not in (MoveKind.FLIP, MoveKind.CANCEL_FLIP):  # it is wanted under either name
                 self.wanted.discard(each.name)
 
     def _on_apply(self, before: Fleet) -> None:

@@ -28,7 +28,7 @@ def story(effects: tuple[Effect, ...]) -> list[str]:
     """What is done to the world, in words, each with its worker: `revoke 3e8 VllmWorker_1`. Without commits."""
     found = []
     for each in effects:
-        if isinstance(each, ins.Commit | ins.WaitUntil | ins.Lock | ins.Unlock):
+        if isinstance(each, ins.Commit | ins.Lock | ins.Unlock):
             continue
         who = getattr(each, "name", "").removeprefix("dynamo_")
         found.append(f"{ins.describe(each)} {who}".strip())

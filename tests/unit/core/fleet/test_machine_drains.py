@@ -52,7 +52,7 @@ def test_a_drain_from_the_word_to_the_end() -> None:
     """Committed, told, left alone until it is gone; then swept, its device seen to be empty, its entry removed."""
     life = Life(fleet("ready", "ready"))
     assert life.feed(drain()) == [ONE]
-    assert [type(each).__name__ for each in life.last] == ["Commit", "Revoke", "WaitUntil"]
+    assert [type(each).__name__ for each in life.last] == ["Commit", "Revoke"]
     assert (life.events(), life.state(1)) == (["DrainRequested"], "draining")
     assert (life.worker(1).leave.requested_at_s, life.worker(1).due_s) == (life.now_s, life.now_s + 600.0)
     assert life.key_gone(1) == []
