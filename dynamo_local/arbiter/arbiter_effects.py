@@ -11,10 +11,10 @@ import logging
 import random
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, assert_never
 
-from dynamo_local.arbiter.deployment import Launcher, WatcherPlan
+from dynamo_local.arbiter.deployment import Launcher
 from dynamo_local.arbiter.effects import Act, Done
 from dynamo_local.arbiter.host_system import System
 from dynamo_local.arbiter.links import Links
@@ -59,7 +59,7 @@ from dynamo_local.core.types import Missing, ready_key
 from dynamo_local.errors import DynamoError, EtcdUnavailable, InfraUnavailable
 from dynamo_local.system.executors import ended
 from dynamo_local.system.gpu_pool import GpuPool
-from dynamo_local.system.process_host import ProcessHost, ProcessSpec
+from dynamo_local.system.process_host import LaunchSpec, ProcessHost
 
 # --- starts
 # Processes are made within a deadline. One that appears after it is ended: somebody else may be started meanwhile.
@@ -366,15 +366,15 @@ class ArbiterEffects:
     async def _spawn(self, act: Spawn, worker: Worker) -> Event:
         cause, spec = act.stimulus_id, self.spec(worker)
         try:
-            pid = await self._starts.within_deadline(act.name, self._make(act, worker, spec))
+            pid = await self._starts.within_deadline(act.name, self._make(act, spec))
         except OSError as error:
             return ProcessRefused(stimulus_id=cause, name=act.name, why=str(error), unit=self._rng.random())
         started_s, started_at = self._system.start_time_s(pid), self._clock.wall_s()
         return ProcessMade(stimulus_id=cause, name=act.name, pid=pid, start_time=started_s, started_at=started_at)
 
-    async def _make(self, act: Spawn, worker: Worker, spec: ProcessSpec) -> int:
+    async def _make(self, act: Spawn, spec: LaunchSpec) -> int:
         if act.first:
-            await asyncio.to_thread(self._system.put_log_aside, self.plan(worker))
+            await asyncio.to_thread(self._system.put_log_aside, spec.log_file)
         return await self._host.start_process(spec)
 
     async def _revoke(self, act: Revoke) -> Event | None:
@@ -397,26 +397,12 @@ class ArbiterEffects:
 
     # --- how a worker is run -----------------------------------------------------------------------
 
-    def plan(self, worker: Worker) -> WatcherPlan:
-        """Its watcher, on the devices that it holds."""
+    def spec(self, worker: Worker) -> LaunchSpec:
+        """How it is started, on the devices that it holds."""
         fleet = self._fleet()
-        devices = tuple(fleet.gpus.by_uuid[uuid] for uuid in worker.gpus)
-        return self._launcher.plan(worker, devices)
-
-    def spec(self, worker: Worker) -> ProcessSpec:
-        """How it is run."""
-        plan = self.plan(worker)
-        return ProcessSpec(
-            name=plan.name,
-            argv=plan.argv,
-            env={**plan.env, **self.env},
-            cwd=plan.cwd,
-            log_file=plan.log_file,
-            graceful_timeout_s=plan.drain_deadline_s,
-            death_signal=None if self._launcher.factory.settings.keep_on_arbiter_death else signal.SIGKILL,
-            asks_itself=True,
-            inherited_fds=tuple(self._pool.inherited_fds(worker.gpus)),
-        )
+        plan = self._launcher.plan(worker, tuple(fleet.gpus.by_uuid[uuid] for uuid in worker.gpus))
+        inherited_fds = tuple(self._pool.inherited_fds(worker.gpus))
+        return replace(plan, env={**plan.env, **self.env}, inherited_fds=inherited_fds)
 
     def _fleet(self) -> Fleet:
         assert self._fleet_now is not None

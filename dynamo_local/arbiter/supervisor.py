@@ -172,8 +172,8 @@ class Supervisor:
         for plan in self.deployment.workers:
             uuids = fleet.gpus.held_uuids.get(plan.name, ())
             parts.pool.lock(plan.name, uuids)
-            n = suffix_of(plan.name, fleet.namespace, plan.component)
-            workers[plan.name] = Worker(plan.name, plan.component, plan.role, n, gpus=uuids)
+            n, role = suffix_of(plan.name, fleet.namespace, plan.component), fleet.template(plan.component).role
+            workers[plan.name] = Worker(plan.name, plan.component, role, n, gpus=uuids)
         parts.controller.fleet = replace(fleet, workers=workers)
         # All at once: order matters for readiness, not for spawning. A worker that needs a server waits for it.
         parts.controller.feed(StartAll(stimulus_id="serve"))

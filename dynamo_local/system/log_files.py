@@ -18,7 +18,6 @@ from datetime import datetime, timedelta
 from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
-from typing import Protocol
 
 from dynamo_local.errors import BadInput
 
@@ -33,15 +32,6 @@ TICK_S = 0.02
 """A file's time is that of the kernel's last tick: up to 10 ms behind the clock."""
 _IS_LOG = re.compile(r"\.log(\.\d+)?$")
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_red", "bright_cyan", "bright_green")
-
-
-class HasLogFile(Protocol):
-    """A watcher's plan, as far as this module needs it."""
-
-    @property
-    def log_file(self) -> Path:
-        """Where its output goes."""
-        ...
 
 
 def tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
@@ -90,11 +80,11 @@ def lines_since(path: Path, since_s: float) -> Iterator[str]:
                     yield line.rstrip(b"\r\n").decode("utf-8", "replace")
 
 
-def log_tail(plan: HasLogFile) -> str:
+def log_tail(path: Path) -> str:
     """The end of a worker's log, quoted."""
-    lines = tail(plan.log_file)
+    lines = tail(path)
     quoted = "\n".join(f"  | {line}" for line in lines) if lines else "  | (it wrote nothing)"
-    return f"the end of its log, {plan.log_file}:\n{quoted}"
+    return f"the end of its log, {path}:\n{quoted}"
 
 
 def rotate(path: Path, *, max_bytes: int = MAX_BYTES, kept: int = KEPT) -> bool:

@@ -145,7 +145,7 @@ class Arbiter(Successor):
             plan.name: Worker(
                 plan.name,
                 plan.component,
-                plan.role,
+                self.graph.service(plan.component).role,
                 suffix_of(plan.name, NAMESPACE, plan.component),
                 gpus=ledger.held_uuids.get(plan.name, ()),
             )

@@ -15,7 +15,7 @@ from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.prewarmed import early, is_spare
 from dynamo_local.system import fd_messages
 from dynamo_local.system.paths import Paths
-from dynamo_local.system.process_host import ExitCallback, ProcessSpec
+from dynamo_local.system.process_host import ExitCallback, LaunchSpec
 from tests.drivers.eventually import eventually
 
 KIND = PrewarmedKind("sim", "/", (("PATH", "/bin"),))
@@ -36,7 +36,7 @@ class Host:
         self.orders: list[dict[str, Any]] = []
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start_process(self, spec: ProcessSpec) -> int:
+    async def start_process(self, spec: LaunchSpec) -> int:
         self.started.append(spec.name)
         if spec.inherited_fds:
             theirs = socket.socket(fileno=os.dup(spec.inherited_fds[0]))
@@ -47,7 +47,7 @@ class Host:
     async def forget(self, name: str) -> None:
         self.forgotten.append(name)
 
-    def rename_process(self, name: str, spec: ProcessSpec) -> int:
+    def rename_process(self, name: str, spec: LaunchSpec) -> int:
         self.renamed.append((name, spec.name))
         return GONE_PID
 
@@ -106,8 +106,8 @@ async def pool(
         await asyncio.gather(*tasks)
 
 
-def spec(tmp_path: Path) -> ProcessSpec:
-    return ProcessSpec("dynamo_W", ("python",), {"DYN_WATCHER_NAME": "dynamo_W"}, "/", tmp_path / "w.log")
+def spec(tmp_path: Path) -> LaunchSpec:
+    return LaunchSpec("dynamo_W", ("python",), {"DYN_WATCHER_NAME": "dynamo_W"}, "/", tmp_path / "w.log")
 
 
 async def test_a_spare_becomes_the_worker_and_the_next_one_is_started(tmp_path: Path) -> None:
