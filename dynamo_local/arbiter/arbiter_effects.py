@@ -137,7 +137,8 @@ class _Write:
 class ArbiterEffects:
     """See `EffectRunner`. `env` (etcd, NATS) is added to every worker's environment.
 
-    `feed` is the controller's, `report` is called with a worker that failed; both are set before anything is begun.
+    `feed`, `tick` and `fleet` are of the controller whose effects these are: its methods, and its fleet of now.
+    `report` is called with a worker that failed.
     """
 
     def __init__(
@@ -153,6 +154,9 @@ class ArbiterEffects:
         clock: Clock,
         tell: Tell,
         report: Callable[[Worker, str], None],
+        feed: Callable[[Event], Any],
+        tick: Callable[[], None],
+        fleet: Callable[[], Fleet],
         rng: random.Random | None = None,
     ) -> None:
         self.env: dict[str, str] = {}
@@ -169,19 +173,13 @@ class ArbiterEffects:
         self.tell = tell
         self.report = report
         self._rng = rng or random.Random()
-        self._feed: Callable[[Event], Any] = lambda event: None
-        self._tick: Callable[[], None] = lambda: None
-        self._fleet_now: Callable[[], Fleet] | None = None
+        self._feed, self._tick, self._fleet = feed, tick, fleet
         self._starts = Starts(system.end_session, self._task, tell)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._writes: list[_Write] = []
         self._writer: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
-
-    def connect(self, feed: Callable[[Event], Any], tick: Callable[[], None], fleet: Callable[[], Fleet]) -> None:
-        """Whose effects these are: a controller's `feed`, its `tick`, and its fleet of now."""
-        self._feed, self._tick, self._fleet_now = feed, tick, fleet
 
     async def close(self) -> None:
         """Give up what is under way, and return when it has ended."""
@@ -403,10 +401,6 @@ class ArbiterEffects:
         plan = self._launcher.plan(worker, tuple(fleet.gpus.by_uuid[uuid] for uuid in worker.gpus))
         inherited_fds = tuple(self._pool.inherited_fds(worker.gpus))
         return replace(plan, env={**plan.env, **self.env}, inherited_fds=inherited_fds)
-
-    def _fleet(self) -> Fleet:
-        assert self._fleet_now is not None
-        return self._fleet_now()
 
     def _task(self, work: Coroutine[Any, Any, Any] | Awaitable[Any], what: str) -> asyncio.Task[Any]:
         task = asyncio.ensure_future(work)

@@ -48,10 +48,17 @@ class ApplyDeployment(Command):
 
 
 class Commands:
-    """Gives commands to the fleet. `look` samples the GPUs, within a deadline of its own."""
+    """Gives commands to the fleet. `look` samples the GPUs, within a deadline of its own.
+
+    `on_manual` is called with the cause when a person's command has changed something: a planner then pauses.
+    """
 
     def __init__(
-        self, controller: FleetController, look: Callable[[], Awaitable[GpuSample]], waiting: Waiting | None = None
+        self,
+        controller: FleetController,
+        look: Callable[[], Awaitable[GpuSample]],
+        waiting: Waiting | None = None,
+        on_manual: Callable[[str], None] = lambda cause: None,
     ) -> None:
         self._controller = controller
         self._look = look
@@ -59,8 +66,7 @@ class Commands:
         controller.subscribe(on_event=self._on_event)
         self._call_backs: dict[str, asyncio.Future[str | None]] = {}
         self._lock_refused: dict[str, bool] = {}
-        self.on_manual: list[Callable[[str], None]] = []
-        """Called when a person's command has changed something: a planner of its own then pauses for a while."""
+        self._on_manual = on_manual
 
     async def run(self, command: Command) -> dict[str, Any]:
         """Carry the command out, and answer once its intent is committed. Raises its refusal.
@@ -176,8 +182,7 @@ class Commands:
 
     def changed(self, command: Command) -> None:
         """A person's command has changed something."""
-        for told in self.on_manual:
-            told(command.stimulus_id)
+        self._on_manual(command.stimulus_id)
 
     # --- cancels -----------------------------------------------------------------------------------
 

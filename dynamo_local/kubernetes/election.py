@@ -81,12 +81,18 @@ log = logging.getLogger(__name__)
 class Election:
     """Runs from `start` to `close`.
 
-    `on_leading` is called when this planner begins to lead, `on_following` when it stops.
+    `on_change` is called with True when this planner begins to lead, with False when it stops.
     """
 
-    def __init__(self, api: KubeApi, clock: Clock, name: str, identity: str) -> None:
-        self.on_leading: Callable[[], None] = lambda: None
-        self.on_following: Callable[[], None] = lambda: None
+    def __init__(
+        self,
+        api: KubeApi,
+        clock: Clock,
+        name: str,
+        identity: str,
+        on_change: Callable[[bool], None] = lambda leads: None,
+    ) -> None:
+        self._on_change = on_change
         self.identity = identity
         self._api = api
         self._clock = clock
@@ -163,10 +169,10 @@ class Election:
         began, self._renewed_s = self.follows() is not None, began_s  # counted from before the request
         if began:
             log.info("this planner leads (%s, lease %s)", self.identity, self._name)
-            self.on_leading()
+            self._on_change(True)
 
     def _lost(self, why: str) -> None:
         led, self._renewed_s, self._why = self._renewed_s is not None, None, why
         if led:
             log.warning("this planner leads no more: %s", why)
-            self.on_following()
+            self._on_change(False)

@@ -99,9 +99,7 @@ class PodPlanner:
         await self._connector.start()
         await self._election.start()
         loop = self.loop = await self._made()
-        self._connector.on_manual = loop.on_manual_change
         loop.start(options, policy, no_operation=self.options.no_operation, paused=self._election.follows() is not None)
-        self._election.on_leading, self._election.on_following = loop.resume, loop.pause
         if self._reports is not None:
             self._reports.began()
             self._run(self._reports.run())
@@ -109,7 +107,6 @@ class PodPlanner:
     async def stop(self) -> None:
         """The present tick ends. The lease is released, so that another planner goes on at once."""
         if self.loop is not None:
-            self._election.on_leading = self._election.on_following = _nothing
             await asyncio.gather(self.loop.stop(), self._forecaster.close())
         await self._election.close()
         await self._connector.close()
@@ -117,6 +114,20 @@ class PodPlanner:
             self._reports.ended()
             await self._reports.close()
         await ended(*self._background)
+
+    def lead(self, leads: bool) -> None:
+        """Plan from now on, or only observe: for the election."""
+        if self.loop is None or self.loop.state is PlannerState.STOPPED:
+            return
+        if leads:
+            self.loop.resume()
+        else:
+            self.loop.pause()
+
+    def on_manual_change(self) -> None:
+        """Somebody else has changed the number of a component: the policy holds for a while."""
+        if self.loop is not None:
+            self.loop.on_manual_change()
 
     async def _made(self) -> PlannerLoop:
         await asyncio.to_thread(_made_folder, self._logs)
@@ -211,10 +222,6 @@ class _NoLoads:
 def tell(text: str, about: About = None) -> None:
     """The pod's log has it."""
     log.warning("%s", text)
-
-
-def _nothing() -> None:
-    """Nobody cares."""
 
 
 KUBERNETES = "kubernetes"
@@ -342,8 +349,12 @@ async def started(options: PodOptions, identity: str) -> Callable[[], Awaitable[
         name, namespace = parent(os.environ.get, options.graph, options.namespace, transport.namespace)
         clock, api = AsyncioClock(), KubeApi(transport, namespace, name)
         expected = expected_of(options.planner)
-        election = Election(api, clock, lease_name(name, expected.only), identity)
-        connector = KubernetesConnector(api, clock, expected, tell=tell, follows=election.follows)
+        election = Election(
+            api, clock, lease_name(name, expected.only), identity, on_change=lambda leads: planner.lead(leads)
+        )
+        connector = KubernetesConnector(
+            api, clock, expected, tell=tell, follows=election.follows, on_manual=lambda: planner.on_manual_change()
+        )
         traffic = await _traffic(options, name, namespace, connector, clock, stack)
         planner = PodPlanner(
             options.planner,

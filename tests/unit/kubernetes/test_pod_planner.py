@@ -57,8 +57,18 @@ class Rig:
         config, _ = read_config(None, {"report_interval_hours": None, **options})
         kube, clock = self.world.kube, self.world.clock
         api = KubeApi(kube.client(), "default", NAME)
-        election = Election(api, clock, lease_name(NAME, expected_of(config).only), identity)
-        connector = KubernetesConnector(api, clock, expected_of(config), tell=self.told, follows=election.follows)
+        expected = expected_of(config)
+        election = Election(
+            api, clock, lease_name(NAME, expected.only), identity, on_change=lambda leads: planner.lead(leads)
+        )
+        connector = KubernetesConnector(
+            api,
+            clock,
+            expected,
+            tell=self.told,
+            follows=election.follows,
+            on_manual=lambda: planner.on_manual_change(),
+        )
         heard = HeardPasses(clock, connector.pools) if engines else None
         logs = self.folder / identity
         logs.mkdir(exist_ok=True)
