@@ -311,8 +311,10 @@ class ArbiterEffects:
                 return ProcessRefused(stimulus_id=cause, name=name, why=why, unit=self._rng.random())
             case Revoke(name=name, lease=lease, tells=True):
                 return RevokeFailed(stimulus_id=f"etcd:{lease}", name=name, lease=lease, why=why)
-            case CallBack(name=name, pid=pid, asked_by=asked_by):
-                return CalledBack(stimulus_id=f"control:{name}", name=name, pid=pid, error=why, asked_by=asked_by)
+            case CallBack(name=name, pid=pid, requested_by=requested_by):
+                return CalledBack(
+                    stimulus_id=f"control:{name}", name=name, pid=pid, error=why, requested_by=requested_by
+                )
             case CountRequests(name=name, pid=pid):
                 return RequestsCounted(stimulus_id="drain-deadline", name=name, pid=pid, in_flight=Missing(why))
             case FlipRole(name=name, pid=pid, to=to):

@@ -194,8 +194,8 @@ class Commands:
         self._call_backs[command.stimulus_id] = answered
         try:
             moves = (await self._carried_out(command)).moves
-            asked = any(move.kind is MoveKind.CANCEL_DRAIN for move in moves)
-            error = await self._refusal(answered) if asked else None
+            calls_back = any(move.kind is MoveKind.CANCEL_DRAIN for move in moves)
+            error = await self._refusal(answered) if calls_back else None
         finally:
             self._call_backs.pop(command.stimulus_id, None)
         if error is not None:
@@ -242,7 +242,7 @@ class Commands:
         if isinstance(event, GpuReserved) and event.stimulus_id in self._lock_refused:
             self._lock_refused[event.stimulus_id] = True
         if isinstance(event, CalledBack):
-            answered = self._call_backs.pop(event.asked_by or "", None)
+            answered = self._call_backs.pop(event.requested_by or "", None)
             if answered is not None and not answered.done():
                 answered.set_result(event.error)
 

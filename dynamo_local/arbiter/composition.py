@@ -226,7 +226,7 @@ def _controller(
 
 def _lead_times(base: _Base, prewarmed: PrewarmedPool, controller: FleetController) -> RunLeadTimes:
     lead_times = RunLeadTimes(base.launcher, LeadFile(base.deployment.paths.statefile.parent), base.tasks.run)
-    watch = LeadTimeWatch(base.clock.now_s, lead_times.note, prewarmed.host.was_spare)
+    watch = LeadTimeWatch(base.clock.now_s, lead_times.note, prewarmed.host.was_prewarmed)
     controller.subscribe(on_transition=watch.on_transition)
     return lead_times
 

@@ -27,7 +27,7 @@ from dynamo_local.core.fleet.fleet import Fleet
 from dynamo_local.core.fleet.states import ROLES, TRAITS
 from dynamo_local.core.gpus import GpuDevice, cuda_visible_devices
 from dynamo_local.core.notes import Elsewhere, Tell
-from dynamo_local.core.prewarmed import ROOM, ROOM_BYTES, SOCKET_FD, SPARE, EngineName, early, engine_of
+from dynamo_local.core.prewarmed import PADDING, PADDING_BYTES, SOCKET_FD, SPARE, EngineName, early, engine_of
 from dynamo_local.core.secrets import is_secret_variable
 from dynamo_local.core.types import ServiceSpec, how_it_ended, watcher_name
 from dynamo_local.state.schema import SpareEntry
@@ -372,7 +372,7 @@ class PrewarmedHost:
     def rename(self, was: str, name: str, pid: int) -> None:
         self._host.rename(was, name, pid)
 
-    def was_spare(self, pid: int | None) -> bool:
+    def was_prewarmed(self, pid: int | None) -> bool:
         """Whether that process was prewarmed before it became a worker."""
         return pid in self._warm
 
@@ -467,7 +467,7 @@ class PrewarmedPool:
 
 
 MODULE = "dynamo_local.worker.prewarmed"
-WORDS_ROOM = 160
+ARGUMENT_PADDING = 160
 """Padding after the command line, so that `ps` can show the worker's."""
 
 
@@ -481,11 +481,11 @@ class PrewarmedKind:
 
     @property
     def argv(self) -> tuple[str, ...]:
-        return (sys.executable, "-m", MODULE, self.engine, "." * WORDS_ROOM)
+        return (sys.executable, "-m", MODULE, self.engine, "." * ARGUMENT_PADDING)
 
     def environment(self, marks: Mapping[str, str], visible: str | None, log_level: str | None) -> dict[str, str]:
         """The environment of such a process. `visible` are the run's devices (None: the user pins GPUs)."""
-        env = {**dict(self.env), **marks, ROOM: "." * ROOM_BYTES}
+        env = {**dict(self.env), **marks, PADDING: "." * PADDING_BYTES}
         if visible is not None:
             env["CUDA_VISIBLE_DEVICES"] = visible
         if log_level is not None:

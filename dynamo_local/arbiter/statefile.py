@@ -42,21 +42,21 @@ log = logging.getLogger(__name__)
 UNKNOWN = Missing("the worker could not measure it")
 
 
-def facts_of(told: Any) -> StandbyFacts | None:
+def facts_of(said: Any) -> StandbyFacts | None:
     """`standby` of a ready key; None where the worker says nothing, or nothing that can be understood."""
-    if not isinstance(told, dict):
+    if not isinstance(said, dict):
         return None
     try:
         return StandbyFacts(
-            order=int(told.get("order", 0)),
-            asleep=bool(told.get("asleep")),
-            level=int(told.get("level", 1)),
-            cannot=_text(told.get("cannot")),
-            vram_bytes=_bytes(told.get("vram_bytes")),
-            host_bytes=_bytes(told.get("host_bytes")),
-            rehearsed_bytes=_bytes(told.get("rehearsed_bytes")),
-            pids=frozenset(int(pid) for pid in told.get("pids", ())),
-            recycle=_text(told.get("recycle")),
+            order=int(said.get("order", 0)),
+            asleep=bool(said.get("asleep")),
+            level=int(said.get("level", 1)),
+            cannot=_text(said.get("cannot")),
+            vram_bytes=_bytes(said.get("vram_bytes")),
+            host_bytes=_bytes(said.get("host_bytes")),
+            rehearsed_bytes=_bytes(said.get("rehearsed_bytes")),
+            pids=frozenset(int(pid) for pid in said.get("pids", ())),
+            recycle=_text(said.get("recycle")),
         )
     except (TypeError, ValueError) as error:
         log.warning("what a worker says of its standby cannot be understood: %s", error)

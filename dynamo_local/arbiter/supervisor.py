@@ -113,7 +113,7 @@ class Supervisor:
         self._started_s = clock.now_s()
         loop = asyncio.get_running_loop()
         self._death: asyncio.Future[DynamoError] = loop.create_future()
-        self._asked_down: asyncio.Future[str] = loop.create_future()
+        self._down_requested: asyncio.Future[str] = loop.create_future()
         self._signalled = self._now = False
         self._gone = asyncio.Event()
 
@@ -267,7 +267,7 @@ class Supervisor:
     async def _unless_stopped(self, work: Awaitable[None]) -> None:
         """Do `work`, unless a worker fails or a request to leave comes first."""
         task = asyncio.ensure_future(work)
-        racing: set[asyncio.Future[Any]] = {task, self._death, self._asked_down}
+        racing: set[asyncio.Future[Any]] = {task, self._death, self._down_requested}
         await asyncio.wait(racing, return_when=asyncio.FIRST_COMPLETED)
         if task.done() and not self._death.done():
             await task
@@ -277,7 +277,7 @@ class Supervisor:
             await task
         if self._death.done():
             raise self._death.result()
-        raise InterruptedStart(f"left before it was ready: {self._asked_down.result()}")
+        raise InterruptedStart(f"left before it was ready: {self._down_requested.result()}")
 
     def _fleet(self) -> Fleet:
         return self.parts.controller.fleet
@@ -332,8 +332,8 @@ class Supervisor:
         if now and self.parts.controller.fleet.leaving is not None:
             self.parts.controller.feed(Leave(stimulus_id="down", now=True))
         self._now = self._now or now
-        if not self._asked_down.done():
-            self._asked_down.set_result(why)
+        if not self._down_requested.done():
+            self._down_requested.set_result(why)
         return os.getpid()
 
     def signalled(self, why: str) -> None:
@@ -343,7 +343,7 @@ class Supervisor:
 
     async def wait_down_request(self) -> str:
         """The reason of the request to leave."""
-        return await asyncio.shield(self._asked_down)
+        return await asyncio.shield(self._down_requested)
 
     async def down(self, why: str) -> None:
         """Leave, and return when everything but the arbiter itself is gone."""
@@ -353,8 +353,8 @@ class Supervisor:
     async def leave(self) -> None:
         """End the workers in order, then NATS and etcd. Then remove our files."""
         parts = self.parts
-        if not self._asked_down.done():
-            self._asked_down.set_result("the run ended")
+        if not self._down_requested.done():
+            self._down_requested.set_result("the run ended")
         await parts.planning.halt()
         if self.following is not None:
             await self.following.stop()

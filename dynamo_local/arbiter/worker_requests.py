@@ -49,7 +49,7 @@ class WorkerAsks:
             log.warning("%s: its drain could not be taken back: %s", act.name, refused)
             error = str(refused)
         cause = f"control:{act.name}"
-        return CalledBack(stimulus_id=cause, name=act.name, pid=act.pid, error=error, asked_by=act.asked_by)
+        return CalledBack(stimulus_id=cause, name=act.name, pid=act.pid, error=error, requested_by=act.requested_by)
 
     async def _until_it_knows(self, name: str, worker: Worker | None) -> None:
         """Return when the worker has begun the drain that it was told to begin. Raises what its answers are.
@@ -135,8 +135,8 @@ class FlipAsks:
             except DynamoError as error:
                 log.warning("%s does not become %s: %s", act.name, act.to, error)
                 return FlipAnswered(stimulus_id=cause, name=act.name, pid=act.pid, to=act.to, error=str(error))
-            lease, told = str(answer.get("lease")), answer.get("endpoints")
-            endpoints = tuple(str(each) for each in told) if isinstance(told, list) else ()
+            lease, named = str(answer.get("lease")), answer.get("endpoints")
+            endpoints = tuple(str(each) for each in named) if isinstance(named, list) else ()
             if answer.get("pid") != act.pid or not re.fullmatch(LEASE, lease):
                 why = why or f"{name} answered for another process"
                 continue

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import click
 
 from dynamo_local.cli.common import FiniteRange, Shape, json_option
-from dynamo_local.core.lead_times import Rung
+from dynamo_local.core.lead_times import OptionKind
 from dynamo_local.core.traffic import MAX_INFLIGHT, MAX_NUM_WAITING, REQUEST_TIMEOUT_S
 from dynamo_local.core.types import SECONDS_MAX
 from dynamo_local.errors import BadInput
@@ -32,11 +32,11 @@ NAMES = ("flip", "wake", "spare", "cold", "sleep")
 MEASURED = "measured"
 """`--lead measured`, or `--lead measured:NAMESPACE`."""
 NAMESPACE = "dynamo"
-RUNGS: Mapping[str, tuple[Rung, ...]] = {
-    "flip": (Rung.FLIP_TO_DECODE, Rung.FLIP_TO_PREFILL),
-    "wake": (Rung.WAKE_1, Rung.WAKE_2),
-    "spare": (Rung.SPARE,),
-    "cold": (Rung.COLD,),
+RUNGS: Mapping[str, tuple[OptionKind, ...]] = {
+    "flip": (OptionKind.FLIP_TO_DECODE, OptionKind.FLIP_TO_PREFILL),
+    "wake": (OptionKind.WAKE_1, OptionKind.WAKE_2),
+    "spare": (OptionKind.PREWARMED,),
+    "cold": (OptionKind.COLD,),
 }
 
 

@@ -19,7 +19,7 @@ from dynamo_local.arbiter.deployment import Settings, WatcherFactory
 from dynamo_local.clock import AsyncioClock, VirtualTimeLoop
 from dynamo_local.core.fleet.effects import Commit, Effect, Transition
 from dynamo_local.core.gpus import GpuDevice
-from dynamo_local.core.prewarmed import is_spare
+from dynamo_local.core.prewarmed import is_prewarmed
 from dynamo_local.core.types import GraphSpec, Resources, Role, ServiceSpec
 from dynamo_local.system.gpus import SimInventory
 from dynamo_local.system.paths import Paths
@@ -310,7 +310,7 @@ class SimHost:
             raise asyncio.CancelledError
         if self.world.refusals:
             raise self.world.refusals.pop(0)
-        if is_spare(spec.name, NAMESPACE):
+        if is_prewarmed(spec.name, NAMESPACE):
             pid = self.world.spare(spec).pid
             self.called[pid] = spec.name  # whatever it becomes, until it is renamed
             return pid

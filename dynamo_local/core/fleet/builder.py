@@ -203,8 +203,8 @@ class StepBuilder:
         ledger = self.fleet.gpus.release(name)
         for uuid, why in (quarantined or {}).items():
             ledger = ledger.quarantine(uuid, why)
-            told = f"GPU {ledger.by_uuid[uuid].index} ({uuid}) is quarantined: {why}"
-            self.do(Tell(told, Elsewhere()))
+            text = f"GPU {ledger.by_uuid[uuid].index} ({uuid}) is quarantined: {why}"
+            self.do(Tell(text, Elsewhere()))
         self._hold(name, ledger, ())
         if uuids:
             self.do(Unlock(name, uuids))
@@ -215,9 +215,9 @@ class StepBuilder:
 
     # --- acting --------------------------------------------------------------------------------
 
-    def do(self, instruction: Effect) -> None:
+    def do(self, effect: Effect) -> None:
         """Have it carried out once this step is committed."""
-        self._acts.append(instruction)
+        self._acts.append(effect)
 
     def result(self, event: str) -> tuple[Fleet, tuple[Effect, ...]]:
         """The fleet, and the effects: locks, the commit, the acts.

@@ -188,11 +188,11 @@ def _spawn(builder: StepBuilder, move: Move) -> None:
         starting.try_start(builder, move.name)
 
 
-def _call_back(builder: StepBuilder, worker: Worker, asked_by: str | None) -> None:
+def _call_back(builder: StepBuilder, worker: Worker, requested_by: str | None) -> None:
     builder.change(worker.name, intent=Intent.RETURNING, cause=builder.stimulus_id, silent_at_expiry=False)
     if worker.pid is not None:
         builder.change(worker.name, calls=worker.leave.calls + 1)
-        builder.do(CallBack(worker.name, worker.pid, worker.leave.signalled, asked_by))
+        builder.do(CallBack(worker.name, worker.pid, worker.leave.signalled, requested_by))
 
 
 def _begin_drain(builder: StepBuilder, worker: Worker, move: Move) -> None:
@@ -266,7 +266,7 @@ def _resume_running(builder: StepBuilder, worker: Worker) -> None:
     elif worker.state is S.DRAINING and worker.intent is Intent.RETURNING:
         # It may never have heard that it was called back. Its deadline is watched either way: a call back may fail.
         builder.change(worker.name, due_s=builder.now_s + builder.template(worker.name).drain_deadline_s)
-        _call_back(builder, worker, asked_by=None)
+        _call_back(builder, worker, requested_by=None)
     elif worker.state is S.DRAINING:
         if not worker.leave.lease_gone:  # else it leaves by itself, and takes the time that it needs
             leaving.ask(builder, worker.name)

@@ -106,13 +106,13 @@ class EndSession:
 class CallBack:
     """Have the worker take its drain back. `told`: it was given the sign to leave, and may not have seen it yet.
 
-    `asked_by` is the command whose person waits for the answer (None: nobody waits).
+    `requested_by` is the command whose person waits for the answer (None: nobody waits).
     """
 
     name: str
     pid: int
     signalled: bool
-    asked_by: str | None = None
+    requested_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

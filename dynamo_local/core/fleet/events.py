@@ -362,7 +362,7 @@ class CalledBack(Event):
     #: None if it has registered again.
     error: str | None = None
     #: The command whose person waits for the answer. None: nobody waits.
-    asked_by: str | None = None
+    requested_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

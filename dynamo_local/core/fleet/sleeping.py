@@ -367,8 +367,8 @@ def _first_sleep(builder: StepBuilder, worker: Worker) -> None:
     else:
         builder.change(worker.name, standby=replace(worker.standby, wanted=False))
         builder.set(no_standby={**builder.fleet.no_standby, worker.component: cannot})
-        told = f"{worker.component}: no worker can be kept on standby: {cannot}"
-        builder.do(Tell(f"{told}; {worker.name} leaves"))
+        text = f"{worker.component}: no worker can be kept on standby: {cannot}"
+        builder.do(Tell(f"{text}; {worker.name} leaves"))
         why = f"it cannot sleep: {cannot}"
         builder.apply(worker.name, K.DRAIN_REQUESTED, {"reason": why}, by=KEEP, reason=why)
         leaving.ask(builder, worker.name)

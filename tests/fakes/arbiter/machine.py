@@ -125,10 +125,10 @@ class Life:
         answers = {name(n): load for n, load in loads.items()}
         return self.feed(st.LoadsHeard(stimulus_id="sample", loads=answers, blameless=blameless))
 
-    def called_back(self, n: int = 0, error: str | None = None, *, asked_by: str | None = None) -> list[str]:
+    def called_back(self, n: int = 0, error: str | None = None, *, requested_by: str | None = None) -> list[str]:
         """What it answered when its drain was taken back."""
         pid = self.worker(n).pid or 0
-        seen = st.CalledBack(stimulus_id="control", name=name(n), pid=pid, error=error, asked_by=asked_by)
+        seen = st.CalledBack(stimulus_id="control", name=name(n), pid=pid, error=error, requested_by=requested_by)
         return self.feed(seen)
 
     def gpus(self, **more: Any) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from dynamo_local.arbiter.prewarmed import PrewarmedHost, PrewarmedKind, PrewarmedProcesses, PrewarmedRules
 from dynamo_local.clock import AsyncioClock
-from dynamo_local.core.prewarmed import early, is_spare
+from dynamo_local.core.prewarmed import early, is_prewarmed
 from dynamo_local.system import fd_messages
 from dynamo_local.system.paths import Paths
 from dynamo_local.system.process_host import ExitCallback, LaunchSpec
@@ -127,7 +127,7 @@ async def test_one_of_another_kind_is_not_taken(tmp_path: Path) -> None:
         starting = PrewarmedHost(host, spares, lambda name: OTHER)
         pid = await starting.start_process(spec(tmp_path))
         assert (host.renamed, host.started[-1]) == ([], "dynamo_W")
-        assert not starting.was_spare(pid)
+        assert not starting.was_prewarmed(pid)
 
 
 async def test_one_that_refuses_is_ended_and_the_worker_is_started_anew(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ async def test_one_that_refuses_is_ended_and_the_worker_is_started_anew(tmp_path
     async with pool(tmp_path, host) as (spares, told):
         await eventually(lambda: spares.counts()["sim", "warm"])
         starting = PrewarmedHost(host, spares, lambda name: KIND)
-        assert not starting.was_spare(await starting.start_process(spec(tmp_path)))
+        assert not starting.was_prewarmed(await starting.start_process(spec(tmp_path)))
         assert (host.renamed, host.started) == ([], ["dynamo_spare", "dynamo_W"])
         assert "9999 bytes" in told[0]
 
@@ -169,7 +169,7 @@ def test_what_may_come_late_and_what_must_be_there_from_the_beginning() -> None:
 
 
 def test_a_spare_is_known_by_its_name() -> None:
-    assert [is_spare(name, "a") for name in ("a_spare", "a_spare_12", "a_spare_x", "a_spares", "b_spare")] == [
+    assert [is_prewarmed(name, "a") for name in ("a_spare", "a_spare_12", "a_spare_x", "a_spares", "b_spare")] == [
         True,
         True,
         False,

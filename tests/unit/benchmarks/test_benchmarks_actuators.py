@@ -9,7 +9,7 @@ import pytest
 from benchmarks.actuators.facts import Facts, Kept, OfEngine
 from benchmarks.actuators.page import COMMAND, PAGE, p99, report, section, write
 from benchmarks.measured_pages import END, wrapped
-from dynamo_local.core.lead_times import Rung
+from dynamo_local.core.lead_times import OptionKind
 
 MACHINE = {
     "date": "2026-11-23T10:00:00+00:00",
@@ -28,8 +28,8 @@ def facts() -> Facts:
     """A run on one engine."""
     starts = [{"imports": 2.0, "engine": 1.0}, {"imports": 4.0, "engine": 1.0}]
     of = OfEngine(
-        {Rung.FLIP_TO_DECODE: [0.1, 0.2, 0.9], Rung.SPARE: [1.0], Rung.COLD: [3.0, 5.0]},
-        {Rung.FLIP_TO_DECODE: [], Rung.SPARE: [{"engine": 0.9}], Rung.COLD: starts},
+        {OptionKind.FLIP_TO_DECODE: [0.1, 0.2, 0.9], OptionKind.PREWARMED: [1.0], OptionKind.COLD: [3.0, 5.0]},
+        {OptionKind.FLIP_TO_DECODE: [], OptionKind.PREWARMED: [{"engine": 0.9}], OptionKind.COLD: starts},
     )
     return Facts(MACHINE, (0.2, 1.4), {"sim": of}, ["vLLM was not installed there."])
 
