@@ -44,12 +44,11 @@ from dynamo_local.state.schema import State
 from dynamo_local.state.store import StateStore
 from dynamo_local.system import collector, start_stages
 from dynamo_local.system.executors import ended
-from dynamo_local.worker.context import Identity, run_all
+from dynamo_local.worker.context import Identity, connect, run_all
 from dynamo_local.worker.drain import Drain, Phase
 from dynamo_local.worker.flip import Flipping
 from dynamo_local.worker.served_role import RoleHost, ServedRole
 from dynamo_local.worker.sleep import Sleeping, standby_facts
-from dynamo_local.worker.startup import connect
 
 # --- statefile_entry
 # The part of a statefile entry that the worker itself writes: pid, lease, endpoints, and whether it drains.

@@ -17,7 +17,7 @@ import click
 
 from dynamo_local.errors import EXIT_FAILED, ConfigError, DynamoError
 from dynamo_local.system import collector, start_stages
-from dynamo_local.system.ending import end_at_the_latest, end_now
+from dynamo_local.system.executors import end_at_the_latest, end_now
 from dynamo_local.system.host_errors import ensure_descriptors
 from dynamo_local.system.prctl import die_as_asked
 from dynamo_local.system.request_log import log_to_stderr

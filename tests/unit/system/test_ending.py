@@ -1,4 +1,4 @@
-"""`ending.end_at_the_latest` in processes of their own: one that is done ends, whatever Python waits for."""
+"""`executors.end_at_the_latest` in processes of their own: one that is done ends, whatever Python waits for."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ def test_a_process_that_ends_by_itself_says_nothing() -> None:
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
     """That code, in a new interpreter."""
-    imports = "import asyncio, contextlib, threading, time\nfrom dynamo_local.system.ending import end_at_the_latest\n"
+    imports = (
+        "import asyncio, contextlib, threading, time\nfrom dynamo_local.system.executors import end_at_the_latest\n"
+    )
     program = imports + textwrap.dedent(code)
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
