@@ -28,8 +28,7 @@ from dynamo_local.transport.access import EtcdAccess, NatsAccess, run_environmen
 from dynamo_local.transport.etcd import EtcdStore
 from dynamo_local.transport.nats import close_quietly, connect_nats
 from dynamo_local.transport.observation import Observer, Question
-from dynamo_local.transport.requests.client import NatsEndpointClient
-from dynamo_local.transport.requests.plane import RequestPlane
+from dynamo_local.transport.requests.client import NatsEndpointClient, RequestPlane
 
 # --- Progress of a start. Engines take minutes to start, and silence would look like a hang.
 

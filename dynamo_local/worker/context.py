@@ -28,8 +28,7 @@ from dynamo_local.transport.observation import Benchmarked, ObservationServer, n
 from dynamo_local.transport.passes import PassEvents, PassRecorder
 from dynamo_local.transport.prefill_queue import JetStreamPrefillQueue
 from dynamo_local.transport.prefill_replies import PrefillReplies
-from dynamo_local.transport.requests.client import DependencyClient, Plane
-from dynamo_local.transport.requests.plane import RequestPlane
+from dynamo_local.transport.requests.client import DependencyClient, Plane, RequestPlane
 
 log = logging.getLogger("dynamo_local.worker")
 

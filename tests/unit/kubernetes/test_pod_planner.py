@@ -16,10 +16,9 @@ from dynamo_local.core.types import Role
 from dynamo_local.errors import ConfigError
 from dynamo_local.kubernetes.api import KubeApi
 from dynamo_local.kubernetes.connector import GraphUnfit, KubernetesConnector
-from dynamo_local.kubernetes.election import Election
 from dynamo_local.kubernetes.graph import Requirements
 from dynamo_local.kubernetes.observation import HeardPasses, registered
-from dynamo_local.kubernetes.planner import PodPlanner, expected_of, lease_name, read_config
+from dynamo_local.kubernetes.planner import Election, PodPlanner, expected_of, lease_name, read_config
 from dynamo_local.planner.forecasting.answers import InlineForecaster
 from dynamo_local.planner.loop import PlannerState
 from dynamo_local.planner.policies.slo import forecast as lengths
