@@ -122,9 +122,6 @@ def _plans(request: Request) -> bool:
     return "Planner" in request.config.sections and all(spec.name != "Planner" for spec in request.graph.services)
 
 
-# --- telling -----------------------------------------------------------------------------------------
-
-
 def words(reply: Mapping[str, Any]) -> list[str]:
     """The difference, a line each, then what becomes of workers."""
     if not _is_due(reply):
@@ -154,9 +151,6 @@ def _line(change: Mapping[str, Any]) -> str:
 
 def _value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-# --- watching ----------------------------------------------------------------------------------------
 
 
 def _follow(paths: Paths, reply: Mapping[str, Any], timeout_s: float, *, quiet: bool) -> list[str]:

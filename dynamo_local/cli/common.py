@@ -144,7 +144,6 @@ class ArbiterRefused(DynamoError):
         self.exit_code = int(answer.get("exit_code", EXIT_FAILED))  # type: ignore[misc]  # of this one refusal
 
 
-# --- numbers
 # Numbers on the command line. `nan` is within every range that click knows: it compares with nothing.
 
 

@@ -87,8 +87,7 @@ def _measured(text: str) -> dict[str, float]:
     return found
 
 
-# --- simulated_profile
-# `dynamo simulate --profile FOLDER`: what a measured profile says of its engines beside their times.
+# `dynamo simulate --profile FOLDER`: facts of a measured profile that are not times.
 
 START_UP_S = 30.0
 """Start-up time of a new worker if nothing was measured."""
@@ -119,8 +118,7 @@ def with_measured(words: Mapping[str, Any]) -> dict[str, Any]:
     return {**words, "engines": engines, "start_up_s": measured_s if start_up_s is None else start_up_s}
 
 
-# --- simulated_requests
-# Where the requests of `dynamo simulate` come from: a file, or the generator.
+# The requests of `dynamo simulate`: read from a file, or generated.
 
 
 class Source(Protocol):
@@ -192,7 +190,6 @@ def source_of(trace: Path | None, generate: str | None, write_to: Path | None) -
     return _Made(parse_generated(generate or ""), write_to)
 
 
-# --- simulated
 # The runs of `dynamo simulate` as tables.
 
 
@@ -357,9 +354,6 @@ def simulate(as_json: bool, report: Path | None, jobs: int | None, **words: Any)
     print_tables(_facts(source, words), rows, words)
     if report is not None:
         click.echo(f"report: {report}")
-
-
-# --- what is to be run -------------------------------------------------------------------------
 
 
 def cases_of(words: Mapping[str, Any]) -> list[Case]:
@@ -556,9 +550,6 @@ def _combinations(sweeps: Sequence[str]) -> list[tuple[str, dict[str, dict[str, 
 
 def _with(changes: dict[str, dict[str, Any]], section: str, name: str, value: Any) -> dict[str, dict[str, Any]]:
     return {**changes, section: {**changes.get(section, {}), name: value}}
-
-
-# --- what is told ------------------------------------------------------------------------------
 
 
 def _json(name: str, metrics: Metrics) -> dict[str, Any]:

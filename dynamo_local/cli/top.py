@@ -151,9 +151,6 @@ def shorten(name: str, cells: int, cut: str = MARKS.cut) -> str:
     return name[: max(0, cells - tail - 1)] + cut + name[len(name) - tail :]
 
 
-# --- the head ----------------------------------------------------------------------------------
-
-
 def _head(frame: Frame) -> RenderableType:
     graph = frame.graph
     line = Text(no_wrap=True, overflow="crop")
@@ -173,9 +170,6 @@ def _head(frame: Frame) -> RenderableType:
 def _gpu_count(gpus: Sequence[Mapping[str, Any]]) -> str:
     used = sum(gpu["state"] == "held" for gpu in gpus)
     return f"{used} of {len(gpus)} GPUs held"
-
-
-# --- workers and GPUs --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,9 +266,6 @@ def _running(load: Mapping[str, Any]) -> str:
     return f"{load['request_active_slots']}/{total}" if total else str(load["request_active_slots"])
 
 
-# --- below the table ---------------------------------------------------------------------------
-
-
 def _below(frame: Frame, width: int, marks: Marks) -> RenderableType:
     """The lines below the table, each after a word that says what it is about."""
     grid = Table.grid(padding=(0, 2, 0, 0))
@@ -341,9 +332,6 @@ def _planner(planner: Mapping[str, Any] | None, words: Iterable[str]) -> Iterato
     if planner.get("trouble"):
         yield Text(str(planner["trouble"]), style="red")
     yield from map(Text, words)
-
-
-# --- as JSON -----------------------------------------------------------------------------------
 
 
 def view_as_json(frame: Frame) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class EngineBase:
             raise InvalidRequest(f"max_tokens must be 1 or more, not {request.sampling.max_tokens}", param="max_tokens")
 
 
-# --- Memory of this worker's processes: main memory from `/proc`, GPU memory from NVML. Blocks, so call it in a thread.
+# Memory of this worker's processes: main memory from `/proc`, GPU memory from NVML. Blocks, so call it in a thread.
 
 
 def of_this_session() -> EngineMemory:

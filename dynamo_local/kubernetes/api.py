@@ -290,9 +290,6 @@ def _service(name: str, one: Service, status: ComponentStatus | None) -> GraphCo
     )
 
 
-# --- roles -----------------------------------------------------------------------------------------
-
-
 def _with_roles(components: tuple[GraphComponent, ...]) -> tuple[GraphComponent, ...]:
     workers = [one for one in components if one.kind in WORKERS]
     alone = len(workers) == 1
@@ -316,9 +313,6 @@ def _said_role(word: str) -> bool:
     return word in ("prefill", "decode")
 
 
-# --- commands --------------------------------------------------------------------------------------
-
-
 def _words(main: Container | None) -> tuple[str, ...]:
     """The command's words, also if it is one string for a shell."""
     if main is None:
@@ -329,9 +323,6 @@ def _words(main: Container | None) -> tuple[str, ...]:
 def _model(words: Sequence[str], named: ModelRef | None) -> str | None:
     given = (option(words, name) for name in MODEL_OPTIONS)
     return next(filter(None, given), None if named is None else named.name)
-
-
-# --- GPUs ------------------------------------------------------------------------------------------
 
 
 def _per_replica(gpus: int | None, multinode: Multinode | None, status: ComponentStatus | None) -> int | None:

@@ -34,7 +34,6 @@ from dynamo_local.simulator.options import FleetShape, SimulationOptions
 from dynamo_local.simulator.simulation import Simulation
 from dynamo_local.simulator.trace import TraceRequest
 
-# --- requests
 # Requests as a user sends them: over HTTP, streamed, with the times at which their tokens came.
 
 TIMEOUT_S = 120.0

@@ -30,7 +30,7 @@ from dynamo_local.transport.nats import close_quietly, connect_nats
 from dynamo_local.transport.observation import Observer, Question
 from dynamo_local.transport.requests.client import NatsEndpointClient, RequestPlane
 
-# --- Progress of a start. Engines take minutes to start, and silence would look like a hang.
+# Progress of a start. Engines take minutes to start, and silence would look like a hang.
 
 EVERY_S = 15.0
 

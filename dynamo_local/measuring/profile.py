@@ -267,7 +267,7 @@ class Session:
         return sample_of(point, answer, asked, worker.name, at_s)
 
 
-# --- How the budget of a measurement is divided, once the duration of the start is known. Pure.
+# How the budget of a measurement is divided, once the duration of the start is known. Pure.
 
 TRACE_SHARE = 1 / 3
 """Share of the measuring time for the trace that checks the profile. At most five minutes."""
@@ -484,9 +484,6 @@ async def _path(graph: MeasuredGraph, model: Any, lengths: Sequence[int]) -> lis
     except DynamoError:
         return found
     return found
-
-
-# --- the document ------------------------------------------------------------------------------
 
 
 def _document(

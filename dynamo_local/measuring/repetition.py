@@ -89,8 +89,7 @@ def sample_of(point: Point, answer: Mapping[str, Any], asked: Mapping[str, Any],
     return Sample(worker, at_s, robust_mean(answer["ttft_s"]) * 1000, 1.0, float(point.cached))
 
 
-# --- outside
-# One repetition on a server that is a command, measured over HTTP: no passes are told, only when its tokens came.
+# One repetition on a server that is a command. It is measured over HTTP, by the arrival times of its tokens.
 
 FRAME = b"data: {"
 SAID = 300

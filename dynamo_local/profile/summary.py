@@ -139,8 +139,7 @@ def _some(rows: list) -> list:  # type: ignore[type-arg]  # of any pairs
     return [rows[0], rows[len(rows) // 2], rows[-1]] if len(rows) > 3 else rows
 
 
-# --- showing
-# A profile as numbers for a person: what was measured, what a planner takes from it, and where it guesses.
+# A profile's numbers for a person: measured points, the planner's curves, and where these are extrapolated.
 
 _SAME = 0.005
 """A curve that is within this share of its points needs no note."""

@@ -208,9 +208,6 @@ SWEEP_DEADLINE_S = 60.0
 """Longer than `leftovers.end` itself takes to give up on a process that cannot be killed."""
 
 
-# --- cancelling
-# Ending tasks for good.
-
 AGAIN_S = 2.0
 """Time for a cancelled task to clean up. Giving an entry back to the queue takes some milliseconds."""
 
@@ -233,10 +230,6 @@ async def ended(*tasks: asyncio.Future[Any] | None) -> None:
     for task in given:
         if not task.cancelled():
             task.exception()  # seen: asyncio would log it as never retrieved
-
-
-# --- together
-# Several things at once: on a busy machine waiting for one after the other is what takes the time.
 
 
 async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:

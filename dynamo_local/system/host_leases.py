@@ -39,8 +39,7 @@ def is_free(port: int) -> bool:
     return True
 
 
-# --- port_lease
-# A loopback port that stays ours between choosing it and the server's start, and over its restarts.
+# A loopback port that stays reserved from its choice to the server's start, and over the server's restarts.
 
 LOOPBACK = "127.0.0.1"
 

@@ -18,7 +18,7 @@ from dynamo_local.state.raw import read_raw
 from dynamo_local.system.paths import Paths
 from dynamo_local.system.processes import is_alive
 
-# --- The namespace lock: one arbiter per namespace, by a kernel lock that the arbiter holds for its whole life.
+# The namespace lock: one arbiter per namespace, by a kernel lock that the arbiter holds for its whole life.
 #
 # Two circus arbiters on one control socket silently take each other's messages. The lock is taken before any socket is
 # bound. The kernel frees it within a millisecond after its holder was killed.

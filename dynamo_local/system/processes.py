@@ -172,7 +172,7 @@ def send_signal(pid: int, signum: signal.Signals) -> None:
         log.debug("pid %d was gone before %s", pid, signum.name)
 
 
-# --- Replaces this process's environment: Python's, the C library's, and the one that /proc shows to others.
+# Replaces this process's environment: Python's, the C library's, and the one that /proc shows to others.
 #
 # The kernel shows the memory that held the program's environment at its start. Leftovers of a run are found by the
 # marks in it (`arbiter.marks`). So a process that becomes another worker writes its new marks into that memory.

@@ -30,7 +30,6 @@ from dynamo_local.transport.nats import nats_call, subscribe, unsubscribe
 from dynamo_local.transport.nats_client import Client, Msg, Subscription
 from dynamo_local.transport.requests.frames import invalid_payload
 
-# --- kv_wire
 # How KV events travel: msgpack arrays on the NATS subject `{ns}.kv_events.{component}`, and a worker's answer.
 #
 # Hashes are packed, 8 bytes each, little endian: reading them as msgpack numbers takes twice as long.
@@ -325,8 +324,7 @@ class KvFeed:
             log.info("worker %x: its view is rebuilt, %d KV blocks", worker, sum(map(len, runs)))
 
 
-# --- kv_publisher
-# A worker's side of KV events: the engine's events are published in numbered batches, and can be asked for again.
+# The worker publishes its engine's KV events in numbered batches. A reader that missed some can request them again.
 #
 # Nothing here can fail a request: while NATS is away batches are only kept, and the next published number shows the
 # gap.

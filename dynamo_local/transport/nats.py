@@ -241,8 +241,7 @@ class _Watcher:
             await self._on_closed()
 
 
-# --- nats_errors
-# Turns failures of the NATS client into our typed errors; and subscriptions that the server has when we say so.
+# Turns failures of the NATS client into our typed errors. A subscription returns only when the server has it.
 
 CALL_TIMEOUT_S = 2.0
 """Deadline of one round trip. A healthy local server answers in under 1 ms (0.5 ms for consumer info)."""

@@ -31,8 +31,7 @@ from dynamo_local.transport.nats import nats_call, subscribe, unsubscribe
 from dynamo_local.transport.nats_client import Client, Msg, Subscription
 from dynamo_local.transport.passes import PassRecorder
 
-# --- scatter
-# One question to everybody who listens on a subject, and their answers within a deadline.
+# One question to all subscribers of a subject, and their answers within a deadline.
 
 log = logging.getLogger(__name__)
 

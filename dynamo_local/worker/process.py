@@ -50,7 +50,6 @@ from dynamo_local.worker.flip import Flipping
 from dynamo_local.worker.served_role import RoleHost, ServedRole
 from dynamo_local.worker.sleep import Sleeping, standby_facts
 
-# --- statefile_entry
 # The part of a statefile entry that the worker itself writes: pid, lease, endpoints, and whether it drains.
 #
 # The entry is for people, and for the arbiter's successor. Nothing waits for it: a slow or full disk must neither
@@ -168,7 +167,7 @@ class EntryWriter:
                 self._clean.set()
 
 
-# --- The answer to `status` on the control endpoint
+# The answer to `status` on the control endpoint
 
 SHOWN_REQUESTS = 100
 

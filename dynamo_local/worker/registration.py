@@ -32,7 +32,6 @@ from dynamo_local.transport.requests.handlers import Handler, RequestContext
 from dynamo_local.transport.requests.server import EndpointServer
 from dynamo_local.worker.context import Context, Identity
 
-# --- endpoints
 # The endpoints that a worker serves on NATS: the component's own, and one for its load.
 
 log = logging.getLogger("dynamo_local.worker")

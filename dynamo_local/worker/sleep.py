@@ -174,7 +174,7 @@ class Sleeping:
                 await asyncio.sleep(RETRY_S)
 
 
-# --- The standby facts in the ready key: `core.fleet.fleet.StandbyFacts` as JSON
+# The standby facts in the ready key: `core.fleet.fleet.StandbyFacts` as JSON
 
 
 def standby_facts(identity: Identity, context: Context, sleeping: Sleeping) -> dict[str, Any]:

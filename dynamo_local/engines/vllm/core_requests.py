@@ -21,8 +21,7 @@ from dynamo_local.errors import EngineError, InvalidRequest
 from dynamo_local.ports import EngineOutput, EngineRequest, FinishReason
 from dynamo_local.ports import SamplingParams as EngineSampling
 
-# --- wire
-# vLLM's own messages to and from EngineCore as bytes, and what of a request the graph must know.
+# Encodes vLLM's messages to and from EngineCore, and reads the parts of a request that the graph needs.
 
 _MORE = tuple(zip(EngineCoreOutput.__struct_fields__[2:], EngineCoreOutput.__struct_defaults__, strict=True))
 """The fields after the request's id and the token ids, with what they are where there is nothing to say."""

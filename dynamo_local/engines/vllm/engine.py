@@ -156,7 +156,7 @@ class Statistics:
         )
 
 
-# --- KV that was computed for another engine and is still here, as far as this side knows. Pure.
+# KV blocks that this engine holds for another one, as far as this side knows. Pure.
 #
 # vLLM keeps the blocks under a lease. The pulling engine renews the lease while its request waits. vLLM does not report
 # the end of a pull. This code infers the end from the cache: no request runs here, and no block is in use.
@@ -201,8 +201,7 @@ class Handoffs:
         return max(self._held.values()) - now_s if self.num_held(now_s) else 0.0
 
 
-# --- pass_bridge
-# The worker's side of what vLLM's schedulers tell of their passes (`pass_watch`).
+# The worker receives the passes that vLLM's schedulers report (`pass_watch`).
 
 log = logging.getLogger(__name__)
 

@@ -141,7 +141,7 @@ def _socket_folder(environ: Mapping[str, str]) -> Path:
     return Path(tempfile.mkdtemp(prefix="dyn-vllm-"))
 
 
-# --- Processors. vLLM's CPU build with NIXL assumes one engine per host, with spare cores:
+# Processors. vLLM's CPU build with NIXL assumes one engine per host, with spare cores:
 #
 # * NIXL's progress thread polls without a pause, so even an idle engine keeps a core busy. The descriptors that it
 # polls   wake it, so a pause adds no latency. With a pause of 1 ms the thread takes 1.5 % of a core.

@@ -25,8 +25,7 @@ from dynamo_local.transport.requests.frames import (
 from dynamo_local.transport.requests.listener import Offer, ResponseListener
 from dynamo_local.transport.requests.stream import InboundStream
 
-# --- lines
-# Requests that a worker has not taken yet: a line before each worker's endpoint, and one watch over each line.
+# Requests that a worker has not accepted yet: one queue per worker endpoint, and one watch per queue.
 #
 # A worker takes requests in the order in which they were sent. As long as its line moves it is busy, and not gone. A
 # burst may take a starved host longer than a worker may be silent. (Seen: each of a thousand requests gave its worker

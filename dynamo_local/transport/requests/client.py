@@ -180,7 +180,6 @@ class NatsEndpointClient:
         return left[(self._turn - 1) % len(left)]
 
 
-# --- dependency
 # A `depends(Other)` attribute at run time: a client of that component, by method name.
 
 DEFAULT_METHOD = "generate"

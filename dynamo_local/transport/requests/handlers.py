@@ -10,9 +10,6 @@ from typing import Any
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.transport.requests.stream import pump
 
-# --- context
-# A handler's view of the request that it serves.
-
 _CLOCK = AsyncioClock()
 
 

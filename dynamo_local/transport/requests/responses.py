@@ -202,8 +202,7 @@ def _set(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-# --- asked
-# The worker's side: connections to callers on which the next request may come.
+# The worker keeps connections to callers open: the next request may come on one of them.
 
 Asked = Callable[[bytes, asyncio.Transport], None]
 """Takes a request, encoded, and the connection on which it came."""

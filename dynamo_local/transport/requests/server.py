@@ -29,7 +29,6 @@ from dynamo_local.transport.requests.handlers import Handler, RequestContext, dr
 from dynamo_local.transport.requests.listener import NAMES, peer_uid
 from dynamo_local.transport.requests.responses import CallersConnections, Keep, ResponseSender
 
-# --- exchange
 # One request on the worker: connect back, run the handler, deliver.
 
 logger = logging.getLogger(__name__)
