@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from dynamo_local.cli.common import FiniteRange, ask_arbiter, find_paths, json_option, namespace_option
+from dynamo_local.cli.common import FiniteRange, aligned, ask_arbiter, find_paths, json_option, namespace_option
 from dynamo_local.cli.planner_words import history_row, status_lines
 from dynamo_local.errors import BadInput, NotRunning
 from dynamo_local.system.paths import Paths
@@ -273,9 +273,7 @@ def plugin_lines(reported: Mapping[str, Any]) -> Iterator[str]:
     """A table, then what is wrong, then where plugins register."""
     rows = [_COLUMNS, *(_row(plugin) for plugin in reported["plugins"])]
     if len(rows) > 1:
-        widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
-        for row in rows:
-            yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        yield from ("  ".join(row).rstrip() for row in aligned(rows))
     else:
         yield "no plugins"
     for plugin in reported["plugins"]:

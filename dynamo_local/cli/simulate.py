@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -121,26 +121,10 @@ def with_measured(words: Mapping[str, Any]) -> dict[str, Any]:
 # The requests of `dynamo simulate`: read from a file, or generated.
 
 
-class Source(Protocol):
-    """Requests by name. `what` says whether they were recorded in a file or made."""
-
-    @property
-    def what(self) -> str:
-        """ "trace" or "generated"."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """The file's name, or what the generator was given; for the report."""
-        ...
-
-    def requests(self, *, limit: int | None, speed: float) -> list[TraceRequest]:
-        """The first `limit` of them (None: all), their times divided by `speed`."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class _File:
+class RecordedRequests:
+    """Requests of a trace. `name` is the file's, for the report."""
+
     path: Path
     what: str = "trace"
 
@@ -149,14 +133,16 @@ class _File:
         return self.path.name
 
     def requests(self, *, limit: int | None, speed: float) -> list[TraceRequest]:
-        """As `read_trace` returns them."""
+        """The first `limit` of them (None: all), their times divided by `speed`."""
         from dynamo_local.simulator.trace import read_trace
 
         return read_trace(self.path, limit=limit, speed=speed)
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class GeneratedRequests:
+    """Requests of the generator. `name` is what it was given, for the report."""
+
     generated: Generated
     write_to: Path | None
     what: str = "generated"
@@ -166,7 +152,7 @@ class _Made:
         return str(self.generated)
 
     def requests(self, *, limit: int | None, speed: float) -> list[TraceRequest]:
-        """As generated. The file `write_to` has the first `limit` of them, with times not divided by `speed`."""
+        """As for `RecordedRequests`. The times in the file `write_to` are not divided by `speed`."""
         from dynamo_local.simulator.generator import generate
         from dynamo_local.simulator.trace import write_trace
 
@@ -174,6 +160,9 @@ class _Made:
         if self.write_to is not None:
             write_trace(self.write_to, made)
         return made if speed == 1.0 else [replace(request, at_s=request.at_s / speed) for request in made]
+
+
+Source = RecordedRequests | GeneratedRequests
 
 
 def source_of(trace: Path | None, generate: str | None, write_to: Path | None) -> Source:
@@ -184,10 +173,10 @@ def source_of(trace: Path | None, generate: str | None, write_to: Path | None) -
     if trace is not None:
         if write_to is not None:
             raise BadInput(f"--write-trace {write_to} keeps what --generate made; --trace {trace} is a file already")
-        return _File(trace)
+        return RecordedRequests(trace)
     from dynamo_local.simulator.generator import parse_generated
 
-    return _Made(parse_generated(generate or ""), write_to)
+    return GeneratedRequests(parse_generated(generate or ""), write_to)
 
 
 # The runs of `dynamo simulate` as tables.
@@ -348,7 +337,7 @@ def simulate(as_json: bool, report: Path | None, jobs: int | None, **words: Any)
         told = [ReportedRun(case.name, run, row[1]) for case, run, row in zip(cases, runs, rows, strict=True)]
         write_report(report, f"dynamo simulate: {source.name}", _facts(source, words), told, slo)
     if as_json:
-        found = [_json(name, metrics) for name, metrics in rows]
+        found = [{**metrics.to_dict(), "name": name} for name, metrics in rows]
         click.echo(json.dumps(found if len(found) > 1 or words["sweeps"] else found[0], indent=2))
         return
     print_tables(_facts(source, words), rows, words)
@@ -550,10 +539,6 @@ def _combinations(sweeps: Sequence[str]) -> list[tuple[str, dict[str, dict[str, 
 
 def _with(changes: dict[str, dict[str, Any]], section: str, name: str, value: Any) -> dict[str, dict[str, Any]]:
     return {**changes, section: {**changes.get(section, {}), name: value}}
-
-
-def _json(name: str, metrics: Metrics) -> dict[str, Any]:
-    return {**metrics.to_dict(), "name": name}
 
 
 def _facts(source: Source, words: Mapping[str, Any]) -> list[tuple[str, str]]:

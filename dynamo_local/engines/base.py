@@ -106,7 +106,7 @@ def of_this_session() -> EngineMemory:
 
 
 def host_bytes(pids: Iterable[int]) -> int | Missing:
-    """Main memory, shared pages divided among those that share them (PSS)."""
+    """Main memory of these processes, in bytes. Shared pages are divided among the processes that share them (PSS)."""
     total = 0
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has ended meanwhile

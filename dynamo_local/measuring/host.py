@@ -133,16 +133,6 @@ def _busy_s() -> float:
     return (user + nice + system + irq + softirq + steal) / _TICKS_PER_S
 
 
-def host_bytes(pid: int) -> int:
-    """Main memory of a worker's whole session: its own pages, and its share of those that it has in common."""
-    total = 0
-    for member in family_of(pid):
-        with contextlib.suppress(OSError, StopIteration):
-            lines = Path(f"/proc/{member}/smaps_rollup").read_text().splitlines()
-            total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
-    return total
-
-
 def gpu_bytes(pid: int, devices: tuple[GpuDevice, ...]) -> int | None:
     """GPU memory of a worker's whole session; None where the driver does not tell it by process."""
     family = family_of(pid)

@@ -19,10 +19,12 @@ from zlib import crc32
 
 from dynamo_local import __version__
 from dynamo_local.components.engine_facts import engine_version
+from dynamo_local.core.types import Missing
+from dynamo_local.engines.base import host_bytes
 from dynamo_local.errors import DynamoError, GpuError
 from dynamo_local.measuring.certification import Frontend, check
 from dynamo_local.measuring.graph import GraphFailed, MeasuredGraph, Worker, dynamo, running
-from dynamo_local.measuring.host import HostWatch, gpu_bytes, host_bytes, processors, share_processors
+from dynamo_local.measuring.host import HostWatch, gpu_bytes, processors, share_processors
 from dynamo_local.measuring.repetition import TIMEOUT_S, request_of, sample_of
 from dynamo_local.measuring.target import AGG, DECODE, PREFILL, Target
 from dynamo_local.profile import judgement as certifying
@@ -64,6 +66,7 @@ from dynamo_local.profile.points import (
 from dynamo_local.profile.reading import DecodePoints, PrefillPoints
 from dynamo_local.profile.repetitions import Measured, Noticed, Progress, Rules, Sample, measured, noticed
 from dynamo_local.system.gpus import Inventory, open_inventory
+from dynamo_local.system.processes import family_of
 
 # How long a graph's own actions take on this host. The arbiter carries each out once, and times it.
 #
@@ -125,7 +128,8 @@ async def _memory(graph: MeasuredGraph, component: str, inventory: Inventory) ->
     except GpuError:
         devices = ()
     pid = graph.pid(ready[0])
-    host = await asyncio.to_thread(host_bytes, pid)
+    found = await asyncio.to_thread(lambda: host_bytes(family_of(pid)))
+    host = None if isinstance(found, Missing) else found
     return {"ready": MemoryFacts(vram_bytes=gpu_bytes(pid, devices), host_bytes=host)}
 
 

@@ -23,7 +23,7 @@ from dynamo_local.errors import (
     from_wire,
     to_wire,
 )
-from dynamo_local.transport.nats import flush, nats_call
+from dynamo_local.transport.nats import nats_call, subscribe, unsubscribe
 from dynamo_local.transport.nats_client import Client, Msg, NatsError, NoRespondersError, Subscription
 
 log = logging.getLogger(__name__)
@@ -56,18 +56,15 @@ class ControlServer:
 
     async def start(self) -> None:
         """Raises `NatsUnavailable`. Survives reconnects of the NATS client."""
-        with nats_call(self._nats, f"serve {self._subject}"):
-            self._subscription = await self._nats.subscribe(self._subject, cb=self._on_message)
-            await flush(self._nats)
+        self._subscription = await subscribe(self._nats, self._subject, self._on_message, f"serve {self._subject}")
 
     async def close(self) -> None:
         """Take no more requests; wait, within a bound, for answers that are under way."""
         subscription, self._subscription = self._subscription, None
-        if subscription is not None and not self._nats.is_closed:
-            try:
-                await subscription.unsubscribe()
-            except NatsError as error:
-                log.info("the control subscription ended with its connection: %s", error)
+        try:
+            await unsubscribe(self._nats, subscription)
+        except NatsError as error:
+            log.info("the control subscription ended with its connection: %s", error)
         if self._answering:
             _, late = await asyncio.wait(tuple(self._answering), timeout=CLOSE_TIMEOUT_S)
             for task in late:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -13,7 +14,7 @@ from dynamo_local import errors
 from dynamo_local.clock import Clock
 from dynamo_local.core.types import Instance, lease_hex
 from dynamo_local.system.request_log import x_request_id
-from dynamo_local.transport.nats import flush, nats_call
+from dynamo_local.transport.nats import nats_call, subscribe, unsubscribe
 from dynamo_local.transport.nats_client import Client, Msg, NatsError, Subscription
 from dynamo_local.transport.requests.frames import (
     MAX_INLINE_BYTES,
@@ -232,9 +233,9 @@ class RequestSender:
         await self.listener.start()
         self._inbox = self._nats.new_inbox()
         try:
-            with nats_call(self._nats, "subscribe to the inbox for refusals"):
-                self._subscription = await self._nats.subscribe(f"{self._inbox}.*", cb=self._on_reply)
-                await flush(self._nats)
+            self._subscription = await subscribe(
+                self._nats, f"{self._inbox}.*", self._on_reply, "subscribe to the inbox for refusals"
+            )
         except BaseException:
             await self.listener.close()
             raise
@@ -243,13 +244,9 @@ class RequestSender:
         """Calls that wait, and streams that are open, end with `RequestCancelled`."""
         await self.listener.close()
         await self._lines.close()
-        if self._subscription is None:
-            return
         subscription, self._subscription = self._subscription, None
-        try:
-            await subscription.unsubscribe()
-        except NatsError:
-            return  # the connection is closed, and the subscription with it
+        with contextlib.suppress(NatsError):  # the connection is closed, and the subscription with it
+            await unsubscribe(self._nats, subscription)
 
     async def send(
         self, instance: Instance, request_id: str, payload: bytes, deadline_s: float | None

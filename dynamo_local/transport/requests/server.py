@@ -14,7 +14,7 @@ from typing import Final
 from dynamo_local import errors
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.system.request_log import bound
-from dynamo_local.transport.nats import CALL_TIMEOUT_S, flush, nats_call
+from dynamo_local.transport.nats import CALL_TIMEOUT_S, flush, subscribe
 from dynamo_local.transport.nats_client import Client, Msg, NatsError, Subscription
 from dynamo_local.transport.requests.frames import (
     Decode,
@@ -438,10 +438,7 @@ class EndpointServer:
     # --- NATS ---
 
     async def _subscribe(self, subject: str) -> Subscription:
-        with nats_call(self._nats, f"serve {subject}"):
-            subscription = await self._nats.subscribe(subject, cb=self._on_message)
-            await flush(self._nats)
-        return subscription
+        return await subscribe(self._nats, subject, self._on_message, f"serve {subject}")
 
     async def _unsubscribe(self, subscription: Subscription) -> None:
         """End the subscription and answer what had already arrived for it."""
