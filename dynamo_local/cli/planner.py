@@ -203,8 +203,8 @@ def report(since: str | None, output: Path | None, log: Path | None, as_json: bo
     decisions = write_report(log or decision_log_path(paths.logs), to, since_s=since_s, title=title)
     size = to.stat().st_size
     reported = {"report": str(to), "decisions": decisions, "bytes": size}
-    said = f"report: {to} ({decisions:,} decisions, {size / 1000:,.0f} kB)"
-    click.echo(json.dumps(reported) if as_json else said)
+    line = f"report: {to} ({decisions:,} decisions, {size / 1000:,.0f} kB)"
+    click.echo(json.dumps(reported) if as_json else line)
 
 
 def _change(namespace: str | None, as_json: bool, command: str, **properties: Any) -> None:

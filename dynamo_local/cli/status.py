@@ -100,14 +100,14 @@ def clock_time(at: float) -> str:
     return f"{day}{time_at:%H:%M:%S}"
 
 
-def _spares(told: Mapping[str, Any] | None) -> list[str]:
+def _spares(reported: Mapping[str, Any] | None) -> list[str]:
     """`spares    vllm: dynamo_spare warm, 596 MiB, pid 4711`, and why the latest failed."""
-    if told is None:
+    if reported is None:
         return []
-    lines = [f"spares    {each['engine']}: {_spare(each)}" for each in told["spares"]]
-    if told["reason"] is not None:
-        again = "now" if told["next_try_s"] is None else f"in {duration(told['next_try_s'])}"
-        lines.append(f"spares    the last one failed ({told['reason']}); the next is started {again}")
+    lines = [f"spares    {each['engine']}: {_spare(each)}" for each in reported["spares"]]
+    if reported["reason"] is not None:
+        again = "now" if reported["next_try_s"] is None else f"in {duration(reported['next_try_s'])}"
+        lines.append(f"spares    the last one failed ({reported['reason']}); the next is started {again}")
     return lines or ["spares    none yet: the first is started when no worker is coming up"]
 
 

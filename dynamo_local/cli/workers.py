@@ -82,18 +82,18 @@ def scale(
     that many workers change their role, or none does.
     """
     manner, paths = Manner(as_json, wait, timeout_s), find_paths(namespace)
-    how: dict[str, Any] = {"force": force, "victim_policy": victim_policy}
+    properties_of_all: dict[str, Any] = {"force": force, "victim_policy": victim_policy}
     if flip:
         gives, takes, count = exchanged((component, target, *more))
-        asked = {"gives": gives, "takes": takes, "count": str(count), **how}
-        ask_and_tell(paths, manner, "dynamo_scale_flip", asked, goals=traded_goals, words=describe_trade)
+        properties = {"gives": gives, "takes": takes, "count": str(count), **properties_of_all}
+        ask_and_tell(paths, manner, "dynamo_scale_flip", properties, goals=traded_goals, words=describe_trade)
         return
     if more:
         raise click.UsageError("several components change together only with --flip")
     if no_wake:
-        how["no_wake"] = True  # an arbiter of an older version does not know it
-    asked = {"component": component, "target": target, **how}
-    ask_and_tell(paths, manner, "dynamo_scale", asked, goals=scale_goals, words=describe_scale)
+        properties_of_all["no_wake"] = True  # an arbiter of an older version does not know it
+    properties = {"component": component, "target": target, **properties_of_all}
+    ask_and_tell(paths, manner, "dynamo_scale", properties, goals=scale_goals, words=describe_scale)
 
 
 def exchanged(given: tuple[str, ...]) -> tuple[str, str, int]:

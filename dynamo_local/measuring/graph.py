@@ -118,8 +118,8 @@ async def dynamo(*words: str, timeout_s: float = 900.0) -> str:
             await process.wait()
         raise
     if process.returncode:
-        said = err.decode(errors="replace").strip() or out.decode(errors="replace").strip()
-        raise GraphFailed(f"`dynamo {' '.join(words[:2])}` failed: {said.removeprefix('dynamo: ')}")
+        message = err.decode(errors="replace").strip() or out.decode(errors="replace").strip()
+        raise GraphFailed(f"`dynamo {' '.join(words[:2])}` failed: {message.removeprefix('dynamo: ')}")
     return out.decode(errors="replace")
 
 
@@ -219,12 +219,12 @@ class MeasuredGraph:
         found: Limits | Unknown = Unknown(())
         for _ in range(20):
             if runtime == HTTP:
-                told = await (await self._server(worker)).told(target.model_of(worker.component))
+                reported = await (await self._server(worker)).reported_limits(target.model_of(worker.component))
             else:
                 # A Dynamo worker reports its limits together with its counters.
                 answers = await self._observer.ask(Question(counters=runtime is not None, passes=True), expected)
-                told = dict(answers[worker.name].limits) if worker.name in answers else {}
-            found = limits_of(told, words, target.given)
+                reported = dict(answers[worker.name].limits) if worker.name in answers else {}
+            found = limits_of(reported, words, target.given)
             if isinstance(found, Limits):
                 return found
             await asyncio.sleep(0.25)  # it may still be starting to answer

@@ -136,11 +136,11 @@ def _busy_s() -> float:
 def gpu_bytes(pid: int, devices: tuple[GpuDevice, ...]) -> int | None:
     """GPU memory of a worker's whole session; None where the driver does not tell it by process."""
     family = family_of(pid)
-    told = [
+    sizes = [
         process.memory_bytes
         for device in devices
         for process in (() if isinstance(device.processes, Missing) else device.processes)
         if process.pid in family
     ]
-    known = [number for number in told if not isinstance(number, Missing)]
-    return sum(known) if known and len(known) == len(told) else None
+    known = [number for number in sizes if not isinstance(number, Missing)]
+    return sum(known) if known and len(known) == len(sizes) else None

@@ -258,17 +258,17 @@ class Session:
         workers = self._workers[point.kind]
         if self._in_turn:
             return [await self._one(worker, point, seed, at_s) for worker in workers]
-        asked = (self._one(worker, point, seed, at_s) for worker in workers)
-        found = await asyncio.gather(*asked, return_exceptions=True)  # the next repetition runs beside no straggler
+        measuring = (self._one(worker, point, seed, at_s) for worker in workers)
+        found = await asyncio.gather(*measuring, return_exceptions=True)  # the next repetition runs beside no straggler
         for each in found:
             if isinstance(each, BaseException):
                 raise each
         return cast(list[Sample], found)
 
     async def _one(self, worker: Worker, point: Point, seed: int, at_s: float) -> Sample:
-        asked = request_of(point, self._limits[point.kind], seed & 0x7FFFFFFF)
-        answer = await self._graph.measure(worker, asked, TIMEOUT_S + 10.0)
-        return sample_of(point, answer, asked, worker.name, at_s)
+        request = request_of(point, self._limits[point.kind], seed & 0x7FFFFFFF)
+        answer = await self._graph.measure(worker, request, TIMEOUT_S + 10.0)
+        return sample_of(point, answer, request, worker.name, at_s)
 
 
 # How the budget of a measurement is divided, once the duration of the start is known. Pure.
@@ -500,7 +500,7 @@ def _document(
     the_hash: str,
     seconds: float,
 ) -> Document:
-    told = certifying.certificate(rest.held_out, rest.trace)
+    certificate = certifying.certificate(rest.held_out, rest.trace)
     used = {worker for each in known.values() for sample in each.samples for worker in [sample.worker]}
     held = {gpu for role in target.components for w in graph.workers(target.components[role]) for gpu in w.gpus}
     gpus = [
@@ -525,8 +525,8 @@ def _document(
         beyond_engine=_beyond(rest.path),
         noticed=[each.text for each in (*noticed(known), *rest.host)],
         certificate=CertificateFacts(
-            state=told.state,
-            where=list(told.where),
+            state=certificate.state,
+            where=list(certificate.where),
             held_out={name: round(error, 5) for name, error in rest.held_out.errors.items()},
             trace=[] if isinstance(rest.trace, str) else [{**asdict(c), "error": c.error} for c in rest.trace],
         ),

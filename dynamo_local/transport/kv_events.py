@@ -410,8 +410,8 @@ class NatsKvEventPublisher:
     async def answer(self, request: Any) -> AsyncGenerator[dict[str, Any], None]:
         """Items for the endpoint `kv_blocks`: what the asker of a `KvBlocksRequest` has not yet, or all (see
         `transport.kv_events`)."""
-        asked = parse_blocks_request(request)
-        since = self._since(asked.epoch, asked.seq)
+        question = parse_blocks_request(request)
+        since = self._since(question.epoch, question.seq)
         runs = _runs(self._held) if since is None else []  # of this moment: the items are read later
         yield {"block_size": self.block_size, "epoch": self._epoch, "seq": self._seq, "replay": since is not None}
         for batch in since or ():

@@ -167,7 +167,7 @@ class LoadPublisher:
             self._once.warning("publish", "%s", error)
 
     async def _on_request(self, msg: Msg) -> None:
-        data = self._encode(asked=True)
+        data = self._encode(with_dispatch=True)
         if data is None or not msg.reply:
             return
         try:
@@ -176,16 +176,16 @@ class LoadPublisher:
         except NatsUnavailable as error:
             self._once.warning("answer", "%s", error)
 
-    def _encode(self, *, asked: bool = False) -> bytes | None:
+    def _encode(self, *, with_dispatch: bool = False) -> bytes | None:
         """None if the source fails: then nothing is published, and readers see the load as missing."""
         try:
             load = msgspec.convert(self._source().numbers(), WireLoad)
             instance_id = self._lease_id()
-            told = self._dispatch() if asked else None
+            counters = self._dispatch() if with_dispatch else None
         except Exception:  # the engine's code; a failing load must not end the worker
             self._once.exception("source", "the load of %s cannot be read; it will be missing", self._watcher_name)
             return None
-        dispatch = None if told is None else dict(told)
+        dispatch = None if counters is None else dict(counters)
         report = WireReport(self._watcher_name, self._component, instance_id, self._clock.wall_s(), load, dispatch)
         return msgspec.json.encode(report)
 

@@ -232,8 +232,8 @@ class ObservationServer:
             prefix = f"{worker}/"
             after = {key.removeprefix(prefix): n for key, n in question.after.items() if key.startswith(prefix)}
             known = {int(rank): n for rank, n in after.items() if rank.isdecimal()}
-            told = recorder.since(known, MAX_PASSES)
-            answer.passes = [(now_s - passed.at_s, encode_pass(passed, worker)) for passed in told]
+            passes = recorder.since(known, MAX_PASSES)
+            answer.passes = [(now_s - passed.at_s, encode_pass(passed, worker)) for passed in passes]
             answer.missed = {str(rank): missed for rank, missed in recorder.missed.items()}
         return answer
 

@@ -197,8 +197,8 @@ class PullInbox:
         future: asyncio.Future[Msg | None] = asyncio.get_running_loop().create_future()
         self._waiting[inbox] = future
         try:
-            asked = {"batch": 1, "expires": int(timeout_s * 1e9)} if wait else {"batch": 1, "no_wait": True}
-            body = json.dumps(asked).encode()
+            pull = {"batch": 1, "expires": int(timeout_s * 1e9)} if wait else {"batch": 1, "no_wait": True}
+            body = json.dumps(pull).encode()
             await self._nats.publish(self._subject, body, reply=inbox)
             await asyncio.wait((future,), timeout=timeout_s + PULL_GRACE_S)
         except asyncio.CancelledError:

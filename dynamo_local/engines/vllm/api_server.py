@@ -192,7 +192,7 @@ class VllmApi:
         core = GraphCore(send, engine.tasks)
         with _as_engine_core(core):
             llm = AsyncLLM(config, Executor, log_stats=False, log_requests=args.enable_log_requests)
-        core.failed = _told(llm)
+        core.failed = _failure_callback(llm)
         return cls(args, llm, core, list(engine.tasks))
 
     async def app(self) -> ASGIApp:
@@ -235,7 +235,7 @@ def _as_engine_core(core: GraphCore) -> Iterator[None]:
         EngineCoreClient.make_async_mp_client = made
 
 
-def _told(llm: Any) -> Any:
+def _failure_callback(llm: Any) -> Any:
     """How the AsyncLLM is told that a request has failed."""
     states = llm.output_processor.request_states
 

@@ -49,8 +49,8 @@ def is_installed() -> bool:
 
 def what_is_wrong(sections: Mapping[str, VllmSection]) -> dict[str, str]:
     """Section -> what vLLM's parser says; only those that it refuses. Raises `ConfigError` if it cannot be asked."""
-    asked = json.dumps([[section.words, section.own_options] for section in sections.values()])
-    passed = engine_resources.cache_root(os.environ) / "checked" / _digest(asked)
+    question = json.dumps([[section.words, section.own_options] for section in sections.values()])
+    passed = engine_resources.cache_root(os.environ) / "checked" / _digest(question)
     if passed.exists():
         return {}
     # The check must not touch any GPU.
@@ -58,7 +58,7 @@ def what_is_wrong(sections: Mapping[str, VllmSection]) -> dict[str, str]:
     try:
         done = subprocess.run(
             [sys.executable, "-c", _CODE],
-            input=asked,
+            input=question,
             capture_output=True,
             text=True,
             timeout=CHECK_TIMEOUT_S,
@@ -83,10 +83,10 @@ def what_is_wrong(sections: Mapping[str, VllmSection]) -> dict[str, str]:
     return wrong
 
 
-def _digest(asked: str) -> str:
+def _digest(question: str) -> str:
     """A digest of the question, and of the vLLM and Python that answer it."""
     versions = [importlib.metadata.version(name) for name in ("vllm", "dynamo-local")]
-    return hashlib.sha256(json.dumps([asked, sys.executable, *versions]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([question, sys.executable, *versions]).encode()).hexdigest()
 
 
 def _last_line(text: str) -> str:

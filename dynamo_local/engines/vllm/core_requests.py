@@ -153,13 +153,13 @@ class CoreRequests:
             while not ended:
                 output = await outputs.next()
                 ended = output.finish_reason is not None
-                yield self._told(output, params)
+                yield self._converted(output, params)
         finally:
             del self._open[request_id]
             if not ended:
                 await self._llm.abort(request_id, internal=True)
 
-    def _told(self, output: EngineCoreOutput, params: Mapping[str, Any]) -> EngineOutput:
+    def _converted(self, output: EngineCoreOutput, params: Mapping[str, Any]) -> EngineOutput:
         reason = None if output.finish_reason is None else _REASONS.get(str(output.finish_reason), "error")
         if output.mm_cache_miss_hashes:
             raise EngineError("the worker does not have this request's images; send it again")
@@ -191,9 +191,9 @@ def _as_prefilled(output: EngineCoreOutput, params: Mapping[str, Any]) -> Engine
     cached = params.get("remote_prefill_cached_tokens", 0)
     if output.prefill_stats is None or not params.get("do_remote_prefill"):
         return output
-    told = copy.copy(output)
-    told.prefill_stats = replace(output.prefill_stats, num_cached_tokens=cached)
-    return told
+    shown = copy.copy(output)
+    shown.prefill_stats = replace(output.prefill_stats, num_cached_tokens=cached)
+    return shown
 
 
 def _to_be_counted(core: EngineCoreRequest) -> EngineCoreRequest:

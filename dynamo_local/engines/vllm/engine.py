@@ -246,9 +246,9 @@ class PassBridge:
 
 def received(message: bytes, record: Callable[[ForwardPass], None], now_s: float) -> None:
     """Record the passes of one message that came at `now_s`. Raises `msgspec.DecodeError`."""
-    told = _decoder.decode(message)
-    engine = EngineId("", told.dp_rank)
-    for one in told.passes:
+    received_passes = _decoder.decode(message)
+    engine = EngineId("", received_passes.dp_rank)
+    for one in received_passes.passes:
         scheduled, queued = Requests(*one.scheduled), Requests(*one.queued)
         record(ForwardPass(engine, one.counter_id, one.wall_time_s, scheduled, queued, now_s - one.age_s))
 
@@ -532,21 +532,21 @@ class VllmEngine(EngineBase):
             kv_transfer_params=output.kv_transfer_params,
         )
 
-    def _sampling_params(self, asked: SamplingParams, params: Mapping[str, Any]) -> Any:
+    def _sampling_params(self, requested: SamplingParams, params: Mapping[str, Any]) -> Any:
         """vLLM's own. KV is handed over only by a request that ended by length: a prefill must not stop by itself."""
         hands_over = bool(params.get("do_remote_decode"))
         try:
             return self._sampling(
-                max_tokens=asked.max_tokens,
-                temperature=asked.temperature,
-                top_p=asked.top_p,
-                top_k=asked.top_k,
-                seed=asked.seed,
-                presence_penalty=asked.presence_penalty,
-                frequency_penalty=asked.frequency_penalty,
-                stop_token_ids=[] if hands_over else list(asked.stop_token_ids),
-                ignore_eos=asked.ignore_eos or hands_over,
-                min_tokens=asked.min_tokens,
+                max_tokens=requested.max_tokens,
+                temperature=requested.temperature,
+                top_p=requested.top_p,
+                top_k=requested.top_k,
+                seed=requested.seed,
+                presence_penalty=requested.presence_penalty,
+                frequency_penalty=requested.frequency_penalty,
+                stop_token_ids=[] if hands_over else list(requested.stop_token_ids),
+                ignore_eos=requested.ignore_eos or hands_over,
+                min_tokens=requested.min_tokens,
                 detokenize=False,
                 output_kind=self._delta,
                 extra_args={"kv_transfer_params": dict(params)} if params else None,

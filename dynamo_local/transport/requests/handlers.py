@@ -70,13 +70,13 @@ async def drive(handler: Handler, payload: Any, context: RequestContext, put: Pu
             await pump(result, lambda batch: _put_all(put, batch))
             return
         if not hasattr(result, "__aiter__"):
-            if (room := put(result)) is not None:
-                await room
+            if (catch_up := put(result)) is not None:
+                await catch_up
             return
         try:
             async for item in result:
-                if (room := put(item)) is not None:
-                    await room
+                if (catch_up := put(item)) is not None:
+                    await catch_up
         finally:
             aclose = getattr(result, "aclose", None)
             if aclose is not None:
@@ -86,7 +86,7 @@ async def drive(handler: Handler, payload: Any, context: RequestContext, put: Pu
 
 
 def _put_all(put: Put, batch: Sequence[Any]) -> Awaitable[None] | None:
-    room: Awaitable[None] | None = None
+    catch_up: Awaitable[None] | None = None
     for item in batch:
-        room = put(item) or room
-    return room
+        catch_up = put(item) or catch_up
+    return catch_up

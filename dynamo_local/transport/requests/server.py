@@ -254,7 +254,7 @@ class EndpointServer:
         self._clock: Clock = clock or AsyncioClock()
         self._subscription: Subscription | None = None
         self._exchanges: set[Exchange] = set()
-        self._kept = CallersConnections(self._on_asked)
+        self._kept = CallersConnections(self._on_request)
         self._handlers_running = 0
         self._accept_until_s: float | None = None
         self._closed = False
@@ -271,7 +271,7 @@ class EndpointServer:
         old, self._subscription = self._subscription, await self._subscribe(subject)
         self.subject = subject
         self._kept.close()  # whoever asks on them means the old subject
-        self._kept = CallersConnections(self._on_asked)
+        self._kept = CallersConnections(self._on_request)
         if old is not None:
             await self._unsubscribe(old)
 
@@ -372,7 +372,7 @@ class EndpointServer:
                 return
             self._take(header, None)
 
-    def _on_asked(self, data: bytes, connection: asyncio.Transport) -> None:
+    def _on_request(self, data: bytes, connection: asyncio.Transport) -> None:
         """A request on a connection that was kept after a former answer."""
         try:
             header = decode_header(data)
