@@ -52,7 +52,7 @@ class EngineBase:
         return {}
 
     def cannot_sleep(self) -> str | None:
-        """See `engines.sleep.CanSleep`: what an engine says that has no sleep of its own."""
+        """The answer of an engine without a sleep mode (`engines.sleep.CanSleep`)."""
         return f"the engine {self.info.engine} has no sleep mode"
 
     async def sleep(self, level: int) -> None:

@@ -454,7 +454,7 @@ def expected_of(config: PlannerConfig) -> Requirements:
     )
 
 
-# The operator's startup and liveness probes ask /live, which answers as long as the process does: a restart does not
+# The operator's startup and liveness probes ask /live, which answers as long as the process runs. A restart does not
 # help a planner that waits for the API server. /health answers 503 until the planner has begun, and while its ticks
 # fail.
 

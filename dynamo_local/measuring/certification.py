@@ -134,8 +134,11 @@ def mixed_trace(
 
 
 def slower_over(path: Sequence[PathFacts]) -> float:
-    """So many times as long as at the engine a token takes over HTTP, 1 or more. On a host whose processors are busy
-    engines that need them are fed late, and half of what their passes could do is more than the host can."""
+    """The time of a token over HTTP, divided by its time at the engine; at least 1.
+
+    On a host with busy processors, engines that need them get their work late. There, half of the engines' rate may be
+    more than the host can carry.
+    """
     found = [each.itl_ms / each.engine_itl_ms for each in path if each.itl_ms and each.engine_itl_ms]
     return max(1.0, median(found)) if found else 1.0
 

@@ -294,8 +294,11 @@ class Budget:
 
 
 def spending(budget_s: float, started_s: float, cold_s: Collection[float]) -> Budget:
-    """`started_s` is what the start took of the budget, `cold_s` what the cold start of each component takes that is
-    to be tried again; none of them: no actions."""
+    """Divides `budget_s` seconds.
+
+    `started_s`: seconds that the start took. `cold_s`: seconds of the cold start of each component that is timed once
+    more. Empty: no actions are timed.
+    """
     left_s = max(budget_s * (1 - START_SHARE_MAX), budget_s - started_s)
     actions_s = min(left_s * ACTIONS_SHARE_MAX, sum(each + ACTION_S for each in cold_s))
     trace_s = min(TRACE_MAX_S, (left_s - actions_s) * TRACE_SHARE)

@@ -22,8 +22,10 @@ BEYOND = 1.5
 
 
 def write_report(path: Path, profile: Profile, facts: Mapping[str, Any], document: Document | None = None) -> None:
-    """Write the page; `facts` are those of `showing.facts_of`, `document` what was measured beside the files. Raises
-    `BadInput` without matplotlib, or where the file cannot be written."""
+    """Write the page. `facts` are those of `summary.facts_of`, `document` the measurements beside the files.
+
+    Raises `BadInput` without matplotlib, or if the file cannot be written.
+    """
     title, rows = f"Engine profile {facts['profile']}", list(_header_rows(facts))
     measured = [] if document is None else sorted(document.points, key=lambda p: (p.kind, p.tokens, p.requests))
     if document is not None:

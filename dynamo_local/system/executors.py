@@ -191,8 +191,8 @@ def _settle(future: Future[T], work: Callable[[], T]) -> None:
         result = work()
     except BaseException as error:  # as concurrent.futures does: every exception goes to the caller
         future.set_exception(error)
-        # Its traceback holds this frame, and this frame the future that holds it: what the work has read would stay in
-        # memory until the garbage collector comes by.
+        # Its traceback holds this frame, and this frame holds the future, which holds the error. Without the `del` the
+        # data that the work has read stays in memory until the garbage collector runs.
         del future, work
     else:
         future.set_result(result)

@@ -230,7 +230,7 @@ class Interleaver:
         for name, path in files.items():
             if name not in self._followers:
                 self._followers[name] = self._begin(name, path)
-        # A file that is no longer listed is still read: its process wrote its last lines after it had left the list,
+        # A file that is no longer listed is still read. Its process wrote its last lines after it had left the list,
         # and another process of that name may come.
         return [(follower.name, line) for follower in self._followers.values() for line in follower.lines()]
 

@@ -1,8 +1,9 @@
 """One worker's control endpoint, on NATS subject `{ns}.control.{watcher_name}`.
 
 Request and answer are JSON: `{"op": "drain", "args": {"reason": "…"}}`, answered by `{"result": {…}}` or by
-`{"error": {"code", "message", "details"}}` (`errors.to_wire`). Core NATS, not a queue: without a listener
-the server refuses a message at once ("no responders"), so a command never reaches a later process of that name.
+`{"error": {"code", "message", "details"}}` (`errors.to_wire`). Core NATS is used, not a queue. Without a
+listener the server refuses a message at once ("no responders"). So a command never reaches a later process of that
+name.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ CLOSE_TIMEOUT_S = 1.0
 
 MAX_REQUEST_BYTES = 64 * 1024
 MAX_ANSWERING = 256
-"""Requests at once. The arbiter asks a handful; who gets no answer asks again."""
+"""Requests at once. The arbiter sends a handful. A caller without an answer asks again."""
 
 Op = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 """One operation: the arguments in, the answer out. A `DynamoError` it raises is the answer, typed."""

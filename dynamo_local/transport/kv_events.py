@@ -1,7 +1,7 @@
 """The Router's side of KV events: an index that follows all workers of a component.
 
-etcd lists the workers: the blocks of a worker that is gone are dropped. NATS brings their batches. A worker that is
-new, or whose numbers have a gap, is asked through its endpoint `kv_blocks`.
+etcd lists the workers. The index drops the blocks of a worker that is gone. NATS brings the batches of events. If a
+worker is new, or its numbers have a gap, the index requests its blocks from its endpoint `kv_blocks`.
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ STALE_AFTER_S = 3 * PUBLISH_INTERVAL_S
 FORGET_AFTER_S = 60.0
 SWEEP_EVERY_S = 1.0
 MAX_COUNTERS = 64
-"""A worker's dispatch has fewer; whoever tells more is not believed."""
+"""A worker's dispatch has fewer counters. A report with more is rejected."""
 MAX_INSTANCES = 4096
-"""No host has so many workers: whoever says loads of more of them invents them."""
+"""No host has so many workers. Loads of more instances are ignored."""
 
 
 _CounterName = Annotated[str, msgspec.Meta(max_length=64, pattern="^[a-z_.]+$")]
@@ -82,15 +82,15 @@ class LoadReport:
 
 
 def load_subject(namespace: str, component: str | None = None) -> str:
-    """Where loads are asked for, or where a component's are published."""
+    """The NATS subject of load requests; with `component`, that of the loads it publishes."""
     return f"{namespace}.load" if component is None else f"{namespace}.load.{component}"
 
 
 class LoadPublisher:
     """Publishes one worker's load, and answers the scatter request.
 
-    `lease_id_getter` gives the current instance id (a lease can be granted anew), `source` the current load;
-    `changed()` returns when it may differ from what it was at the call. `dispatch` are counters for those who ask.
+    `lease_id_getter` gives the current instance id, which changes with a new lease. `source` gives the current load.
+    `changed()` returns when the load may have changed since the call. `dispatch` gives counters for load requests.
     """
 
     def __init__(

@@ -402,7 +402,7 @@ class WorkerProcess:
         await role.registration.restore()
         await role.go_on()
 
-    # --- sleeping, and waking (sleeping.StandbySteps) ----------------------------------------------
+    # --- sleeping, and waking (sleep.StandbySteps) -------------------------------------------------
 
     async def withdraw(self) -> None:
         await self._role.registration.withdraw()

@@ -136,7 +136,7 @@ class Statistics:
     def load(self, num_held: int) -> Load:
         """The current load. `num_held` requests have ended here, but their KV is kept for another engine.
 
-        An engine without work makes no passes, so its last statistics of cache use may be out of date: without running
+        An engine without work makes no passes, so its last statistics of cache use may be out of date. Without running
         requests and held KV the use is 0.
         """
         live = len(self._live)
@@ -211,8 +211,10 @@ _decoder = msgspec.msgpack.Decoder(EnginePasses)
 
 
 def watch_passes(config: Any) -> bool:
-    """Have vLLM (its `VllmConfig`) use the scheduler that it would use anyway, watched; False where it has one of its
-    own, of the section or for a kind of model."""
+    """Replace the scheduler in vLLM's `VllmConfig` by a subclass that reports its passes.
+
+    False: the section or the kind of model names another scheduler, which stays.
+    """
     chosen = config.scheduler_config
     if chosen.scheduler_cls is not None:
         log.info("vLLM uses the scheduler %s: planners will know nothing of its passes", chosen.scheduler_cls)
@@ -438,7 +440,7 @@ class VllmEngine(EngineBase):
             self._dead.set()
             self._notify()
 
-    # --- standby (engines.sleeping.CanSleep) -------------------------------------------------
+    # --- standby (engines.sleep.CanSleep) ----------------------------------------------------
 
     def cannot_sleep(self) -> str | None:
         return sleeping.cannot_sleep(self._alive(self._llm))

@@ -103,9 +103,9 @@ class NatsEndpointClient:
     ) -> ResponseStream:
         """Send to that instance, or to the next one in turn. Returns once a worker has accepted it.
 
-        Without `instance_id`, an instance that is gone, full or leaving is passed over for the next, each at
-        most once; a request that was accepted is never sent again. If all known instances are leaving, it waits
-        for others to appear. `timeout_s` bounds the whole answer.
+        Without `instance_id`, the next instance is tried if one is gone, full or leaving, each at most once. An
+        accepted request is never sent again. If all known instances are leaving, this waits for others. `timeout_s`
+        bounds the whole answer.
 
         Raises `InvalidRequest` (the payload cannot travel), `NoWorkers`, `WorkerDraining`, `WorkerBusy`, `WorkerLost`,
         `DeadlineExceeded`, `NatsUnavailable`: after any of these the handler has produced nothing.

@@ -51,14 +51,14 @@ Handler = Callable[[Any, RequestContext], AsyncIterator[Any] | Awaitable[Any]]
 """An async generator function, or a coroutine function (whose one value becomes a stream of one item)."""
 
 Put = Callable[[Any], Awaitable[None] | None]
-"""Takes one item. Returns an awaitable only if the receiver must catch up first: most items cost no await."""
+"""Takes one item. Returns an awaitable only if the receiver must catch up first. Most items cost no await."""
 
 
 async def drive(handler: Handler, payload: Any, context: RequestContext, put: Put) -> None:
     """Run `handler` to its end and `put` each item; what it raises passes through.
 
-    However this ends (also if cancelled while it waits for space), an async generator is closed, so that its
-    `finally` blocks run here and not when the garbage collector runs.
+    An async generator is closed in every case, also if this is cancelled while it waits. So its `finally` blocks run
+    here, and not when the garbage collector runs.
     """
     token = enter_request(context)
     try:

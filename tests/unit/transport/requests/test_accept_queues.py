@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from dynamo_local.errors import NatsUnavailable, WorkerLost
-from dynamo_local.transport.requests.calls import Line, Lines
+from dynamo_local.transport.requests.calls import AcceptQueue, AcceptQueues
 from dynamo_local.transport.requests.listener import Offer
 from dynamo_local.transport.requests.stream import InboundStream
 
@@ -23,16 +23,16 @@ def offer(subject: str = SUBJECT) -> Offer:
 
 
 class Watched:
-    """A line, and the time of a clock that only moves when told."""
+    """A queue, and the time of a clock that only moves when told."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
-        self.line = Line(SUBJECT, "line-1", INTERVAL_S, lambda: self.now_s)
+        self.queue = AcceptQueue(SUBJECT, "queue-1", INTERVAL_S, lambda: self.now_s)
 
     def joined(self) -> Offer:
         """A new offer at its end."""
         made = offer()
-        self.line.join(made, 0)
+        self.queue.join(made, 0)
         return made
 
     def after(self, seconds: float, step_s: float = INTERVAL_S) -> list[Offer]:
@@ -41,7 +41,7 @@ class Watched:
         until_s = self.now_s + seconds
         while self.now_s < until_s:
             self.now_s = min(until_s, self.now_s + step_s)
-            silent += [each for each in self.line.tick(SILENCE_S) if each not in silent]
+            silent += [each for each in self.queue.tick(SILENCE_S) if each not in silent]
         return silent
 
 
@@ -51,7 +51,7 @@ async def test_a_worker_that_takes_nothing_is_silent():
     assert watched.after(3.0) == []
     second = watched.joined()
     assert watched.after(2.0) == [first]
-    watched.line.leave(first, taken=False)
+    watched.queue.leave(first, taken=False)
     assert watched.after(2.75) == []
     assert watched.after(0.25) == [second]
 
@@ -62,7 +62,7 @@ async def test_a_line_that_moves_is_waited_for():
     offers = [watched.joined() for _ in range(100)]
     for taken in offers[:-1]:
         assert watched.after(1.0) == []
-        watched.line.leave(taken, taken=True)
+        watched.queue.leave(taken, taken=True)
     assert watched.after(4.5) == []
     assert watched.after(0.5) == [offers[-1]]
 
@@ -73,7 +73,7 @@ async def test_who_was_overtaken_is_not_waited_for():
     for _ in range(5):
         later = watched.joined()
         assert watched.after(0.75) == []
-        watched.line.leave(later, taken=True)
+        watched.queue.leave(later, taken=True)
     assert watched.after(1.0) == []
     assert watched.after(0.5) == [lost]
 
@@ -86,17 +86,17 @@ async def test_our_own_lateness_is_no_silence():
 
 
 class House:
-    """Lines, and how often NATS was asked."""
+    """Queues, and how often NATS was asked."""
 
     def __init__(self) -> None:
-        self.lines = Lines(10.0, lambda who: WorkerLost(f"{who} is silent"), self.probe)
+        self.queues = AcceptQueues(10.0, lambda who: WorkerLost(f"{who} is silent"), self.probe)
         self.probed: list[str] = []
         self.failure: NatsUnavailable | None = None
         self.asked = asyncio.Event()
 
-    async def probe(self, line: Line) -> None:
+    async def probe(self, queue: AcceptQueue) -> None:
         """NATS is asked."""
-        self.probed.append(line.name)
+        self.probed.append(queue.name)
         self.asked.set()
         if self.failure is not None:
             raise self.failure
@@ -107,28 +107,28 @@ async def house() -> AsyncIterator[House]:
     """Closed at the end."""
     made = House()
     yield made
-    await made.lines.close()
+    await made.queues.close()
 
 
 async def test_one_question_for_a_whole_line(house: House):
     offers = [offer() for _ in range(1000)]
     with ExitStack() as waiting:
         for each in offers:
-            waiting.enter_context(house.lines.waiting(each, 0))
+            waiting.enter_context(house.queues.waiting(each, 0))
         await asyncio.wait_for(house.asked.wait(), 5)
         assert len(house.probed) == 1
-        line = house.lines.named(house.probed[0])
-        assert line is not None
-        line.refuse(lambda who: WorkerLost(f"{who} is gone"))
+        queue = house.queues.named(house.probed[0])
+        assert queue is not None
+        queue.refuse(lambda who: WorkerLost(f"{who} is gone"))
         for each in offers:
             assert isinstance(each.answer.exception(), WorkerLost)
-    assert house.lines.named(house.probed[0]) is None
+    assert house.queues.named(house.probed[0]) is None
 
 
 async def test_where_nats_is_away_all_that_wait_are_told(house: House):
     house.failure = NatsUnavailable("not connected to NATS")
     offers = [offer(), offer()]
-    with house.lines.waiting(offers[0], 0), house.lines.waiting(offers[1], 0):
+    with house.queues.waiting(offers[0], 0), house.queues.waiting(offers[1], 0):
         errors = [await asyncio.wait_for(asyncio.wait({each.answer}), 5) and each.answer.exception() for each in offers]
     assert [str(error) for error in errors] == [str(house.failure)] * 2
     assert errors[0] is not errors[1]
@@ -136,18 +136,18 @@ async def test_where_nats_is_away_all_that_wait_are_told(house: House):
 
 async def test_what_went_over_another_connection_is_refused(house: House):
     before, after = offer(), offer()
-    with house.lines.waiting(before, 0), house.lines.waiting(after, 1):
+    with house.queues.waiting(before, 0), house.queues.waiting(after, 1):
         await asyncio.wait_for(house.asked.wait(), 5)
-        line = house.lines.named(house.probed[0])
-        assert line is not None
-        line.refuse(lambda _: NatsUnavailable("restarted"), unless_of=1)
-        assert line.open() == [after]
+        queue = house.queues.named(house.probed[0])
+        assert queue is not None
+        queue.refuse(lambda _: NatsUnavailable("restarted"), unless_of=1)
+        assert queue.open() == [after]
         assert isinstance(before.answer.exception(), NatsUnavailable)
 
 
 async def test_a_worker_that_has_taken_something_lately_is_busy(house: House):
     taken, asked = offer(), offer("dynamo.worker.2")
-    with house.lines.waiting(taken, 0), house.lines.waiting(asked, 0):
+    with house.queues.waiting(taken, 0), house.queues.waiting(asked, 0):
         taken.answer.set_result(InboundStream(lambda *_: None, lambda _: None))
-    assert house.lines.is_taking(SUBJECT)
-    assert not house.lines.is_taking("dynamo.worker.2")
+    assert house.queues.is_taking(SUBJECT)
+    assert not house.queues.is_taking("dynamo.worker.2")
