@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_local.errors import NamespaceBusy
-from dynamo_local.system import liveness
-from dynamo_local.system import processes
+from dynamo_local.system import liveness, processes
 from dynamo_local.system.descriptors import SPARE, ReservedDescriptors
 from dynamo_local.system.paths import Paths
 from dynamo_local.system.processes import aend_session, is_alive, session_members, start_time_s, wait_exit
@@ -189,7 +188,8 @@ def test_a_second_holder_is_told_who_has_it(tmp_path: Path) -> None:
     path = tmp_path / "ns.lock"
     script = (
         "import sys, pathlib; from dynamo_local.system import liveness\n"
-        "held = liveness.acquire(pathlib.Path(sys.argv[1]), 'ns', 'the first'); print('up', flush=True); sys.stdin.read()"
+        "held = liveness.acquire(pathlib.Path(sys.argv[1]), 'ns', 'the first')\n"
+        "print('up', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", script, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
