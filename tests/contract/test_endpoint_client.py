@@ -26,7 +26,6 @@ def nats(request: pytest.FixtureRequest) -> RealNats | None:
 
 @pytest.fixture
 async def world(nats: RealNats | None, namespace: str) -> AsyncIterator[World]:
-    """The contract's two parties."""
     if nats is None:
         fake = FakeWorld()
         yield fake

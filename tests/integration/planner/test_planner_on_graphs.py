@@ -239,7 +239,6 @@ WORKERS, GPUS = "dynamo_arbiter_workers", "dynamo_arbiter_gpus"
 
 @pytest.fixture(scope="module")
 def plain_graph() -> Iterator[Served]:
-    """One prefill and one decode worker on eight simulated GPUs."""
     with Served() as served:
         yield served.start()
 

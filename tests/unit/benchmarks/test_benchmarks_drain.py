@@ -149,7 +149,6 @@ def test_the_trace_is_the_same_every_time_and_begins_anew():
 
 
 def asks_of(trace):
-    """A hundred requests."""
     return islice(asks(trace, thinning=4, speed=10.0, answer_max=600), 100)
 
 

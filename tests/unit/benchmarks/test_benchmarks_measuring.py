@@ -41,7 +41,6 @@ from dynamo_local.core.lead_times import Rung
 
 
 def events(*texts: str) -> bytes:
-    """A chat's stream as the Frontend writes it, from the role to `[DONE]`."""
     parts = [b'data: {"id":"chatcmpl-0a1b-9f3c","choices":[{"delta":{"role":"assistant","content":""}}]}\n\n']
     parts += [
         b'data: {"id":"chatcmpl-0a1b-9f3c","choices":[{"delta":{"content":"%s"}}]}\n\n' % t.encode() for t in texts
@@ -64,7 +63,6 @@ class Sent:
 
 
 async def feed(*blocks: bytes) -> tuple[load.Stream, Sent, asyncio.Future[None]]:
-    """A stream that has read these blocks."""
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     stream, transport = load.Stream(b"request", done), Sent()
     stream.connection_made(transport)  # type: ignore[arg-type]
@@ -345,7 +343,6 @@ MACHINE = {
 
 @pytest.fixture
 def facts() -> Facts:
-    """A run on one engine."""
     starts = [{"imports": 2.0, "engine": 1.0}, {"imports": 4.0, "engine": 1.0}]
     of = OfEngine(
         {Rung.FLIP_TO_DECODE: [0.1, 0.2, 0.9], Rung.SPARE: [1.0], Rung.COLD: [3.0, 5.0]},

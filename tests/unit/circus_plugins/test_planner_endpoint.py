@@ -35,7 +35,6 @@ class FakePlanner:
         self.error: Exception | None = None
 
     def planner(self) -> FakePlanner:
-        """As the supervisor."""
         return self
 
     def status(self) -> dict[str, Any]:
@@ -72,7 +71,6 @@ class FakePlanner:
 
 
 async def reply(planner: FakePlanner, command: Any, **props: Any) -> dict[str, Any]:
-    """What the endpoint answers."""
     answered: dict[str, Any] = await command().execute(SimpleNamespace(supervisor=planner), props)
     return answered
 

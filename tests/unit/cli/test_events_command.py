@@ -159,7 +159,6 @@ def test_a_namespace_without_events_says_where_it_looked(
 
 
 def run(event: str, pid: int, **more: Any) -> dict[str, Any]:
-    """A record of where a run begins or ends."""
     head = {"time": 0.0, "watcher_name": "dynamo_arbiter", "component": "arbiter", "event": event, "from": "", "to": ""}
     return {**head, "stimulus_id": "serve", "run_id": "01J", "arbiter_pid": pid, **more}
 
@@ -296,7 +295,6 @@ def test_a_story_is_about_one_worker(
 
 @contextlib.contextmanager
 def followed(*words: str) -> Iterator[subprocess.Popen[str]]:
-    """`dynamo events -f WORDS…` in a process of its own."""
     with subprocess.Popen(
         [sys.executable, "-u", "-m", "dynamo_local.cli.main", "events", "-f", *words],
         stdout=subprocess.PIPE,

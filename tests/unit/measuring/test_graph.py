@@ -93,7 +93,6 @@ class Arbiter:
         self.asked = 0
 
     async def status(self) -> str:
-        """Raises `GraphFailed` while it is silent."""
         self.asked += 1
         if self.asked <= self.silent:
             raise GraphFailed(f"did not answer look {self.asked}")

@@ -29,7 +29,6 @@ TRUTH = ProfileModel.load(SimOptions().profile)
 
 
 def truth_ms(point: Point, kv_tokens: float) -> float:
-    """What the engine plays, at what was really computed."""
     if point.kind is Kind.DECODE:
         return TRUTH.itl_s(round(kv_tokens), kv_tokens / point.requests) * 1000 / SPEED
     if point.kind is Kind.MIXED:
@@ -171,7 +170,6 @@ class Graph:
         self.most = 0
 
     async def measure(self, worker: Worker, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """See `MeasuredGraph`."""
         self.at_once += 1
         self.most = max(self.most, self.at_once)
         await asyncio.sleep(0)

@@ -29,7 +29,6 @@ COMMAND = "python -c pass --port {port:http} --max-num-seqs 8"
 
 
 def target(folder: Path, **sections: dict[str, object]) -> Target:
-    """Of that file."""
     file = folder / "deployment.yaml"
     file.write_text(yaml.safe_dump({"Host": {"gpus": "sim:8"}, **sections}))
     return understood(None, file, (), "profile", None, None)
@@ -84,7 +83,6 @@ class Prefiller:
         self.one = asyncio.Lock()
 
     async def models(self, request: Request) -> Response:
-        """One."""
         return JSONResponse({"object": "list", "data": [{"id": "m"}]})
 
     async def completions(self, request: Request) -> Response:
@@ -93,7 +91,6 @@ class Prefiller:
         return StreamingResponse(self.tokens(tuple(asked["prompt"]), asked["max_tokens"]))
 
     async def tokens(self, prompt: tuple[int, ...], count: int) -> AsyncIterator[bytes]:
-        """After its prefill."""
         async with self.one:
             if prompt not in self.known:
                 await asyncio.sleep(PREFILL_S)

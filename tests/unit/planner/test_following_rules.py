@@ -14,7 +14,6 @@ AGG = WorkerPools(None, D)
 
 
 def told(prefill: int, decode: int, number: int = 0, scaled: int = -1) -> KeysState:
-    """A complete decision."""
     return KeysState(PlannerDecision(prefill, decode, number), scaled)
 
 

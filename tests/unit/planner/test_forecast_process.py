@@ -35,7 +35,6 @@ LONG_S = 60.0
 
 @pytest.fixture
 async def forecasts() -> AsyncIterator[ForecastProcess]:
-    """Not started."""
     process = ForecastProcess()
     yield process
     await process.close()

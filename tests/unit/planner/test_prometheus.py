@@ -187,7 +187,6 @@ async def traffic(server: FakePrometheus, **options: object) -> Traffic | Missin
 
 
 async def missing(server: FakePrometheus, **options: object) -> str:
-    """Why nothing is known."""
     answer = await traffic(server, **options)
     assert isinstance(answer, Missing), answer
     return answer.reason

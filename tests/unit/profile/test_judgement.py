@@ -36,7 +36,6 @@ LIMITS = Limits(400_000, 16_384, 256)
 
 
 def known(engine: KnownEngine) -> dict[Point, Measured]:
-    """That engine, measured."""
     return measured(measure(Progress(tuple(sweep(LIMITS, tuple(Kind))), Rules(budget_s=5_000.0)), engine))
 
 

@@ -33,7 +33,6 @@ from tests.fakes.profile_folders import MAX_KV_TOKENS, decode_arrays, prefill_ar
 
 
 def point(kind: str, tokens: float, requests: float, ms: float) -> PointFacts:
-    """Three repetitions, a per cent apart."""
     return PointFacts(
         kind=kind,
         tokens=round(tokens),
@@ -93,14 +92,12 @@ class Page(HTMLParser):
         self.elsewhere: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """See `HTMLParser`."""
         self.rows += tag == "tr"
         self.plots += tag == "svg"
         named = {name: value or "" for name, value in attrs}
         self.elsewhere += [named[key] for key in ("src", "href") if named.get(key, "#")[0] not in "#d"]
 
     def handle_data(self, data: str) -> None:
-        """See `HTMLParser`."""
         self.text += data
 
 

@@ -26,7 +26,6 @@ def gate() -> Iterator[threading.Event]:
 
 
 async def overdue(executor: DaemonExecutor, gate: threading.Event) -> None:
-    """Lose one of its threads."""
     with pytest.raises(CallOverdue, match="the driver has not returned within"):
         await executor.run(gate.wait, 0.05, what="the driver")
 

@@ -24,7 +24,6 @@ LONG_S = 10.0
 
 @pytest.fixture
 def gpus() -> list[FakeGpu]:
-    """The two of this host."""
     return [FakeGpu(A), FakeGpu(B)]
 
 
@@ -38,7 +37,6 @@ def nvml(monkeypatch: pytest.MonkeyPatch, gpus: list[FakeGpu]) -> Iterator[FakeN
 
 @pytest.fixture
 def pool(nvml: FakeNvmlLib, tmp_path: Path) -> Iterator[GpuPool]:
-    """One that has looked once."""
     pool = GpuPool("test", NvmlInventory(), GpuLocks(tmp_path / "gpus"), sample_deadline_s=DEADLINE_S)
     pool.sample()
     yield pool
@@ -46,7 +44,6 @@ def pool(nvml: FakeNvmlLib, tmp_path: Path) -> Iterator[GpuPool]:
 
 
 async def answered(pool: GpuPool, nvml: FakeNvmlLib) -> GpuSample:
-    """The driver answers again, and the pool has heard it."""
     nvml.answers.set()
     async with asyncio.timeout(LONG_S):
         while (sample := await pool.look()).stale is not None:

@@ -86,7 +86,6 @@ async def test_where_proc_hangs_leader_and_group_are_killed_all_the_same(
 
 @pytest.fixture
 def arbiter() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that stands for one."""
     with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as process:
         yield process
         process.kill()
@@ -174,7 +173,6 @@ def test_a_process_that_ends_by_itself_says_nothing() -> None:
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    """That code, in a new interpreter."""
     imports = "import asyncio, contextlib, threading, time\nfrom dynamo_local.system.ending import end_at_the_latest\n"
     program = imports + textwrap.dedent(code)
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)

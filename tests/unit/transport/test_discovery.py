@@ -59,7 +59,6 @@ def test_a_value_is_read_back(endpoint: str) -> None:
 
 
 def changed(**changes: object) -> bytes:
-    """A good value with something wrong in it."""
     value = json.loads(instance_to_value(make_instance("dynamo", "VllmWorker", "generate", LEASE)))
     return json.dumps(value | changes).encode()
 

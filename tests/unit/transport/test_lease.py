@@ -77,7 +77,6 @@ class Worker:
 
 @asynccontextmanager
 async def at_work() -> AsyncIterator[Worker]:
-    """A keeper with two registered keys."""
     before = asyncio.all_tasks()
     found = Worker(FakeEtcd())
     await found.keeper.start()
@@ -91,7 +90,6 @@ async def at_work() -> AsyncIterator[Worker]:
 
 @pytest.fixture
 async def worker() -> AsyncIterator[Worker]:
-    """A keeper with two registered keys."""
     async with at_work() as found:
         yield found
 
@@ -386,7 +384,6 @@ OWN, GENERATE, LOAD, READY = (f"w/{name}:{{:x}}".format for name in ("worker", "
 
 
 async def not_draining() -> bool:
-    """What the statefile says."""
     return False
 
 

@@ -126,7 +126,6 @@ def worker() -> Worker:
 def publisher_of(
     worker: Worker, nats: RecordingNats, clock: ManualClock, component: str, instance_id: int
 ) -> LoadPublisher:
-    """Of the component's only worker; not started."""
     return LoadPublisher(
         nats,
         "ns",
@@ -141,7 +140,6 @@ def publisher_of(
 
 @pytest.fixture
 async def publisher(nats: RecordingNats, clock: ManualClock, worker: Worker) -> AsyncIterator[LoadPublisher]:
-    """Started at time 0."""
     made = publisher_of(worker, nats, clock, "VllmWorker", 0xABC)
     await made.start()
     yield made
@@ -346,7 +344,6 @@ class Asked:
         assert len(self.questions) == 1
 
     async def sample(self) -> dict[str, tuple[int, float]]:
-        """Active requests and age, by worker."""
         reports = await self.sampler.sample(QUESTION_S, expected=2)
         return {name: (report.load.request_active_slots, report.age_s) for name, report in reports.items()}
 

@@ -58,7 +58,6 @@ class Worker:
         await self.registration.close()
 
     async def keys(self) -> list[str]:
-        """Its ready keys."""
         return [kv.key for kv in (await self.etcd.get_prefix(READY_KEYS))[0]]
 
     async def _is_draining(self) -> bool:
@@ -83,7 +82,6 @@ class Worker:
 
 @pytest.fixture
 async def worker() -> AsyncIterator[Worker]:
-    """One that is ready."""
     made = Worker(FakeEtcd())
     await made.start()
     yield made
@@ -91,7 +89,6 @@ async def worker() -> AsyncIterator[Worker]:
 
 
 async def turns(count: int) -> None:
-    """Let others run so many times."""
     for _ in range(count):
         await asyncio.sleep(0)
 

@@ -340,7 +340,6 @@ Command = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def show(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Exit code, stdout and stderr."""
 
     def run(*words: str) -> tuple[int, str, str]:
         code = dynamo(monkeypatch, "planner", "profile", "show", *words)

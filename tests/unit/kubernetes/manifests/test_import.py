@@ -279,7 +279,6 @@ def test_what_cannot_run_on_one_host_is_refused_with_the_reason(part: dict[str, 
 
 
 def service(**keys: Any) -> str:
-    """A graph of v1alpha1 with one vLLM worker, with these keys."""
     main = {"command": VLLM, "args": ["--model", "org/name"]}
     graph = {
         "apiVersion": "nvidia.com/v1alpha1",

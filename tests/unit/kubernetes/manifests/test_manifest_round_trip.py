@@ -73,7 +73,6 @@ def served(text: str) -> dict[str, tuple[Any, ...]]:
 
 
 def written(sections: Any) -> str:
-    """As a file."""
     return yaml.safe_dump(dict(sections), sort_keys=False)
 
 

@@ -283,7 +283,6 @@ def test_required_paths(paths: tuple[str, ...], first_unset: str | None) -> None
 
 
 def spec(*needs: str, window_s: float = 0.0) -> PluginSpec:
-    """A plugin with these needs."""
     return PluginSpec("a", Stage.PROPOSE, needs=needs, window_s=window_s)
 
 

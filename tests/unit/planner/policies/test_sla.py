@@ -38,7 +38,6 @@ NOT_HAD = Missing("prometheus timeout")
 
 
 def held(decision: Decision) -> set[str]:
-    """The rules; AssertionError where anything is to be changed."""
     assert decision.acts == ()
     return {str(reason.rule) for reason in decision.reasons}
 

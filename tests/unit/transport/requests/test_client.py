@@ -74,7 +74,6 @@ async def test_method_names_map_to_endpoint_names() -> None:
 
 
 async def test_direct_goes_to_that_instance() -> None:
-    """Dynamo's `direct(request, instance_id)`."""
     fake = FakeEndpointClient({7: count, 8: count})
     dependency = make(FakePlane(generate=fake))
     assert [n async for n in dependency.direct(1, 8)] == [0]
@@ -230,7 +229,6 @@ class House:
 
 @pytest.fixture
 async def house() -> AsyncIterator[House]:
-    """Closed at the end."""
     made = House()
     yield made
     await made.lines.close()

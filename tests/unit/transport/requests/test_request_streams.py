@@ -68,7 +68,6 @@ def make_sender() -> tuple[ResponseSender, FakeTransport]:
 
 
 def make_inbound() -> tuple[InboundStream, FakeTransport]:
-    """Past its greeting."""
     inbound, transport = (
         InboundStream(lambda inbound, token: inbound.accept("w", b""), lambda inbound: None),
         FakeTransport(),

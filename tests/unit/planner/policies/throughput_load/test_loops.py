@@ -247,7 +247,6 @@ SLOW = tuple(replace(one, wall_time_s=one.wall_time_s * 3) for one in PREFILL_PA
 
 
 def seen(policy: ThroughputLoadPolicy, state: ScalingState, at_s: float, benchmark: Any) -> ScalingState:
-    """The state after a pull in which the prefill workers told that of themselves."""
     shown = observation(at_s)
     can = {**shown.capabilities, PREFILL: replace(LIMITS, benchmark=benchmark)}
     return policy.predicted(state, replace(shown, capabilities=can), None)[0]
