@@ -360,31 +360,3 @@ async def test_a_stream_is_in_flight_until_its_reader_has_the_end(bench: Bench) 
     assert not await server.wait_idle(0.05)
     assert len([item async for item in stream]) == 20
     assert await server.wait_idle(1.0)
-
-
-async def test_draining_one_of_two_fails_no_call(bench: Bench) -> None:
-    for instance_id in (1, 2):
-        await bench.serve(count, instance_id)
-    stop, done = asyncio.Event(), 0
-
-    async def hammer() -> None:
-        nonlocal done
-        while not stop.is_set():
-            stream = await bench.client.call(20)
-            assert [item async for item in stream] == list(range(20))
-            done += 1
-
-    callers = [asyncio.create_task(hammer()) for _ in range(8)]
-    for turn in range(6):
-        instance_id = 1 + turn % 2
-        server = bench.servers[instance_id]
-        if turn < 4:
-            bench.deregister(instance_id)
-        server.stop_accepting(linger_s=0.02)
-        assert await server.wait_idle(5.0)
-        await server.close()
-        await asyncio.sleep(0.05)
-        await bench.serve(count, instance_id)
-    stop.set()
-    await asyncio.gather(*callers)
-    assert done > 100

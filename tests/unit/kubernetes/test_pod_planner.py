@@ -296,20 +296,6 @@ async def test_a_planner_is_healthy_from_its_start_to_its_end() -> None:
         assert planner.unhealthy() is not None
 
 
-@on_virtual_time
-async def test_a_planner_that_is_started_again_goes_on_from_what_is_there() -> None:
-    async with AsyncExitStack() as stack:
-        here = await rig(stack, lambda at_s: 50.0, osl=400.0)
-        first = await here.planner(THROUGHPUT_LOAD, "a")
-        await here.at(70.0)
-        await first.stop()
-        assert here.world.asked() == {PREFILL: 3, DECODE: 4}
-        await here.planner(THROUGHPUT_LOAD, "a2")
-        await here.at(140.0)
-        assert here.world.asked() == {PREFILL: 3, DECODE: 4}
-        assert len(here.world.operator.history) == 2
-
-
 # --- pod options
 # The options of a planner in a pod: `--config`, words over it, and the environment.
 

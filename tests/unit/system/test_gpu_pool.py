@@ -120,15 +120,6 @@ def test_a_driver_that_hangs_at_the_start_is_named(
     pool.close()
 
 
-async def test_a_driver_that_fails_is_stale_with_its_reason(pool: GpuPool, gpus: list[FakeGpu]) -> None:
-    """All GPUs are gone (a reset): that is no inventory without GPUs, and no reason to refuse a drain."""
-    gpus.clear()
-    sample = await pool.look()
-    assert sample.devices == ()
-    assert "reports no GPU" in (sample.stale or "")
-    assert pool.freshness().stale == sample.stale
-
-
 async def test_a_lock_taken_while_somebody_looked_is_not_taken_for_a_strangers(
     pool: GpuPool, nvml: FakeNvmlLib
 ) -> None:

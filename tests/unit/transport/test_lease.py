@@ -182,16 +182,6 @@ async def test_a_lease_that_expires_while_its_keepalive_is_under_way_is_no_revok
     assert not keeper.revoked.is_set()
 
 
-async def test_a_lease_lost_with_etcd_is_granted_anew(worker: Worker) -> None:
-    first = worker.keeper.lease_id
-    worker.etcd.restart(lose_data=True)
-    await worker.registered_anew(first)
-    assert await worker.keys() == worker.expected()
-    assert worker.regrants == [worker.keeper.lease_id]
-    assert worker.keys_at_regrant == [0]
-    assert not worker.keeper.revoked.is_set()
-
-
 async def test_a_loss_is_seen_though_others_have_registered_first(worker: Worker) -> None:
     old_revision = await worker.etcd.revision()
     first = worker.keeper.lease_id
@@ -216,22 +206,6 @@ async def test_a_statefile_that_cannot_be_read_leaves_the_other_rule(worker: Wor
     worker.etcd.restart(lose_data=True)
     await worker.registered_anew(first)
     assert await worker.keys() == worker.expected()
-
-
-def test_a_restart_that_keeps_data_changes_nothing() -> None:
-
-    async def main() -> None:
-        async with at_work() as worker:
-            first = worker.keeper.lease_id
-            worker.etcd.available = False
-            await asyncio.sleep(0.01)
-            worker.etcd.restart()
-            await asyncio.sleep(worker.keeper.ttl_s)
-            assert worker.etcd.calls.count("keepalive") > 1
-            assert (worker.keeper.lease_id, worker.regrants) == (first, [])
-            assert await worker.keys() == worker.expected()
-
-    run_virtual(main())
 
 
 async def test_a_failing_callback_is_tried_again_before_any_key(worker: Worker) -> None:

@@ -343,8 +343,3 @@ def test_a_plugin_does_not_get_past_floors_and_budget(options: PlannerConfig) ->
 def test_the_budget_is_shared_as_dynamo_shares_it() -> None:
     found = decided(POLICIES["throughput-load"], override(prefill=7, decode=11))
     assert dict(found.targets) == {PREFILL: 3, DECODE: 5}
-
-
-@pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
-def test_a_reject_changes_nothing(options: PlannerConfig) -> None:
-    assert dict(decided(options, Reject("a freeze")).targets) == {PREFILL: 2, DECODE: 2}

@@ -92,12 +92,6 @@ def test_a_predictor_that_failed_holds() -> None:
     assert (replicas(decision), set(rules(decision).values())) == ((3, 3), {"predict_failed"})
 
 
-def test_traffic_that_is_not_known_holds() -> None:
-    for seen in (traffic(180.0, Missing("prometheus is away")), Missing("prometheus is away")):
-        decision = decide(sla(), 3, 3, seen=seen)
-        assert (replicas(decision), set(rules(decision).values())) == ((3, 3), {"no_traffic_data"})
-
-
 def test_the_predictor_is_asked_for_three_series() -> None:
     options = sla(load_predictor="kalman", kalman_q_level=2.0)
     policy = ThroughputLoadPolicy(options, MODELS, (Window(10.0, 100.0, 20.0),))
@@ -160,19 +154,6 @@ def test_proposals_are_those_of_dynamos_builtin_plugins() -> None:
     assert (load[0], load[1].targets) == (10, (ComponentTarget("prefill", 2),))  # type: ignore[union-attr]
     bounds = (ComponentTarget("prefill", 2, OverrideType.AT_LEAST), ComponentTarget("decode", 3, OverrideType.AT_LEAST))
     assert (throughput[0], throughput[1].targets) == (20, bounds)  # type: ignore[union-attr]
-
-
-def test_a_plugin_may_want_otherwise_within_floors_and_budget() -> None:
-    """The reference example of Dynamo's plugins: 7P11D at a budget of 64, 3P5D at one of 8."""
-    for budget, expected in ((64, (7, 11)), (8, (3, 5))):
-        policy = ThroughputLoadPolicy(load_loop(max_gpu_budget=budget), MODELS)
-        state = policy.first(0.0)
-        seen = observation(5.0, 2, 2, queues=[9_000] * 2, kvs=[80_000] * 2)
-        state, _ = policy.predicted(state, seen, None)
-        state, _ = policy.propose(state, seen, None)
-        _, decision = policy.settle(state, seen, (ComponentTarget("prefill", 7), ComponentTarget("decode", 11)))
-        assert replicas(decision) == expected
-        assert set(rules(decision).values()) == {"override_by_user_plugin"}
 
 
 def test_a_plugin_that_rejects_leaves_all_as_it_is() -> None:
