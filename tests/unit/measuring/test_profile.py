@@ -108,13 +108,12 @@ async def test_a_measurement_that_is_stopped_goes_on_where_it_was(tmp_path):
     """Ctrl-C keeps every repetition, and what is measured then are the others."""
     points = tuple(sweep(LIMITS, (Kind.PREFILL,), (5, 3)))
     async with in_process(w=SPEED) as graph:
-        first = session(graph, tmp_path)
 
         def stop(progress: Progress, point: Point | None) -> None:
             if len(measured(progress)) == 3:
                 first.stop.set()
 
-        first._tell = stop
+        first = session(graph, tmp_path, tell=stop)
         left = await first.run(Progress(points, Rules(budget_s=60.0)))
         before = graph.asked
         again = resumed(tmp_path, Rules(budget_s=60.0), "hash")

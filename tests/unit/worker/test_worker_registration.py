@@ -263,9 +263,21 @@ class _Server:
         """Nothing did."""
 
 
-async def test_an_added_endpoint_is_registered_and_reads_its_own_requests(monkeypatch):
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> list[_Server]:
+    """Those that are made, in order."""
+    made: list[_Server] = []
+
+    def make(nats: Any, **options: Any) -> _Server:
+        made.append(_Server(nats, **options))
+        return made[-1]
+
+    monkeypatch.setattr(endpoints, "EndpointServer", make)
+    return made
+
+
+async def test_an_added_endpoint_is_registered_and_reads_its_own_requests(servers):
     """As `measure` of a worker that can be measured; the declared ones keep theirs, and so does the load."""
-    monkeypatch.setattr(endpoints, "EndpointServer", _Server)
     more = {MEASURE: (lambda request: request, MeasureRequest)}
     context: Any = SimpleNamespace(
         nats=None, lease_id=5, load_source=object(), more_endpoints=more, close_with_worker=lambda close: None
@@ -275,14 +287,13 @@ async def test_an_added_endpoint_is_registered_and_reads_its_own_requests(monkey
     served = endpoints.Endpoints(identity)
     await served.serve(context, PrefillWorker, component, lambda: None)  # type: ignore[arg-type]
     assert [key.rpartition("/")[2] for key in served.keys(5)] == ["status:5", "canary:5", "load_metrics:5", "measure:5"]
-    by_name = {server.name: server for _component, server in served._served}
+    by_name = {server.name: server for server in servers}
     asked = MeasureRequest(prompts=1, tokens=10, seed=3)
     assert by_name[MEASURE].decode(msgspec.msgpack.encode(asked)) == asked
     assert by_name["load_metrics"].decode(b"whatever") is None
 
 
-async def test_a_colocated_component_is_served_on_nats_and_registered_under_its_hosts_lease(monkeypatch):
-    monkeypatch.setattr(endpoints, "EndpointServer", _Server)
+async def test_a_colocated_component_is_served_on_nats_and_registered_under_its_hosts_lease(servers):
     context: Any = SimpleNamespace(nats=None, lease_id=5, close_with_worker=lambda close: None)
     component = SimpleNamespace(status=lambda request: current_context(), canary=None)
     host: Any = SimpleNamespace(namespace="dynamo", component="Frontend")
@@ -292,5 +303,4 @@ async def test_a_colocated_component_is_served_on_nats_and_registered_under_its_
     [key, value] = served.registrations()[0]
     assert key(6) == "dynamo/components/PrefillWorker/status:6"
     assert b"PrefillWorker" in value(6)
-    [_, server] = served._served[0]
-    assert server.handler(None, None) is context, "its code runs in its own context, not in its host's"  # type: ignore[attr-defined]
+    assert servers[0].handler(None, None) is context, "its code runs in its own context, not in its host's"
