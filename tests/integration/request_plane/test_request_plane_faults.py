@@ -23,7 +23,7 @@ from dynamo_local.transport.requests.frames import FrameKind, RequestHeader, enc
 from dynamo_local.transport.requests.handlers import RequestContext
 from tests.drivers.eventually import eventually
 from tests.drivers.servers import RealNats
-from tests.drivers.without_arbiter.request_plane import Bench, count, request_bench
+from tests.drivers.without_arbiter.request_plane import Bench, count, forever_until, request_bench
 
 pytestmark = pytest.mark.infra
 
@@ -152,15 +152,7 @@ async def test_a_worker_that_dies_holding_a_request_is_noticed(bench: Bench) -> 
 
 async def test_a_closing_endpoint_tells_its_callers(bench: Bench) -> None:
     ended = asyncio.Event()
-
-    async def guarded(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
-        try:
-            yield "first"
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-
-    server = await bench.serve(guarded)
+    server = await bench.serve(forever_until(ended))
     stream = await bench.client.call(None, request_id="r-1")
     assert await anext(stream) == "first"
     assert server.in_flight_ids() == ("r-1",)
