@@ -37,7 +37,6 @@ def spinning() -> Iterator[int]:
 
 @contextmanager
 def idling() -> Iterator[int]:
-    """A process that does nothing, in a session of its own."""
     process = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
         yield process.pid
@@ -56,7 +55,6 @@ class Devices:
         self.sampled = 0
 
     def sample(self) -> tuple[GpuDevice, ...]:
-        """See `Inventory`."""
         self.sampled += 1
         return self.devices
 
@@ -65,7 +63,6 @@ class Devices:
 
 
 def device(index: int, *processes: GpuProcess) -> GpuDevice:
-    """A card."""
     return GpuDevice(index, f"GPU-{index}", "H100", 80 * 2**30, 0, processes)
 
 
