@@ -27,7 +27,6 @@ def changes() -> list[KeysState]:
 
 @pytest.fixture
 async def keys(etcd: FakeEtcd, changes: list[KeysState]) -> AsyncIterator[VirtualKeys]:
-    """Followed."""
     found = VirtualKeys(etcd, "dynamo", on_change=lambda: changes.append(found.reported))
     task = asyncio.ensure_future(found.follow())
     async with asyncio.timeout(5.0):
