@@ -399,7 +399,6 @@ class ChatExtras(_Both, frozen=True, kw_only=True):
 
     tools: Annotated[list[Tool], Meta(max_length=limits.MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
-    parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: Alternatives = 0
     chat_template_kwargs: dict[str, Any] | None = None
@@ -523,7 +522,7 @@ def _tools(asked: ChatExtras) -> Tools | None:
         raise bad_param("tool_choice", f"The tool specified in `tool_choice` ({shown}) is none of `tools`.")
     for function in functions:
         _shallow("tools", function.parameters)
-    return Tools(functions, choice or "auto", name, asked.parallel_tool_calls)
+    return Tools(functions, choice or "auto", name)
 
 
 def _shallow(param: str, value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import struct
+import random
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -78,12 +78,8 @@ def _embedded(asked: TextsRequest, tokenizer: Tokenizer, max_model_len: int) -> 
 
 
 def embedding_of(token_ids: Sequence[int], dimensions: int) -> list[float]:
-    """The vector of these tokens."""
-    key = blake2b(token_bytes(token_ids), digest_size=32).digest()
-    values: list[float] = []
-    for n in range(-(-dimensions // 16)):
-        digest = blake2b(b"embedding %d" % n, digest_size=64, key=key).digest()
-        values += [word / 2**31 for word in struct.unpack("<16i", digest)]
-    values = values[:dimensions]
-    length = math.sqrt(sum(value * value for value in values)) or 1.0
+    """A vector of length 1, drawn with the tokens as the seed."""
+    draw = random.Random(blake2b(token_bytes(token_ids)).digest())
+    values = [draw.gauss(0, 1) for _ in range(dimensions)]
+    length = math.hypot(*values)
     return [value / length for value in values]
