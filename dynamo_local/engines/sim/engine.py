@@ -366,7 +366,10 @@ class SimEngine(EngineBase):
         return self._scheduler.matched_tokens(keys) / len(prompt_token_ids)
 
     def counters(self) -> Mapping[str, float]:
-        return {"prefix_queries": self._queried, "prefix_hits": self._found}
+        counted = {"prefix_queries": self._queried, "prefix_hits": self._found}
+        if self._scheduler is not None and self.options.accept_length > 1:
+            counted |= {"drafts": self._scheduler.drafts, "accepted": self._scheduler.accepted}
+        return counted
 
     def _passing(self) -> Passing | None:
         """The current pass. None before the start and after the end."""
