@@ -115,7 +115,7 @@ def compose(
     `failed` is called for each worker that fails, `on_change` when a server or a prewarmed process has another pid.
     `state` is the run's state, `follows` the status of another planner whose decisions the run carries out.
     """
-    base = _base(deployment, store, clock, view)
+    base = _base(deployment, store, clock, view, lambda both: _on_answer(controller, both))
     prewarmed, effects, controller = _controller(base, host, pool, failed, on_change)
     lead_times = _lead_times(base, prewarmed, controller)
     waiting = Waiting(controller, clock.now_s)
@@ -157,7 +157,15 @@ def compose(
     )
 
 
-def _base(deployment: Deployment, store: StateStore, clock: Clock, view: View) -> _Base:
+def _on_answer(controller: FleetController, both: bool) -> None:
+    """The links say whether etcd and NATS answer."""
+    if both is not controller.fleet.infra_ok:
+        controller.feed(InfraSeen(stimulus_id="links", ok=both))
+
+
+def _base(
+    deployment: Deployment, store: StateStore, clock: Clock, view: View, on_answer: Callable[[bool], None]
+) -> _Base:
     launcher, notes, paths = Launcher(deployment.factory), Notes(view.event, clock), deployment.paths
     return _Base(
         deployment,
@@ -165,7 +173,7 @@ def _base(deployment: Deployment, store: StateStore, clock: Clock, view: View) -
         launcher,
         notes,
         Tasks(clock, notes.tell),
-        Links(deployment.graph.namespace, deployment.run_id),
+        Links(deployment.graph.namespace, deployment.run_id, on_answer),
         Statefile(head_of(deployment), store, launcher.launch_of, notes.tell),
         EventRecorder(EventLog(event_log_path(paths.logs)), clock.wall_s, notes.tell),
         HostSystem(
@@ -182,7 +190,7 @@ def _controller(
     failed: Callable[[Worker, str], None],
     on_change: Callable[[], Coroutine[Any, Any, None]],
 ) -> tuple[PrewarmedPool, ArbiterEffects, FleetController]:
-    """The controller and its effects know each other. The links tell the controller whether etcd and NATS answer."""
+    """The controller and its effects know each other."""
     clock, tell = base.clock, base.notes.tell
     prewarmed = PrewarmedPool(
         base.deployment,
@@ -211,12 +219,6 @@ def _controller(
     effects.connect(controller.feed, controller.tick, lambda: controller.fleet)
     controller.subscribe(on_fleet=base.notes.on_fleet)
     controller.subscribe(on_fleet=lambda _: prewarmed.wake())
-
-    def answered(both: bool) -> None:
-        if both is not controller.fleet.infra_ok:
-            controller.feed(InfraSeen(stimulus_id="links", ok=both))
-
-    base.links.on_answer = answered
     return prewarmed, effects, controller
 
 

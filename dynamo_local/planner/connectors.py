@@ -126,17 +126,23 @@ REWATCH_PAUSE_S = 0.5
 
 
 class VirtualKeys:
-    """A view of the keys of one namespace. `told`: their last known values; `current` is False before the first list,
-    and while etcd is away.
+    """A view of the keys of one namespace.
 
-    `on_change` is called whenever either may have changed.
+    `reported`: their last known values. `current` is False before the first list, and while etcd is away. `on_change`
+    is called whenever either may have changed.
     """
 
-    def __init__(self, kv: KeyValueStore, namespace: str, layout: Layout = Layout.V1) -> None:
+    def __init__(
+        self,
+        kv: KeyValueStore,
+        namespace: str,
+        layout: Layout = Layout.V1,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
         self.root = root(namespace, layout)
         self.reported = KeysState()
         self.current = False
-        self.on_change: Callable[[], None] = lambda: None
+        self._on_change = on_change
         self._kv = kv
         self._stored: dict[str, Stored] = {}
         self._changed = asyncio.Event()
@@ -216,7 +222,7 @@ class VirtualKeys:
         self.reported = read(self._stored)
         self._changed.set()
         self._changed = asyncio.Event()
-        self.on_change()
+        self._on_change()
 
 
 # --- virtual_connector

@@ -86,7 +86,7 @@ class Arbiter(Successor):
         store = MemoryStore(world.file, on_write=self._on_write)
         self.statefile = Statefile(head, store, self.factory.launch_of, tell)  # type: ignore[arg-type]
         self.pool = GpuPool(NAMESPACE, world.gpus, locks or NoLocks(), now_s=clock.now_s)  # type: ignore[arg-type]
-        self.links = Links(NAMESPACE, run_id)
+        self.links = Links(NAMESPACE, run_id, lambda answer: self._feed(InfraSeen(stimulus_id="links", ok=answer)))
         self.links.attach(world.etcd, world.nats.client())  # type: ignore[arg-type]
         self.effects = ArbiterEffects(
             host=self.spares.host,
@@ -106,7 +106,6 @@ class Arbiter(Successor):
         self.controller.on_moves = self._on_moves  # type: ignore[method-assign]
         self.controller.on_apply = self._on_apply  # type: ignore[method-assign]
         self.effects.connect(self._feed, self._ticked, lambda: self.controller.fleet)
-        self.links.on_answer = lambda answer: self._feed(InfraSeen(stimulus_id="links", ok=answer))
         self.registrations = Registrations(NAMESPACE, self._feed, self.links)
         self.sampling = Sampling(NAMESPACE, self.controller, self.links, clock)
         self.waiting = Waiting(self.controller, clock.now_s)

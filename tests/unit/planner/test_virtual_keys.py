@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -22,11 +23,16 @@ def etcd() -> FakeEtcd:
 @pytest.fixture
 async def keys(etcd: FakeEtcd) -> AsyncIterator[VirtualKeys]:
     """Followed."""
-    found = VirtualKeys(etcd, "dynamo")
-    task = asyncio.ensure_future(found.follow())
+    async with followed(VirtualKeys(etcd, "dynamo")) as found:
+        yield found
+
+
+@asynccontextmanager
+async def followed(keys: VirtualKeys) -> AsyncIterator[VirtualKeys]:
+    task = asyncio.ensure_future(keys.follow())
     async with asyncio.timeout(5.0):
-        await found.until(lambda _: found.current)
-    yield found
+        await keys.until(lambda _: keys.current)
+    yield keys
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
@@ -55,12 +61,13 @@ async def test_none_leaves_a_number_as_it_is(etcd: FakeEtcd) -> None:
     assert await etcd.get("v1/dynamo/planner/num_prefill_workers") is None
 
 
-async def test_what_somebody_writes_is_seen(etcd: FakeEtcd, keys: VirtualKeys) -> None:
+async def test_what_somebody_writes_is_seen(etcd: FakeEtcd) -> None:
     calls = []
-    keys.on_change = lambda: calls.append(keys.reported)
-    await ForeignPlanner(etcd).decide(prefill=1, decode=3)
-    async with asyncio.timeout(5.0):
-        told = await keys.until(lambda told: told.decision.decision_id == 0)
+    keys = VirtualKeys(etcd, "dynamo", on_change=lambda: calls.append(keys.reported))
+    async with followed(keys):
+        await ForeignPlanner(etcd).decide(prefill=1, decode=3)
+        async with asyncio.timeout(5.0):
+            told = await keys.until(lambda told: told.decision.decision_id == 0)
     assert told.decision == PlannerDecision(1, 3, 0)
     assert calls[-1] == told
 
