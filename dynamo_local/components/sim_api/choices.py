@@ -210,8 +210,8 @@ class Choices:
         """
         async with contextlib.aclosing(batches_of(self._all)) as batches:
             async for batch in batches:
-                if (room := take(batch)) is not None:
-                    await room
+                if (until_free := take(batch)) is not None:
+                    await until_free
 
     async def _all(self, take: Take) -> None:
         tasks = [asyncio.ensure_future(self._one(choice, take)) for choice in self._choices]
@@ -228,8 +228,8 @@ class Choices:
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
         }
         item = {"index": 0, "text": "", "num_tokens": 0, "finish_reason": None, "usage": usage}
-        if (room := take([item])) is not None:
-            await room
+        if (until_free := take([item])) is not None:
+            await until_free
 
     async def _one(self, choice: Choice, take: Take) -> None:
         name = self._request_id if len(self._choices) == 1 else f"{self._request_id}-{choice.index}"

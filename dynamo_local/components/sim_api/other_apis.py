@@ -110,7 +110,7 @@ _responses, _messages = msgspec.json.Decoder(_Responses), msgspec.json.Decoder(_
 _RESPONSES_NAMES = {"messages": "input", "response_format": "text", "max_tokens": "max_output_tokens"}
 
 
-def _parsed(chat: Mapping[str, Any], told: Mapping[str, Any], names: Mapping[str, str]) -> ParsedRequest:
+def _parsed(chat: Mapping[str, Any], echoed: Mapping[str, Any], names: Mapping[str, str]) -> ParsedRequest:
     """The chat as a request with extras. `names` are what this API calls a chat's parameters."""
     try:
         request = parse_chat(_encode({name: value for name, value in chat.items() if value is not None}))
@@ -118,54 +118,54 @@ def _parsed(chat: Mapping[str, Any], told: Mapping[str, Any], names: Mapping[str
         param = names.get((error.param or "").split(".")[0].split("[")[0], error.param)
         message = error.message.replace(f"`{error.param}`", f"`{param}`")
         raise ApiError(error.status, message, param=param, code=error.code) from None
-    return replace(request, payload={"extras": {}, **request.payload}, told=told)
+    return replace(request, payload={"extras": {}, **request.payload}, echoed=echoed)
 
 
 def parse_responses(body: bytes) -> ParsedRequest:
     """Raises `ApiError` 400 that names the parameter."""
     fields = _responses_fields.split(body)
-    asked = decoded(_responses, {name: fields[name] for name in fields if name not in _IGNORED})
+    given = decoded(_responses, {name: fields[name] for name in fields if name not in _IGNORED})
     same = {name: fields[name] for name in _RESPONSES_SAME if name in fields}
-    form, choice = asked.text.format, asked.tool_choice
+    form, choice = given.text.format, given.tool_choice
     named = {"type": "function", "function": {"name": choice.name}} if isinstance(choice, _Choice) else choice
     schema = {"type": form.type, "json_schema": {"name": form.name, "schema": form.schema}}
-    tools = [FunctionTool(one.name, one.description, one.parameters, one.strict) for one in asked.tools]
-    turns = [_Turn(content=asked.input)] if isinstance(asked.input, str) else asked.input
+    tools = [FunctionTool(one.name, one.description, one.parameters, one.strict) for one in given.tools]
+    turns = [_Turn(content=given.input)] if isinstance(given.input, str) else given.input
     chat = {
         **same,
-        "max_tokens": asked.max_output_tokens,
-        "messages": [*_system(asked.instructions or ""), *_joined(m for turn in turns for m in _of_item(turn))],
+        "max_tokens": given.max_output_tokens,
+        "messages": [*_system(given.instructions or ""), *_joined(m for turn in turns for m in _of_item(turn))],
         "tools": _wrapped(tools),
         "tool_choice": named,
         "response_format": None if form.type == "text" else schema,
-        "reasoning_effort": asked.reasoning.effort,
+        "reasoning_effort": given.reasoning.effort,
     }
-    told = {
+    echoed = {
         **{"temperature": 1.0, "top_p": 1.0, "parallel_tool_calls": True},
         **{name: value for name, value in same.items() if name not in ("model", "stream")},
-        "instructions": asked.instructions,
-        "max_output_tokens": asked.max_output_tokens,
-        "reasoning": {"effort": asked.reasoning.effort, "summary": None},
+        "instructions": given.instructions,
+        "max_output_tokens": given.max_output_tokens,
+        "reasoning": {"effort": given.reasoning.effort, "summary": None},
         "text": {"format": form},
-        "tools": asked.tools,
+        "tools": given.tools,
         "tool_choice": choice or "auto",
         "metadata": {},
     }
-    return _parsed(chat, told, _RESPONSES_NAMES)
+    return _parsed(chat, echoed, _RESPONSES_NAMES)
 
 
 def parse_messages(body: bytes) -> ParsedRequest:
     """Raises `ApiError` 400 that names the parameter."""
     fields = _messages_fields.split(body)
-    asked = decoded(_messages, fields)
-    choice = asked.tool_choice
+    given = decoded(_messages, fields)
+    choice = given.tool_choice
     named = {"type": "function", "function": {"name": choice.name}}
-    tools = [FunctionTool(one.name, one.description, one.input_schema) for one in asked.tools]
+    tools = [FunctionTool(one.name, one.description, one.input_schema) for one in given.tools]
     chat = {
         **{name: fields[name] for name in _MESSAGES_SAME if name in fields},
-        "max_tokens": asked.max_tokens,
-        "messages": [*_system(_text(asked.system)), *(m for turn in asked.messages for m in _joined(_of_blocks(turn)))],
-        "stop": asked.stop_sequences,
+        "max_tokens": given.max_tokens,
+        "messages": [*_system(_text(given.system)), *(m for turn in given.messages for m in _joined(_of_blocks(turn)))],
+        "stop": given.stop_sequences,
         "tools": _wrapped(tools),
         "tool_choice": (named if choice.type == "tool" else choice.type.replace("any", "required")) if tools else None,
     }
@@ -396,7 +396,7 @@ class ResponsesFormat(_OneBlock):
             "store": False,
             "truncation": "disabled",
             "usage": usage,
-            **self.request.told,
+            **self.request.echoed,
         }
 
 

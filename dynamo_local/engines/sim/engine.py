@@ -38,8 +38,7 @@ from dynamo_local.ports import EngineInfo, EngineOutput, EngineRequest, KvEventP
 from dynamo_local.profile.interpolation import PerfModel, ProfileModel
 from dynamo_local.system.executors import ended
 
-# --- told_passes
-# Tells a sink of the simulated engine's passes, and each second without one, that the engine is alive.
+# --- Reports the simulated engine's passes to a sink, and a heartbeat in each second without one.
 
 HEARTBEAT_S = 1.0
 
@@ -85,8 +84,7 @@ class EnginePasses:
         self._sink.record(ForwardPass(EngineId(""), self._count, wall_time_s, scheduled, queued, at_s))
 
 
-# --- sleeping
-# The simulated engine's sleep: it takes the time, and keeps the memory, that its options say.
+# --- The simulated engine's sleep: its options give the time and the memory.
 
 SIM_MEMORY_BYTES = 80 * 1024**3
 """Memory of a simulated device (`system.gpus`). An awake engine takes `SIM_SHARE` of it."""

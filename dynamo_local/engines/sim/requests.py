@@ -10,8 +10,7 @@ from typing import Literal, NamedTuple
 from dynamo_local.core.passes import Requests
 from dynamo_local.engines.sim.options import Faults
 
-# --- handoffs
-# KV that was computed here and waits to be pulled by another engine, each under a lease. Pure.
+# --- KV that another engine will pull, each under a lease. Pure.
 
 
 @dataclass(slots=True)

@@ -38,8 +38,7 @@ from dynamo_local.engines.sim.requests import (
 )
 from dynamo_local.profile.interpolation import PerfModel
 
-# --- queue
-# Requests that do not run: in order of arrival, preempted ones first, and those whose KV comes from another engine.
+# --- Requests that do not run: preempted ones, then in order of arrival. Those with KV from another engine are apart.
 
 
 class Queue:
@@ -117,8 +116,7 @@ class Queue:
         tally.remove(tokens)
 
 
-# --- passes
-# The passes of a run: when they end, and the tokens that each gives its sequences.
+# --- The passes of a run: when they end, and the tokens that each gives its sequences.
 
 
 def cost(rows: Sequence[Seq], perf: PerfModel) -> tuple[float, int, bool]:
@@ -196,8 +194,7 @@ def advance_rows(run: Pass, count: int, cache: SequenceCache, *, over: bool) -> 
     return events
 
 
-# --- quiet
-# How long a batch runs without a change. Pure.
+# --- How long a batch runs without a change. Pure.
 
 
 def quiet_passes(rows: Sequence[Seq], block_size: int, free_blocks: int) -> int:
