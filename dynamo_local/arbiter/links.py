@@ -16,9 +16,12 @@ INFRA_TIMEOUT_S = 30.0
 
 
 class Links:
-    """Made before etcd and NATS run; usable once `connect` has returned."""
+    """Made before etcd and NATS run; usable once `connect` has returned.
 
-    def __init__(self, namespace: str, run_id: str, on_answer: Callable[[bool], Any] = lambda answer: None) -> None:
+    `on_answer` is called with `answer` after each check.
+    """
+
+    def __init__(self, namespace: str, run_id: str, on_answer: Callable[[bool], Any] = lambda _: None) -> None:
         self._namespace = namespace
         self._run_id = run_id
         self._kv: KeyValueStore | None = None
