@@ -24,7 +24,7 @@ def test_all_that_a_decode_worker_tells_has_a_family() -> None:
     counts.decided(remote=True, why=Why.FEWER_MISSES)
     counts.decided(remote=False, why=Why.QUEUE_UNKNOWN, fallback=True)
     counts.came_back()
-    reported = counts.numbers()
+    reported = counts.status()
     found = scraped(WorkerCounters("VllmWorker", "dynamo_VllmWorker", reported))
     assert len(found) == len(reported)
     assert by_label(found, "dynamo_dispatch_prefills_total") == {
