@@ -35,13 +35,14 @@ def sleeper() -> tuple[str, str]:
 def ours(words: Sequence[str]) -> None:
     """`dynamo serve WORDS…`, with workers that only sleep."""
     from dynamo_local.arbiter import launch
-    from dynamo_local.arbiter.deployment import WatcherFactory, WatcherPlan
+    from dynamo_local.arbiter.deployment import WatcherFactory
     from dynamo_local.cli.main import main
+    from dynamo_local.system.process_host import LaunchSpec
 
     class SleepersFactory(WatcherFactory):
         """Plans every worker as it would be, but for what it runs."""
 
-        def plan(self, *args: Any) -> WatcherPlan:
+        def plan(self, *args: Any) -> LaunchSpec:
             return dataclasses.replace(WatcherFactory.plan(self, *args), argv=sleeper())
 
     plan_deployment = launch.plan_deployment

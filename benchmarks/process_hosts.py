@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.harness import Report, at_least, at_most
 from dynamo_local.circus_plugins.arbiter import DynamoArbiter
 from dynamo_local.circus_plugins.client_host import CircusClientHost
-from dynamo_local.system.process_host import ProcessHost, ProcessSpec
+from dynamo_local.system.process_host import LaunchSpec, ProcessHost
 from tests.drivers.stock_circusd import StockCircusd
 
 SLEEPS = (sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)")
@@ -48,7 +48,7 @@ class Hosted:
     async def start(self, name: str) -> int:
         """One sleeping process."""
         log_file = self.folder / f"{name}.log"
-        return await self.host.start_process(ProcessSpec(name, SLEEPS, {}, "/", log_file, death_signal=signal.SIGKILL))
+        return await self.host.start_process(LaunchSpec(name, SLEEPS, {}, "/", log_file, death_signal=signal.SIGKILL))
 
     async def kill(self, pid: int) -> int | None:
         """Kill it, and measure until its exit is told; its code as told."""

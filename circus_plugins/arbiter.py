@@ -30,7 +30,7 @@ from dynamo_local.circus_plugins.controller import WorkerController
 from dynamo_local.circus_plugins.gate import gate_of, listen_again
 from dynamo_local.core.secrets import mask_env
 from dynamo_local.system.prctl import asking_to_die, set_parent_death_signal
-from dynamo_local.system.process_host import ExitCallback, ProcessSpec
+from dynamo_local.system.process_host import ExitCallback, LaunchSpec
 
 # circus has no command that renames a watcher.
 
@@ -137,7 +137,7 @@ class WorkerWatcher(Watcher):  # type: ignore[misc]
     We restart with back-off and GPU checks. circus has neither (53 spawns in 10 s) and would hold its lock.
     """
 
-    def __init__(self, spec: ProcessSpec) -> None:
+    def __init__(self, spec: LaunchSpec) -> None:
         self.refused: OSError | None = None
         """Why the latest start failed."""
         self._keep(spec)
@@ -154,14 +154,14 @@ class WorkerWatcher(Watcher):  # type: ignore[misc]
             max_retry=1,
         )
 
-    def _keep(self, spec: ProcessSpec) -> None:
+    def _keep(self, spec: LaunchSpec) -> None:
         self.argv = spec.argv
         self.log_file = spec.log_file
         self.death_signal = spec.death_signal
         self.asks_itself = spec.asks_itself
         self.inherited_fds = spec.inherited_fds
 
-    def becomes(self, spec: ProcessSpec) -> None:
+    def becomes(self, spec: LaunchSpec) -> None:
         """Its running process becomes that of `spec`. `rename` changes its name."""
         self._keep(spec)
         self.cmd, self.env = shlex.join(spec.argv), dict(spec.env)
@@ -244,7 +244,7 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         for gate in (self._control_gate, self._events_gate):
             gate.open()
 
-    async def start_process(self, spec: ProcessSpec) -> int:
+    async def start_process(self, spec: LaunchSpec) -> int:
         """Start it. KeyError if a watcher of that name has a live process."""
         if not os.access(spec.argv[0], os.X_OK):
             raise OSError(f"{spec.argv[0]} is not an executable file")
@@ -261,14 +261,14 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         self._watch_exit(spec.name, pid)
         return pid
 
-    def _new_watcher(self, spec: ProcessSpec) -> WorkerWatcher:
+    def _new_watcher(self, spec: LaunchSpec) -> WorkerWatcher:
         watcher = WorkerWatcher(spec)
         watcher.initialize(self.evpub_socket, self.sockets, self)
         self.watchers.append(watcher)
         self._watchers_names[spec.name.lower()] = watcher
         return watcher
 
-    def adopt_process(self, spec: ProcessSpec, pid: int) -> None:
+    def adopt_process(self, spec: LaunchSpec, pid: int) -> None:
         """Make a watcher for a running process. `ProcessLookupError` if it has ended.
 
         The caller knows that it is the right process. Its exit is reported with the code None.
@@ -283,7 +283,7 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
             raise ProcessLookupError(f"pid {pid} of {spec.name} has just ended") from None
         watcher._status = "active"
 
-    def rename_process(self, name: str, spec: ProcessSpec) -> int:
+    def rename_process(self, name: str, spec: LaunchSpec) -> int:
         watcher = self._watchers_names.get(name.lower())
         if watcher is None or watcher.pid is None:
             raise ProcessLookupError(f"{name} has ended")

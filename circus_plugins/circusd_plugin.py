@@ -110,7 +110,7 @@ class DynamoPlugin(CircusPlugin):  # type: ignore[misc]
     def _make_host(self, deployment: Deployment, supervisor: Any, on_exit: ExitCallback) -> UnderCircusd:
         from dynamo_local.circus_plugins.under_circusd import UnderCircusd
 
-        drain_s = max((plan.drain_deadline_s for plan in deployment.workers), default=0.0)
+        drain_s = max((plan.graceful_timeout_s for plan in deployment.workers), default=0.0)
         self._host = UnderCircusd(
             endpoint=self.endpoint,
             pubsub_endpoint=self.pubsub_endpoint,

@@ -28,7 +28,7 @@ from typing import Any
 from dynamo_local.circus_plugins import exec_worker
 from dynamo_local.circus_plugins.circus_client import CircusClient, CircusdBusy, CircusdError
 from dynamo_local.circus_plugins.tickets import Claim, Offer, Tickets
-from dynamo_local.system.process_host import ExitCallback, ProcessSpec
+from dynamo_local.system.process_host import ExitCallback, LaunchSpec
 from dynamo_local.system.processes import aend_session, wait_exit
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class CircusClientHost:
 
     # --- starting --------------------------------------------------------------------------------
 
-    async def start_process(self, spec: ProcessSpec) -> int:
+    async def start_process(self, spec: LaunchSpec) -> int:
         """Start it. KeyError if a process of that name runs."""
         if not os.access(spec.argv[0], os.X_OK):
             raise OSError(f"{spec.argv[0]} is not an executable file")
@@ -147,7 +147,7 @@ class CircusClientHost:
             self._listed[name] = listed
         self._watch(name)
 
-    def adopt_process(self, spec: ProcessSpec, pid: int) -> None:
+    def adopt_process(self, spec: LaunchSpec, pid: int) -> None:
         """Take over a process. Its watcher is in circusd's list, or was in that of a killed circusd."""
         pidfd = os.pidfd_open(pid)
         self._running[spec.name] = RunningProcess(pid, pidfd)
@@ -170,7 +170,7 @@ class CircusClientHost:
         except TimeoutError:
             raise OSError(f"{spec.name}: the process that circusd started never came for its ticket") from None
 
-    async def _add(self, spec: ProcessSpec) -> dict[str, Any]:
+    async def _add(self, spec: LaunchSpec) -> dict[str, Any]:
         options = {
             "respawn": False,  # restarts are ours: back-off, GPU checks
             "singleton": True,

@@ -16,6 +16,7 @@ from circus.commands.base import Command
 from circus.exc import ArgumentError, MessageError
 
 import dynamo_local.circus_plugins.planner_commands  # noqa: F401  registers the planner's commands with circus
+from dynamo_local.arbiter.commands import ApplyDeployment
 from dynamo_local.circus_plugins.answers import answer, new_stimulus_id, parsed, supervisor_of
 from dynamo_local.circus_plugins.stock import REFUSED, install_commands
 from dynamo_local.core.fleet import events as fleet
@@ -218,7 +219,7 @@ class DynamoApply(_FleetCommand, Command):  # type: ignore[misc]
     """
 
     name = "dynamo_apply"
-    record = fleet.ApplyDeployment
+    record = ApplyDeployment
     arguments = ("deployment",)
     options: ClassVar[list[Any]] = [FORCE, ("", "dry_run", False, "only say what would be changed")]
 

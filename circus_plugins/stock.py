@@ -264,8 +264,8 @@ class _Replaced:
 
     def execute(self, arbiter: Any, props: Any) -> Any:
         """A future of the reply. `answer` uses circus's `waiting`, so the caller's own becomes `wait_for_end`."""
-        asked = {**props, "wait_for_end": bool(props.get("waiting"))}
-        return answer(props, lambda: self._carry_out(arbiter, asked))
+        wanted = {**props, "wait_for_end": bool(props.get("waiting"))}
+        return answer(props, lambda: self._carry_out(arbiter, wanted))
 
     async def _carry_out(self, arbiter: Any, props: Any) -> dict[str, Any]:
         return await self._handler(arbiter, self._original, props)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_local.circus_plugins.exec_worker import HEADER_BYTES
-from dynamo_local.system.process_host import ProcessSpec
+from dynamo_local.system.process_host import LaunchSpec
 from dynamo_local.system.processes import aend_session
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Claim:
 class Offer:
     """An expected start. `claimed` fails with OSError if the process could not become the worker."""
 
-    spec: ProcessSpec
+    spec: LaunchSpec
     claimed: asyncio.Future[Claim] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -80,7 +80,7 @@ class Tickets:
             self._listener.close()
             self.path.unlink(missing_ok=True)
 
-    def offer(self, spec: ProcessSpec) -> Offer:
+    def offer(self, spec: LaunchSpec) -> Offer:
         """Allow one start of that name."""
         offer = self._offers[spec.name] = Offer(spec)
         return offer
@@ -133,7 +133,7 @@ class Tickets:
             else:
                 offer.claimed.set_result(claim)
 
-    async def _become(self, peer: socket.socket, pid: int, spec: ProcessSpec) -> Claim:
+    async def _become(self, peer: socket.socket, pid: int, spec: LaunchSpec) -> Claim:
         loop = asyncio.get_running_loop()
         ticket = {
             "argv": spec.argv,

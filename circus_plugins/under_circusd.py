@@ -122,7 +122,7 @@ class UnderCircusd(CircusClientHost):
         await self.circusd.exclusive("set", patience_s=READY_PATIENCE_S, name=self._own_watcher, options=patience)
         await self.sweep(f"{self._namespace.lower()}_")
         self._controller.start()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._asked_to_stop)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop_requested)
         self._run(self._listen())
 
     async def close(self) -> None:
@@ -152,7 +152,7 @@ class UnderCircusd(CircusClientHost):
             "anything else: write the change into that file, and apply it without overrides"
         ]
 
-    def _asked_to_stop(self) -> None:
+    def _stop_requested(self) -> None:
         """circusd holds its only slot until we are gone. So no watcher can be removed any more, and none need be."""
         self.hurried = True
         self.supervisor.request_down("circusd stops the plugin")

@@ -145,10 +145,14 @@ class Play:
     def _step(self, at_s: float, event: Event) -> None:
         if at_s < self.now_s:
             raise ValueError(f"{event} comes at {at_s} s, after {self.now_s} s: the script is wrong")
+        before_s = next_due_s(self._fleet)
         self._fleet, effects, _ = step(self._fleet, event, at_s)
         validate(self._fleet)
         self.now_s = at_s
-        self.rows.append(_row(at_s, event, effects))
+        row, due_s = _row(at_s, event, effects), next_due_s(self._fleet)
+        if due_s is not None and due_s != before_s:  # the controller asks for a tick then
+            row = replace(row, effects=(*row.effects, f"wait until {due_s:.1f} s"))
+        self.rows.append(row)
 
 
 def _full(name: str) -> str:

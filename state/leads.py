@@ -40,7 +40,7 @@ class LeadFile:
         """
         found = self._load().get(namespace, {}).get("components", {})
         return {
-            component: {rung: tuple(samples) for rung, samples in found[component]["rungs"].items()}
+            component: {option: tuple(samples) for option, samples in found[component]["rungs"].items()}
             for component in of
             if component in found and found[component]["of"] == of[component]
         }
@@ -49,11 +49,11 @@ class LeadFile:
         """Component -> scaling option -> seconds, whatever each ran. Raises `StateError` where it cannot be read."""
         found = self._load().get(namespace, {}).get("components", {})
         return {
-            component: {rung: tuple(samples) for rung, samples in known["rungs"].items()}
+            component: {option: tuple(samples) for option, samples in known["rungs"].items()}
             for component, known in found.items()
         }
 
-    def add(self, namespace: str, component: str, of: str, rung: str, seconds: float) -> None:
+    def add(self, namespace: str, component: str, of: str, option: str, seconds: float) -> None:
         """One more. Raises `StateError` where it cannot be written. Blocks."""
         try:
             prepare_folder(self.path.parent)
@@ -63,7 +63,7 @@ class LeadFile:
                 known = entry["components"].get(component)
                 if known is None or known["of"] != of:
                     known = entry["components"][component] = {"of": of, "rungs": {}}
-                known["rungs"][rung] = [*known["rungs"].get(rung, []), round(seconds, 4)][-KEPT:]
+                known["rungs"][option] = [*known["rungs"].get(option, []), round(seconds, 4)][-KEPT:]
                 namespaces[namespace] = entry  # the last one: the first are forgotten first
                 self._write(dict(list(namespaces.items())[-NAMESPACES_MAX:]))
         except (OSError, Timeout) as error:

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from dynamo_local.core.lead_times import Rung
+from dynamo_local.core.lead_times import OptionKind
 
-Seconds = dict[Rung, list[float]]
+Seconds = dict[OptionKind, list[float]]
 """Of each way, one per time."""
 
 
@@ -18,7 +18,7 @@ class OfEngine:
     """`stages` of each start, by rung: its worker's own line, stage by stage."""
 
     seconds: Seconds = field(default_factory=dict)
-    stages: dict[Rung, list[dict[str, float]]] = field(default_factory=dict)
+    stages: dict[OptionKind, list[dict[str, float]]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -36,8 +36,8 @@ class Facts:
         raw = json.loads(text)
         engines = {
             name: OfEngine(
-                {Rung(rung): seconds for rung, seconds in of["seconds"].items()},
-                {Rung(rung): stages for rung, stages in of["stages"].items()},
+                {OptionKind(rung): seconds for rung, seconds in of["seconds"].items()},
+                {OptionKind(rung): stages for rung, stages in of["stages"].items()},
             )
             for name, of in raw["engines"].items()
         }

@@ -11,7 +11,7 @@ from benchmarks.actuators.facts import Facts, OfEngine
 from benchmarks.actuators.ways import WAKE_S
 from benchmarks.harness import Report, at_most, machine_line
 from benchmarks.measured_pages import write_measured
-from dynamo_local.core.lead_times import Rung
+from dynamo_local.core.lead_times import OptionKind
 
 PAGE = Path(__file__).parents[2] / "docs" / "actuators.md"
 COMMAND = "python -m benchmarks.actuators --page"
@@ -19,13 +19,13 @@ COLD_SHARE_TARGET = 1 / 3
 FLIP_TARGET_S = 0.5
 WAKE_BEYOND_TARGET_S = 0.05
 """Beyond what the engine is configured to take."""
-FLIPS = (Rung.FLIP_TO_DECODE, Rung.FLIP_TO_PREFILL)
+FLIPS = (OptionKind.FLIP_TO_DECODE, OptionKind.FLIP_TO_PREFILL)
 WORDS = {
-    Rung.FLIP_TO_DECODE: "flip to decode",
-    Rung.FLIP_TO_PREFILL: "flip to prefill (until the canary's first token)",
-    Rung.WAKE_1: f"wake from level 1 (the engine's own share: {WAKE_S:g} s)",
-    Rung.SPARE: "from a prewarmed process",
-    Rung.COLD: "cold start",
+    OptionKind.FLIP_TO_DECODE: "flip to decode",
+    OptionKind.FLIP_TO_PREFILL: "flip to prefill (until the canary's first token)",
+    OptionKind.WAKE_1: f"wake from level 1 (the engine's own share: {WAKE_S:g} s)",
+    OptionKind.PREWARMED: "from a prewarmed process",
+    OptionKind.COLD: "cold start",
 }
 
 
@@ -38,16 +38,16 @@ def report(facts: Facts) -> Report:
     """Of a flip to prefill the first token is that of the canary's prompt: all that a prefill worker answers with."""
     told = Report("actuators", notes=list(facts.absent))
     for engine, of in facts.engines.items():
-        cold_s = statistics.median(of.seconds[Rung.COLD])
+        cold_s = statistics.median(of.seconds[OptionKind.COLD])
         for rung, seconds in of.seconds.items():
             told.add(f"{engine}, {rung}: command to first token", "s", seconds)
             if rung in FLIPS:
                 told.add(f"{engine}, {rung}: p99 of {len(seconds)}", "s", [p99(seconds)], at_most(FLIP_TARGET_S))
-            if rung is Rung.WAKE_1:
+            if rung is OptionKind.WAKE_1:
                 beyond = [one - WAKE_S for one in seconds]
                 told.add(f"{engine}, {rung}: beyond wake_s", "s", beyond, at_most(WAKE_BEYOND_TARGET_S))
         for rung, seconds in of.seconds.items():
-            if rung is not Rung.COLD:
+            if rung is not OptionKind.COLD:
                 share = statistics.median(seconds) / cold_s
                 told.add(f"{engine}, {rung}: of a cold start", "", [share], at_most(COLD_SHARE_TARGET))
     return told
@@ -75,18 +75,18 @@ def section(facts: Facts) -> str:
 
 
 def _ways(engine: str, of: OfEngine) -> Iterable[str]:
-    cold_s = statistics.median(of.seconds[Rung.COLD])
+    cold_s = statistics.median(of.seconds[OptionKind.COLD])
     yield f"| {engine} | Median | 99 of 100 | Longest | Of a cold start |"
     yield "|---|--:|--:|--:|--:|"
     for rung, seconds in of.seconds.items():
         median_s = statistics.median(seconds)
-        share = "" if rung is Rung.COLD else f"1/{cold_s / median_s:.0f}"
+        share = "" if rung is OptionKind.COLD else f"1/{cold_s / median_s:.0f}"
         cells = (f"{median_s:.2f} s", f"{p99(seconds):.2f} s", f"{max(seconds):.2f} s", share)
         yield f"| {WORDS[rung]} ({len(seconds)}) | {' | '.join(cells)} |"
 
 
 def _stages(engine: str, of: OfEngine) -> Iterable[str]:
-    rungs = [rung for rung in (Rung.COLD, Rung.SPARE) if of.stages.get(rung)]
+    rungs = [rung for rung in (OptionKind.COLD, OptionKind.PREWARMED) if of.stages.get(rung)]
     names = dict.fromkeys(name for rung in rungs for stages in of.stages[rung] for name in stages)
     yield f"| Stage of a start, {engine} | {' | '.join(WORDS[rung] for rung in rungs)} |"
     yield f"|---|{'--:|' * len(rungs)}"

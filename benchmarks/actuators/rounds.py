@@ -16,7 +16,7 @@ from benchmarks.actuators.page import report
 from benchmarks.actuators.ways import WAYS, Way
 from benchmarks.harness import Report, machine
 from dynamo_local.components.messages import generate_request
-from dynamo_local.core.lead_times import Rung
+from dynamo_local.core.lead_times import OptionKind
 from dynamo_local.engines.vllm.checks import is_installed
 from dynamo_local.ports import SamplingParams
 from tests.drivers.endpoint_client import endpoint_client
@@ -93,7 +93,7 @@ async def _measure(make: MakeServed, rounds: int, ways: Sequence[Way] = WAYS) ->
 
 async def _stages(way: Way, served: Served) -> list[dict[str, float]]:
     """Of the start, by the line that the new worker writes; none where nothing was started."""
-    if way.rung not in (Rung.COLD, Rung.SPARE):
+    if way.rung not in (OptionKind.COLD, OptionKind.PREWARMED):
         return []
     await settled(served, PATIENCE_S)
     log = Path(served.worker(names(served, way.component)[-1])["log_file"])

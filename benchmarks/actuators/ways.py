@@ -1,6 +1,6 @@
 """The ways to one more worker: one row each.
 
-The name of a way is its rung's (`core.lead_times.Rung`).
+The name of a way is its rung's (`core.lead_times.OptionKind`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from dynamo_local.core.lead_times import Rung
+from dynamo_local.core.lead_times import OptionKind
 from tests.drivers.scaled import PATIENCE_S, ascale, command, names, settled
 from tests.drivers.served import AGG, DISAGG, Served, auntil
 from tests.drivers.sleepers import asleep, wake
@@ -24,7 +24,7 @@ class Way:
     gives the command and returns when it is committed, `undo` takes the worker away again. `component` serves
     afterwards, at its `endpoint`. `times` in each round; `on_vllm`: also on vLLM's CPU build."""
 
-    rung: Rung
+    rung: OptionKind
     words: tuple[str, ...]
     prepare: Callable[[Served], Awaitable[None]]
     begin: Callable[[Served], Awaitable[None]]
@@ -99,7 +99,7 @@ _MAY_SLEEP = (
 
 WAYS: tuple[Way, ...] = (
     Way(
-        Rung.FLIP_TO_DECODE,
+        OptionKind.FLIP_TO_DECODE,
         _TWO_EACH,
         _nothing,
         _flip("PrefillWorker"),
@@ -108,7 +108,7 @@ WAYS: tuple[Way, ...] = (
         times=10,
     ),
     Way(
-        Rung.FLIP_TO_PREFILL,
+        OptionKind.FLIP_TO_PREFILL,
         _TWO_EACH,
         _nothing,
         _flip("VllmWorker"),
@@ -118,7 +118,7 @@ WAYS: tuple[Way, ...] = (
         target=DISAGG,
         times=10,
     ),
-    Way(Rung.WAKE_1, _MAY_SLEEP, _one_sleeps, _wake_it, _sleep_again),
-    Way(Rung.SPARE, ("--Host.spares=1",), _warm, _one_more, _one_less, on_vllm=True),
-    Way(Rung.COLD, (), _nothing, _one_more, _one_less, on_vllm=True),
+    Way(OptionKind.WAKE_1, _MAY_SLEEP, _one_sleeps, _wake_it, _sleep_again),
+    Way(OptionKind.PREWARMED, ("--Host.spares=1",), _warm, _one_more, _one_less, on_vllm=True),
+    Way(OptionKind.COLD, (), _nothing, _one_more, _one_less, on_vllm=True),
 )

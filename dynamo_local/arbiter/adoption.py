@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dynamo_local.arbiter import leftovers, marks
-from dynamo_local.arbiter.deployment import WatcherFactory, WatcherPlan
+from dynamo_local.arbiter.deployment import WatcherFactory
 from dynamo_local.arbiter.marks import MarkedProcess
 from dynamo_local.arbiter.servers import EmbeddedServers, EtcdSpec, NatsSpec, ServerBinary
 from dynamo_local.arbiter.statefile import restart_of_entry, standby_of_entry, with_sleepers, without_credentials
@@ -32,7 +32,7 @@ from dynamo_local.state.store import load
 from dynamo_local.system.gpu_pool import GpuPool
 from dynamo_local.system.liveness import busy
 from dynamo_local.system.paths import Paths
-from dynamo_local.system.process_host import AdoptingHost, ProcessSpec
+from dynamo_local.system.process_host import AdoptingHost, LaunchSpec
 from dynamo_local.system.processes import age_s, is_alive, start_time_s
 from dynamo_local.transport.access import run_environment
 from dynamo_local.transport.certificates import Certificates
@@ -349,7 +349,7 @@ def hold_gpus(found: Found, ledger: GpuLedger, pool: GpuPool) -> GpuLedger:
     return ledger
 
 
-def adopted_plans(found: Found, factory: WatcherFactory, ledger: GpuLedger) -> tuple[WatcherPlan, ...]:
+def adopted_plans(found: Found, factory: WatcherFactory, ledger: GpuLedger) -> tuple[LaunchSpec, ...]:
     """The watchers of all entries, as if they were started now."""
     entries = found.state.components
     return tuple(
@@ -390,7 +390,7 @@ class Adoption:
         restarts = tuple(restart_of_entry(each) for each in self.found.state.restarts or ())
         return replace(empty, workers=workers, restarts=restarts, revoked=self.found.state.revoked or {})
 
-    def watch(self, fleet: Fleet, spec: Callable[[Worker], ProcessSpec]) -> Fleet:
+    def watch(self, fleet: Fleet, spec: Callable[[Worker], LaunchSpec]) -> Fleet:
         """Watch every worker that runs, so that every exit is noticed.
 
         Returns the fleet without processes that have ended. Those are in `gone`.

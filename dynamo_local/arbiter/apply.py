@@ -10,6 +10,7 @@ import asyncio
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dynamo_local.arbiter.commands import ApplyDeployment
 from dynamo_local.arbiter.composition import Parts
 from dynamo_local.arbiter.deployment import base_environment
 from dynamo_local.arbiter.deployment_spec import DeploymentSpec, options_of
@@ -54,22 +55,22 @@ class ApplyCommand:
             began.graph, began.host, options_of(began.load_planner), planner_starts=began.load_planner_starts
         )
 
-    async def apply(self, given: Any, *, dry_run: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
+    async def apply(self, command: ApplyDeployment) -> dict[str, Any]:
         """The difference, and the changes that follow, once they are committed. With `dry_run` nothing is committed.
 
         Raises `BadInput` for an invalid deployment, `NotApplicable` with every reason.
         """
-        wanted = DeploymentSpec.from_json(given)
+        wanted = DeploymentSpec.from_json(command.deployment)
         async with self._one:
-            await self._parts.commands.refresh_gpus(stimulus_id)
-            plan = self._planned(wanted, stimulus_id, force)
-            if plan.is_due and not dry_run:
+            await self._parts.commands.refresh_gpus(command.stimulus_id)
+            plan = self._planned(wanted, command)
+            if plan.is_due and not command.dry_run:
                 await self._carry_out(plan)
-            return self._answer(plan, dry_run)
+            return self._answer(plan, command.dry_run)
 
     # --- deciding --------------------------------------------------------------------------------
 
-    def _planned(self, wanted: DeploymentSpec, stimulus_id: str, force: bool) -> _Plan:
+    def _planned(self, wanted: DeploymentSpec, command: ApplyDeployment) -> _Plan:
         """Raises `NotApplicable` with all reasons."""
         parts, live, described = self._parts, self._live(), wanted.described
         found = differences(self._described, described, live)
@@ -83,12 +84,12 @@ class ApplyCommand:
             )
         fleet, factory = parts.controller.fleet, parts.launcher.factory
         order = Apply(
-            stimulus_id=stimulus_id,
+            stimulus_id=command.stimulus_id,
             templates=replace(factory, graph=wanted.graph, retired=()).templates(),
             counts=found.counts,
             policy=wanted.policy,
             health_bound_s=wanted.host_config.health_bound_s,
-            force=force,
+            force=command.force,
         )
         after = fleet
         try:

@@ -11,10 +11,10 @@ import logging
 import random
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, assert_never
 
-from dynamo_local.arbiter.deployment import Launcher, WatcherPlan
+from dynamo_local.arbiter.deployment import Launcher
 from dynamo_local.arbiter.effects import Act, Done
 from dynamo_local.arbiter.host_system import System
 from dynamo_local.arbiter.links import Links
@@ -32,8 +32,7 @@ from dynamo_local.core.fleet.effects import (
     Forget,
     LookAtGpus,
     LookUpKey,
-    OrderSleep,
-    OrderWake,
+    Order,
     Rename,
     Revoke,
     Signal,
@@ -60,7 +59,7 @@ from dynamo_local.core.types import Missing, ready_key
 from dynamo_local.errors import DynamoError, EtcdUnavailable, InfraUnavailable
 from dynamo_local.system.executors import ended
 from dynamo_local.system.gpu_pool import GpuPool
-from dynamo_local.system.process_host import ProcessHost, ProcessSpec
+from dynamo_local.system.process_host import LaunchSpec, ProcessHost
 
 # --- starts
 # Processes are made within a deadline. One that appears after it is ended: somebody else may be started meanwhile.
@@ -138,7 +137,8 @@ class _Write:
 class ArbiterEffects:
     """See `EffectRunner`. `env` (etcd, NATS) is added to every worker's environment.
 
-    `feed` is the controller's, `report` is called with a worker that failed; both are set before anything is begun.
+    `feed`, `tick` and `fleet` are of the controller whose effects these are: its methods, and its fleet of now.
+    `report` is called with a worker that failed.
     """
 
     def __init__(
@@ -154,6 +154,9 @@ class ArbiterEffects:
         clock: Clock,
         tell: Tell,
         report: Callable[[Worker, str], None],
+        feed: Callable[[Event], Any],
+        tick: Callable[[], None],
+        fleet: Callable[[], Fleet],
         rng: random.Random | None = None,
     ) -> None:
         self.env: dict[str, str] = {}
@@ -170,19 +173,13 @@ class ArbiterEffects:
         self.tell = tell
         self.report = report
         self._rng = rng or random.Random()
-        self._feed: Callable[[Event], Any] = lambda event: None
-        self._tick: Callable[[], None] = lambda: None
-        self._fleet_now: Callable[[], Fleet] | None = None
+        self._feed, self._tick, self._fleet = feed, tick, fleet
         self._starts = Starts(system.end_session, self._task, tell)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._writes: list[_Write] = []
         self._writer: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
-
-    def connect(self, feed: Callable[[Event], Any], tick: Callable[[], None], fleet: Callable[[], Fleet]) -> None:
-        """Whose effects these are: a controller's `feed`, its `tick`, and its fleet of now."""
-        self._feed, self._tick, self._fleet_now = feed, tick, fleet
 
     async def close(self) -> None:
         """Give up what is under way, and return when it has ended."""
@@ -314,13 +311,15 @@ class ArbiterEffects:
                 return ProcessRefused(stimulus_id=cause, name=name, why=why, unit=self._rng.random())
             case Revoke(name=name, lease=lease, tells=True):
                 return RevokeFailed(stimulus_id=f"etcd:{lease}", name=name, lease=lease, why=why)
-            case CallBack(name=name, pid=pid, asked_by=asked_by):
-                return CalledBack(stimulus_id=f"control:{name}", name=name, pid=pid, error=why, asked_by=asked_by)
+            case CallBack(name=name, pid=pid, requested_by=requested_by):
+                return CalledBack(
+                    stimulus_id=f"control:{name}", name=name, pid=pid, error=why, requested_by=requested_by
+                )
             case CountRequests(name=name, pid=pid):
                 return RequestsCounted(stimulus_id="drain-deadline", name=name, pid=pid, in_flight=Missing(why))
             case FlipRole(name=name, pid=pid, to=to):
                 return FlipAnswered(stimulus_id=f"control:{name}", name=name, pid=pid, to=to, error=why, unknown=True)
-            case OrderSleep(name=name, pid=pid, order=order) | OrderWake(name=name, pid=pid, order=order):
+            case Order(name=name, pid=pid, order=order):
                 return OrderAnswered(stimulus_id=f"control:{name}", name=name, pid=pid, order=order, error=why)
             case LookUpKey():
                 return self._looked_up(act, removed=False)
@@ -348,7 +347,7 @@ class ArbiterEffects:
                 await self.flips.call_off(act)
             case Rename(name=name, was=was, pid=pid):
                 self._host.rename(was, name, pid)
-            case OrderSleep() | OrderWake():
+            case Order():
                 return await self.asks.order(act)
             case LookUpKey():
                 return await self._look_up(act)
@@ -367,15 +366,15 @@ class ArbiterEffects:
     async def _spawn(self, act: Spawn, worker: Worker) -> Event:
         cause, spec = act.stimulus_id, self.spec(worker)
         try:
-            pid = await self._starts.within_deadline(act.name, self._make(act, worker, spec))
+            pid = await self._starts.within_deadline(act.name, self._make(act, spec))
         except OSError as error:
             return ProcessRefused(stimulus_id=cause, name=act.name, why=str(error), unit=self._rng.random())
         started_s, started_at = self._system.start_time_s(pid), self._clock.wall_s()
         return ProcessMade(stimulus_id=cause, name=act.name, pid=pid, start_time=started_s, started_at=started_at)
 
-    async def _make(self, act: Spawn, worker: Worker, spec: ProcessSpec) -> int:
+    async def _make(self, act: Spawn, spec: LaunchSpec) -> int:
         if act.first:
-            await asyncio.to_thread(self._system.put_log_aside, self.plan(worker))
+            await asyncio.to_thread(self._system.put_log_aside, spec.log_file)
         return await self._host.start_process(spec)
 
     async def _revoke(self, act: Revoke) -> Event | None:
@@ -398,30 +397,12 @@ class ArbiterEffects:
 
     # --- how a worker is run -----------------------------------------------------------------------
 
-    def plan(self, worker: Worker) -> WatcherPlan:
-        """Its watcher, on the devices that it holds."""
+    def spec(self, worker: Worker) -> LaunchSpec:
+        """How it is started, on the devices that it holds."""
         fleet = self._fleet()
-        devices = tuple(fleet.gpus.by_uuid[uuid] for uuid in worker.gpus)
-        return self._launcher.plan(worker, devices)
-
-    def spec(self, worker: Worker) -> ProcessSpec:
-        """How it is run."""
-        plan = self.plan(worker)
-        return ProcessSpec(
-            name=plan.name,
-            argv=plan.argv,
-            env={**plan.env, **self.env},
-            cwd=plan.cwd,
-            log_file=plan.log_file,
-            graceful_timeout_s=plan.drain_deadline_s,
-            death_signal=None if self._launcher.factory.settings.keep_on_arbiter_death else signal.SIGKILL,
-            asks_itself=True,
-            inherited_fds=tuple(self._pool.inherited_fds(worker.gpus)),
-        )
-
-    def _fleet(self) -> Fleet:
-        assert self._fleet_now is not None
-        return self._fleet_now()
+        plan = self._launcher.plan(worker, tuple(fleet.gpus.by_uuid[uuid] for uuid in worker.gpus))
+        inherited_fds = tuple(self._pool.inherited_fds(worker.gpus))
+        return replace(plan, env={**plan.env, **self.env}, inherited_fds=inherited_fds)
 
     def _task(self, work: Coroutine[Any, Any, Any] | Awaitable[Any], what: str) -> asyncio.Task[Any]:
         task = asyncio.ensure_future(work)

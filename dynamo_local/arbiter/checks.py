@@ -146,10 +146,10 @@ def check_engines(graph: LoadedGraph, spec: GraphSpec, config: Config, *, only_p
         try:
             options = settings.vllm_options(service.resources.gpu)
             _check_standby(service, options)
-            words = replace(options, sleep_mode=service.standby is not None).arguments()
+            arguments = replace(options, sleep_mode=service.standby is not None).arguments()
         except ConfigError as error:
             raise ConfigError(f"{config.source}: {service.name}: {error}") from None
-        sections[service.name] = VllmSection(tuple(words), tuple(accepted_names(model)))
+        sections[service.name] = VllmSection(tuple(arguments), tuple(accepted_names(model)))
     if not sections:
         return ()
     if not is_installed():
@@ -245,8 +245,8 @@ def _settings(graph: LoadedGraph, config: Config, spec: ServiceSpec) -> Any:
 def _engine_of(settings: Any) -> dict[str, Any]:
     """The arguments with which its engine is started."""
     if isinstance(settings, HttpConfig):
-        words = tuple("{role}" if word == settings.role else word for word in settings.words)
-        return {**settings.model_dump(exclude=set(ONLY_OURS)), "command": words}
+        arguments = tuple("{role}" if word == settings.role else word for word in settings.words)
+        return {**settings.model_dump(exclude=set(ONLY_OURS)), "command": arguments}
     fields = {key: getattr(settings, key) for key in EngineConfig.model_fields if key not in ONLY_TOLD}
     given = {str(key).replace("-", "_"): value for key, value in (settings.model_extra or {}).items()}
     return {**fields, **given, "engine": settings.engine_name, "name": settings.name}

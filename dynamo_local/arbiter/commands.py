@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dynamo_local.arbiter.controller import FleetController, Waiting
@@ -24,7 +25,7 @@ from dynamo_local.core.fleet.events import (
     Sleep,
     Wake,
 )
-from dynamo_local.core.fleet.moves import Answer, CancelDrain, FlipWorker, Move
+from dynamo_local.core.fleet.moves import Answer, Move, MoveKind
 from dynamo_local.errors import DrainNotCancellable, DynamoError, FlipNotCancellable, NotEnoughGpus, TimedOut
 from dynamo_local.system.gpu_pool import GpuSample
 
@@ -36,11 +37,28 @@ NEED_GPUS = (Scale, ScaleAll, Sleep, Wake, Restart)
 """Commands that may take devices: the GPUs are sampled before."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplyDeployment(Command):
+    """`dynamo apply -f FILE`. `arbiter.apply` makes an `Apply` of it, which `step` takes."""
+
+    #: As `arbiter.deployment_spec` writes it.
+    deployment: Any
+    dry_run: bool = False
+    force: bool = False
+
+
 class Commands:
-    """Gives commands to the fleet. `look` samples the GPUs, within a deadline of its own."""
+    """Gives commands to the fleet. `look` samples the GPUs, within a deadline of its own.
+
+    `on_manual` is called with the cause when a person's command has changed something: a planner then pauses.
+    """
 
     def __init__(
-        self, controller: FleetController, look: Callable[[], Awaitable[GpuSample]], waiting: Waiting | None = None
+        self,
+        controller: FleetController,
+        look: Callable[[], Awaitable[GpuSample]],
+        waiting: Waiting | None = None,
+        on_manual: Callable[[str], None] = lambda cause: None,
     ) -> None:
         self._controller = controller
         self._look = look
@@ -48,8 +66,7 @@ class Commands:
         controller.subscribe(on_event=self._on_event)
         self._call_backs: dict[str, asyncio.Future[str | None]] = {}
         self._lock_refused: dict[str, bool] = {}
-        self.on_manual: list[Callable[[str], None]] = []
-        """Called when a person's command has changed something: a planner of its own then pauses for a while."""
+        self._on_manual = on_manual
 
     async def run(self, command: Command) -> dict[str, Any]:
         """Carry the command out, and answer once its intent is committed. Raises its refusal.
@@ -165,8 +182,7 @@ class Commands:
 
     def changed(self, command: Command) -> None:
         """A person's command has changed something."""
-        for told in self.on_manual:
-            told(command.stimulus_id)
+        self._on_manual(command.stimulus_id)
 
     # --- cancels -----------------------------------------------------------------------------------
 
@@ -178,8 +194,8 @@ class Commands:
         self._call_backs[command.stimulus_id] = answered
         try:
             moves = (await self._carried_out(command)).moves
-            asked = any(isinstance(move, CancelDrain) for move in moves)
-            error = await self._refusal(answered) if asked else None
+            calls_back = any(move.kind is MoveKind.CANCEL_DRAIN for move in moves)
+            error = await self._refusal(answered) if calls_back else None
         finally:
             self._call_backs.pop(command.stimulus_id, None)
         if error is not None:
@@ -226,7 +242,7 @@ class Commands:
         if isinstance(event, GpuReserved) and event.stimulus_id in self._lock_refused:
             self._lock_refused[event.stimulus_id] = True
         if isinstance(event, CalledBack):
-            answered = self._call_backs.pop(event.asked_by or "", None)
+            answered = self._call_backs.pop(event.requested_by or "", None)
             if answered is not None and not answered.done():
                 answered.set_result(event.error)
 
@@ -235,6 +251,6 @@ def as_json(moves: Iterable[Move]) -> list[dict[str, str]]:
     """The moves as a command's answer has them, where the list is called `instructions`."""
     return [
         {"kind": move.kind, "watcher_name": move.name, "reason": move.reason}
-        | ({"becomes": move.to} if isinstance(move, FlipWorker) else {})
+        | ({} if move.becomes is None else {"becomes": move.becomes.name})
         for move in moves
     ]

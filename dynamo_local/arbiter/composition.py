@@ -115,11 +115,11 @@ def compose(
     `failed` is called for each worker that fails, `on_change` when a server or a prewarmed process has another pid.
     `state` is the run's state, `follows` the status of another planner whose decisions the run carries out.
     """
-    base = _base(deployment, store, clock, view)
+    base = _base(deployment, store, clock, view, lambda: controller)
     prewarmed, effects, controller = _controller(base, host, pool, failed, on_change)
     lead_times = _lead_times(base, prewarmed, controller)
     waiting = Waiting(controller, clock.now_s)
-    commands = Commands(controller, pool.look, waiting)
+    commands = Commands(controller, pool.look, waiting, on_manual=lambda cause: planning.on_manual_change())
     sampling = Sampling(deployment.graph.namespace, controller, base.links, clock)
     exporter = _exporter(base, controller, sampling, state)
     LeadTimeMetrics(exporter.metrics.registry, lambda: LeadTimesNow(lead_times.known, prewarmed.counts()))
@@ -157,7 +157,15 @@ def compose(
     )
 
 
-def _base(deployment: Deployment, store: StateStore, clock: Clock, view: View) -> _Base:
+def _base(
+    deployment: Deployment, store: StateStore, clock: Clock, view: View, controller: Callable[[], FleetController]
+) -> _Base:
+    """The links tell the `controller`, which is made later, whether etcd and NATS both answer."""
+
+    def answered(both: bool) -> None:
+        if both is not controller().fleet.infra_ok:
+            controller().feed(InfraSeen(stimulus_id="links", ok=both))
+
     launcher, notes, paths = Launcher(deployment.factory), Notes(view.event, clock), deployment.paths
     return _Base(
         deployment,
@@ -165,7 +173,7 @@ def _base(deployment: Deployment, store: StateStore, clock: Clock, view: View) -
         launcher,
         notes,
         Tasks(clock, notes.tell),
-        Links(deployment.graph.namespace, deployment.run_id),
+        Links(deployment.graph.namespace, deployment.run_id, answered),
         Statefile(head_of(deployment), store, launcher.launch_of, notes.tell),
         EventRecorder(EventLog(event_log_path(paths.logs)), clock.wall_s, notes.tell),
         HostSystem(
@@ -182,7 +190,7 @@ def _controller(
     failed: Callable[[Worker, str], None],
     on_change: Callable[[], Coroutine[Any, Any, None]],
 ) -> tuple[PrewarmedPool, ArbiterEffects, FleetController]:
-    """The controller and its effects know each other. The links tell the controller whether etcd and NATS answer."""
+    """The controller and its effects know each other: the effects look the controller up when they feed it."""
     clock, tell = base.clock, base.notes.tell
     prewarmed = PrewarmedPool(
         base.deployment,
@@ -206,23 +214,19 @@ def _controller(
         clock=clock,
         tell=tell,
         report=failed,
+        feed=lambda event: controller.feed(event),
+        tick=lambda: controller.tick(),
+        fleet=lambda: controller.fleet,
     )
     controller = FleetController(empty_fleet(base.deployment), effects, clock)
-    effects.connect(controller.feed, controller.tick, lambda: controller.fleet)
     controller.subscribe(on_fleet=base.notes.on_fleet)
     controller.subscribe(on_fleet=lambda _: prewarmed.wake())
-
-    def answered(both: bool) -> None:
-        if both is not controller.fleet.infra_ok:
-            controller.feed(InfraSeen(stimulus_id="links", ok=both))
-
-    base.links.on_answer = answered
     return prewarmed, effects, controller
 
 
 def _lead_times(base: _Base, prewarmed: PrewarmedPool, controller: FleetController) -> RunLeadTimes:
     lead_times = RunLeadTimes(base.launcher, LeadFile(base.deployment.paths.statefile.parent), base.tasks.run)
-    watch = LeadTimeWatch(base.clock.now_s, lead_times.note, prewarmed.host.was_spare)
+    watch = LeadTimeWatch(base.clock.now_s, lead_times.note, prewarmed.host.was_prewarmed)
     controller.subscribe(on_transition=watch.on_transition)
     return lead_times
 

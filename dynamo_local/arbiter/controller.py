@@ -31,7 +31,6 @@ from dynamo_local.core.fleet.effects import (
     Tell,
     Transition,
     Unlock,
-    WaitUntil,
 )
 from dynamo_local.core.fleet.events import Event, GpuReserved, SpawnBegun, Stalled, Tick
 from dynamo_local.core.fleet.fleet import Fleet, Worker
@@ -187,13 +186,15 @@ class FleetController:
                     pass
                 case CallOff(name=name):
                     self._call_off(name)
-                case WaitUntil(at_s=at_s):
-                    self._runner.wake_at(at_s)
                 case Tell() | Report() | Unlock() | EndSession() | LookAtGpus() | CallOffFlip():
                     at_once.append(each)
                 case _:
                     self._lines.setdefault(each.name, _Line()).waiting.append((each, batch))
                     names[each.name] = None
+
+        due_s = next_due_s(fleet)
+        if due_s is not None and due_s != next_due_s(before):
+            self._runner.wake_at(due_s)
 
         def go_on() -> None:
             batch.committed = True

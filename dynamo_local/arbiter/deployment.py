@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -25,26 +26,10 @@ from dynamo_local.core.virtual import Layout, root
 from dynamo_local.errors import ConfigError
 from dynamo_local.system.log_files import log_tail
 from dynamo_local.system.paths import Paths
+from dynamo_local.system.process_host import LaunchSpec
 
 COMMAND_ENTRY = str(Path(__file__).parents[1] / "worker" / "serve_command.py")
 """A path, because the process starts without `site`, which finds packages."""
-
-
-@dataclass(frozen=True, slots=True)
-class WatcherPlan:
-    """One watcher: its command, environment, GPUs and deadlines (seconds)."""
-
-    name: str
-    component: str
-    role: Role
-    argv: tuple[str, ...]
-    cwd: str
-    env: Mapping[str, str]
-    gpus: tuple[GpuDevice, ...]
-    gpus_per_worker: int
-    log_file: Path
-    start_deadline_s: float
-    drain_deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +69,7 @@ class Deployment:
     paths: Paths
     settings: Settings
     factory: WatcherFactory
-    workers: tuple[WatcherPlan, ...]
+    workers: tuple[LaunchSpec, ...]
     gpus: tuple[GpuDevice, ...]
     ledger: GpuLedger
     gpus_option: str
@@ -120,14 +105,14 @@ class Deployment:
                 {
                     "watcher_name": w.name,
                     "component": w.component,
-                    "role": str(w.role),
+                    "role": str(self.factory.service(w.component).role),
                     "gpus": [d.index for d in w.gpus],
                     "gpu_uuids": [d.uuid for d in w.gpus],
                     "cmd": " ".join(w.argv),
                     "cwd": w.cwd,
                     "log_file": str(w.log_file),
                     "start_deadline_s": w.start_deadline_s,
-                    "drain_deadline_s": w.drain_deadline_s,
+                    "drain_deadline_s": w.graceful_timeout_s,
                     "env": mask_env({**w.env, "DYNAMO_SERVICE_CONFIG": self.state_config_json}),
                 }
                 for w in self.workers
@@ -157,20 +142,21 @@ class WatcherFactory:
         """The service of that name, also a retired one. KeyError if there is none."""
         return next((spec for spec in self.retired if spec.name == name), None) or self.graph.service(name)
 
-    def plan(self, spec: ServiceSpec, name: str, gpus: Sequence[GpuDevice]) -> WatcherPlan:
+    def plan(self, spec: ServiceSpec, name: str, gpus: Sequence[GpuDevice]) -> LaunchSpec:
         """The watcher of one worker on those devices."""
-        return WatcherPlan(
+        return LaunchSpec(
             name=name,
-            component=spec.name,
-            role=spec.role,
             argv=worker_argv(self.graph.target, spec),
-            cwd=str(self.cwd),
             env=self._env(spec, name, gpus),
+            cwd=str(self.cwd),
+            log_file=self.paths.log_file(name),
+            graceful_timeout_s=spec.drain_deadline_s or self.settings.drain_deadline_s,
+            death_signal=None if self.settings.keep_on_arbiter_death else signal.SIGKILL,
+            asks_itself=True,
+            component=spec.name,
             gpus=tuple(gpus),
             gpus_per_worker=spec.resources.gpu,
-            log_file=self.paths.log_file(name),
             start_deadline_s=self.start_deadline_s(spec),
-            drain_deadline_s=spec.drain_deadline_s or self.settings.drain_deadline_s,
         )
 
     def start_deadline_s(self, spec: ServiceSpec) -> float:
@@ -185,14 +171,14 @@ class WatcherFactory:
         others = (each.start_deadline_s or 0.0 for each in self.graph.services if waits and ROLES[each.role].computes)
         return max(self.settings.start_deadline_s, *others, 0.0)
 
-    def launch_of(self, worker: Worker) -> WatcherPlan:
+    def launch_of(self, worker: Worker) -> LaunchSpec:
         """How that worker is started, without its devices. The statefile keeps this."""
         plan = self.plan(self.service(worker.component), worker.name, ())
         return replace(plan, log_file=self.paths.log_file(worker.spawn_name))
 
     def log_tail_of(self, worker: Worker) -> str:
         """The end of its log, quoted."""
-        return log_tail(self.launch_of(worker))
+        return log_tail(self.launch_of(worker).log_file)
 
     def templates(self) -> tuple[Template, ...]:
         """One template for each component. If the user pins GPUs, we assign none."""
@@ -227,7 +213,7 @@ class WatcherFactory:
             read.append("standby")
         return hashlib.sha256(json.dumps(read, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
-    def plan_all(self, given: Mapping[str, Sequence[GpuDevice]]) -> tuple[WatcherPlan, ...]:
+    def plan_all(self, given: Mapping[str, Sequence[GpuDevice]]) -> tuple[LaunchSpec, ...]:
         """The watchers that `serve` starts with, in the graph's order."""
         return tuple(self.plan(spec, name, given.get(name, ())) for spec, name in named_workers(self.graph))
 
@@ -279,11 +265,11 @@ class Launcher:
     def __init__(self, factory: WatcherFactory) -> None:
         self.factory = factory
 
-    def plan(self, worker: Worker, gpus: Sequence[GpuDevice]) -> WatcherPlan:
+    def plan(self, worker: Worker, gpus: Sequence[GpuDevice]) -> LaunchSpec:
         """Its watcher, on those devices."""
         return self.factory.plan(self.factory.service(worker.component), worker.name, gpus)
 
-    def launch_of(self, worker: Worker) -> WatcherPlan:
+    def launch_of(self, worker: Worker) -> LaunchSpec:
         """How that worker is started, without its devices. The statefile keeps this."""
         return self.factory.launch_of(worker)
 

@@ -19,8 +19,7 @@ from dynamo_local.core.fleet.effects import (
     Forget,
     LookAtGpus,
     LookUpKey,
-    OrderSleep,
-    OrderWake,
+    Order,
     Rename,
     Revoke,
     Signal,
@@ -39,8 +38,7 @@ Act = (
     | EndSession
     | CallBack
     | CountRequests
-    | OrderSleep
-    | OrderWake
+    | Order
     | LookUpKey
     | Sweep
     | LookAtGpus

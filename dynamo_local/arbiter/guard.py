@@ -24,7 +24,7 @@ from dynamo_local.clock import Clock
 from dynamo_local.core.types import watcher_name
 from dynamo_local.system.executors import SWEEP_DEADLINE_S, SWEEPS
 from dynamo_local.system.paths import Paths
-from dynamo_local.system.process_host import ProcessHost, ProcessSpec
+from dynamo_local.system.process_host import LaunchSpec, ProcessHost
 from dynamo_local.system.processes import aend_session, start_time_s, wait_exit
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class GuardianProcess:
         self._started_s = self._clock.now_s()
         file = self._write_guarded_run()
         self.pid = await self._host.start_process(
-            ProcessSpec(
+            LaunchSpec(
                 self.name,
                 guardian_argv(self._paths, file),
                 env={

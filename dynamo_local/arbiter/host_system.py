@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
-from dynamo_local.arbiter.deployment import WatcherPlan
 from dynamo_local.errors import DynamoError
 from dynamo_local.system.executors import SWEEP_DEADLINE_S, SWEEPS
 from dynamo_local.system.log_files import set_aside
@@ -35,8 +35,8 @@ class System(Protocol):
         """End what a worker's processes left behind outside of their sessions; says what that was."""
         ...
 
-    def put_log_aside(self, plan: WatcherPlan) -> None:
-        """An old log file of that name is rotated away. Blocks."""
+    def put_log_aside(self, path: Path) -> None:
+        """Rotate an old log file away. Blocks."""
         ...
 
 
@@ -72,5 +72,5 @@ class HostSystem:
         for what in ended:
             log.warning("left behind by a worker that is gone, ended: %s", what)
 
-    def put_log_aside(self, plan: WatcherPlan) -> None:
-        set_aside(plan.log_file)
+    def put_log_aside(self, path: Path) -> None:
+        set_aside(path)

@@ -22,7 +22,7 @@ from dynamo_local.components.text.model import TINY_MODEL
 from dynamo_local.core.fleet.effects import Transition
 from dynamo_local.core.fleet.fleet import Worker
 from dynamo_local.core.fleet.lifecycle import TransitionKind
-from dynamo_local.core.lead_times import LeadTimes, Rung
+from dynamo_local.core.lead_times import LeadTimes, OptionKind
 from dynamo_local.core.prewarmed import engine_of
 from dynamo_local.core.types import Role, ServiceSpec
 from dynamo_local.core.types import WorkerState as S
@@ -76,7 +76,9 @@ class RunLeadTimes:
 
         If the host keeps prewarmed processes, a start from one of these is preferred to a cold start.
         """
-        options = (Rung.SPARE, Rung.COLD) if self._launcher.factory.settings.spares else (Rung.COLD,)
+        options = (
+            (OptionKind.PREWARMED, OptionKind.COLD) if self._launcher.factory.settings.spares else (OptionKind.COLD,)
+        )
         found = self.medians(component)
         return next((found[option] for option in options if option in found), None)
 
@@ -92,19 +94,19 @@ class LeadTimeWatch:
     """Measures how long each scaling option takes.
 
     A start begins when its process is to be made. A flip, a wake and a sleep begin with the command. A failed,
-    cancelled or overtaken change is not measured, nor is one that an earlier arbiter began. `was_spare` says whether
-    the process of a pid was prewarmed.
+    cancelled or overtaken change is not measured, nor is one that an earlier arbiter began. `was_prewarmed` says
+    whether the process of a pid was prewarmed.
     """
 
     def __init__(
         self,
         now_s: Callable[[], float],
         note: Callable[[str, str, float], None],
-        was_spare: Callable[[int | None], bool],
+        was_prewarmed: Callable[[int | None], bool],
     ) -> None:
         self._now_s = now_s
         self._note = note
-        self._was_spare = was_spare
+        self._was_prewarmed = was_prewarmed
         self._began: dict[str, float] = {}
 
     def on_transition(self, worker: Worker, transition: Transition) -> None:
@@ -120,18 +122,18 @@ class LeadTimeWatch:
         elif began_s is not None and (option := self._finished_option(worker, before, after, kind)) is not None:
             self._note(option, transition.component, now_s - began_s)
 
-    def _finished_option(self, worker: Worker, before: S, after: S, kind: TransitionKind) -> Rung | None:
+    def _finished_option(self, worker: Worker, before: S, after: S, kind: TransitionKind) -> OptionKind | None:
         """The scaling option that is complete now, or None."""
         level_2 = worker.standby.level == 2
         match before, after:
             case S.STARTING, S.READY:
-                return Rung.SPARE if self._was_spare(worker.pid) else Rung.COLD
+                return OptionKind.PREWARMED if self._was_prewarmed(worker.pid) else OptionKind.COLD
             case S.FLIPPING, S.READY if kind is TransitionKind.FLIPPED:
-                return Rung.FLIP_TO_PREFILL if worker.role is Role.PREFILL else Rung.FLIP_TO_DECODE
+                return OptionKind.FLIP_TO_PREFILL if worker.role is Role.PREFILL else OptionKind.FLIP_TO_DECODE
             case S.WAKING, S.READY:
-                return Rung.WAKE_2 if level_2 else Rung.WAKE_1
+                return OptionKind.WAKE_2 if level_2 else OptionKind.WAKE_1
             case S.FALLING_ASLEEP, S.SLEEPING:
-                return Rung.SLEEP_2 if level_2 else Rung.SLEEP_1
+                return OptionKind.SLEEP_2 if level_2 else OptionKind.SLEEP_1
         return None
 
 

@@ -16,9 +16,12 @@ INFRA_TIMEOUT_S = 30.0
 
 
 class Links:
-    """Made before etcd and NATS run; usable once `connect` has returned."""
+    """Made before etcd and NATS run; usable once `connect` has returned.
 
-    def __init__(self, namespace: str, run_id: str) -> None:
+    `on_answer` is called with `answer` after each check.
+    """
+
+    def __init__(self, namespace: str, run_id: str, on_answer: Callable[[bool], Any] = lambda _: None) -> None:
         self._namespace = namespace
         self._run_id = run_id
         self._kv: KeyValueStore | None = None
@@ -30,8 +33,7 @@ class Links:
         """Since when it does not (of the loop's clock); None while it does."""
         self.ready_keys: dict[str, int] = {}
         """The workers' ready keys as last seen, and the revision at which each was written."""
-        self.on_answer: Callable[[bool], Any] = lambda answer: None
-        """Called with `answer` whenever somebody has looked."""
+        self._on_answer = on_answer
 
     def attach(self, kv: KeyValueStore, nats: Any) -> None:
         """Use connections that stand already."""
@@ -44,7 +46,7 @@ class Links:
         elif self.etcd_lost_s is None:
             self.etcd_lost_s = asyncio.get_running_loop().time()
         self.etcd_answers = answers
-        self.on_answer(self.answer)
+        self._on_answer(self.answer)
 
     @property
     def connected(self) -> bool:

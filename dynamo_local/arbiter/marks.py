@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dynamo_local.core.prewarmed import is_spare
+from dynamo_local.core.prewarmed import is_prewarmed
 from dynamo_local.core.types import watcher_name
 from dynamo_local.system.paths import Paths
 from dynamo_local.system.processes import is_alive, parent_and_session, start_time_s
@@ -115,7 +115,7 @@ def _with_workers(
     def is_worker(process: MarkedProcess) -> bool:
         parent = own_sessions.get(process.pid)
         inherited = (parent, process.name, process.run_id) in of_worker
-        prewarmed = is_spare(process.name, namespace)
+        prewarmed = is_prewarmed(process.name, namespace)
         return parent is not None and not inherited and process.name not in servants and not prewarmed
 
     return [replace(process, is_worker=is_worker(process)) for process in found]

@@ -60,8 +60,7 @@ class DecisionFollower:
     ) -> None:
         self._namespace = namespace
         self._layout = layout
-        self._keys = VirtualKeys(kv, namespace, layout)
-        self._keys.on_change = waiting.notify
+        self._keys = VirtualKeys(kv, namespace, layout, on_change=waiting.notify)
         self._fleet = fleet
         self._waiting = waiting
         self._record = record

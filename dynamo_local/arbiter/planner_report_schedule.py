@@ -104,9 +104,9 @@ class ReportSchedule:
     async def _write(self, since_s: float) -> None:
         async with self._writing:
             await self._written()
-            words = (str(self._log), str(self.folder), repr(since_s), self._namespace)
+            arguments = (str(self._log), str(self.folder), repr(since_s), self._namespace)
             try:
-                why = await _run((*COMMAND, *words), DEADLINE_S)
+                why = await _run((*COMMAND, *arguments), DEADLINE_S)
             except OSError as error:
                 why = f"its process cannot be started: {error.strerror or error}"
         if why:

@@ -361,7 +361,7 @@ class ArbiterPlanner:
         self._logged = logged
         ticks_path = tick_log_path(self._log_path.parent)
         self._ticks = await asyncio.to_thread(LoggedTicks, TickLog, ticks_path, self._background, self._tell)
-        loop = PlannerLoop(
+        return PlannerLoop(
             world,
             Collector(
                 world,
@@ -379,8 +379,11 @@ class ArbiterPlanner:
             recorder=self._ticks,
             observers=[logged, *self._observers],
         )
-        self._commands.on_manual.append(lambda _: loop.on_manual_change())
-        return loop
+
+    def on_manual_change(self) -> None:
+        """A person's command has changed something: the policy holds for a while."""
+        if self._loop is not None:
+            self._loop.on_manual_change()
 
     def _running(self, what: str) -> PlannerLoop:
         if self._loop is None or self._loop.state is PlannerState.STOPPED:

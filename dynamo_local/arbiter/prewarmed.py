@@ -27,14 +27,14 @@ from dynamo_local.core.fleet.fleet import Fleet
 from dynamo_local.core.fleet.states import ROLES, TRAITS
 from dynamo_local.core.gpus import GpuDevice, cuda_visible_devices
 from dynamo_local.core.notes import Elsewhere, Tell
-from dynamo_local.core.prewarmed import ROOM, ROOM_BYTES, SOCKET_FD, SPARE, EngineName, early, engine_of
+from dynamo_local.core.prewarmed import PADDING, PADDING_BYTES, SOCKET_FD, SPARE, EngineName, early, engine_of
 from dynamo_local.core.secrets import is_secret_variable
 from dynamo_local.core.types import ServiceSpec, how_it_ended, watcher_name
 from dynamo_local.state.schema import SpareEntry
 from dynamo_local.system import fd_messages
 from dynamo_local.system.log_files import set_aside
 from dynamo_local.system.paths import Paths
-from dynamo_local.system.process_host import PrewarmingHost, ProcessHost, ProcessSpec
+from dynamo_local.system.process_host import LaunchSpec, PrewarmingHost, ProcessHost
 from dynamo_local.system.processes import aend_session, start_time_s, wait_exit
 
 log = logging.getLogger(__name__)
@@ -178,7 +178,7 @@ class PrewarmedProcesses:
             with theirs:
                 await asyncio.to_thread(set_aside, log_file)
                 process.pid = await self._host.start_process(
-                    ProcessSpec(
+                    LaunchSpec(
                         name,
                         kind.argv,
                         env={**env, SOCKET_FD: str(theirs.fileno())},
@@ -254,7 +254,7 @@ class PrewarmedProcesses:
         for process in list(self._processes.values()):
             await self._end(process)
 
-    async def become(self, spec: ProcessSpec, kind: PrewarmedKind) -> int | None:
+    async def become(self, spec: LaunchSpec, kind: PrewarmedKind) -> int | None:
         """Make a prewarmed process that worker. Returns its pid, or None without a suitable process."""
         process = next((each for each in self._processes.values() if each.kind == kind and each.state == "warm"), None)
         if process is None or self._leaving:
@@ -277,7 +277,7 @@ class PrewarmedProcesses:
         self._background(self._on_change())
         return pid
 
-    async def _order(self, process: PrewarmedProcess, spec: ProcessSpec) -> None:
+    async def _order(self, process: PrewarmedProcess, spec: LaunchSpec) -> None:
         """Send its new identity, and wait for its confirmation. Raises OSError, TimeoutError, ValueError."""
         order = {"argv": list(spec.argv), "env": dict(spec.env), "cwd": spec.cwd, "secret": secrets_of(spec.env)}
         log_fd = os.open(spec.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -357,7 +357,7 @@ class PrewarmedHost:
         self._kind_of = kind_of
         self._warm: deque[int] = deque(maxlen=REMEMBERED)
 
-    async def start_process(self, spec: ProcessSpec) -> int:
+    async def start_process(self, spec: LaunchSpec) -> int:
         kind = None if self._processes is None else self._kind_of(spec.name)
         if self._processes is not None and kind is not None:
             pid = await self._processes.become(spec, kind)
@@ -372,7 +372,7 @@ class PrewarmedHost:
     def rename(self, was: str, name: str, pid: int) -> None:
         self._host.rename(was, name, pid)
 
-    def was_spare(self, pid: int | None) -> bool:
+    def was_prewarmed(self, pid: int | None) -> bool:
         """Whether that process was prewarmed before it became a worker."""
         return pid in self._warm
 
@@ -467,7 +467,7 @@ class PrewarmedPool:
 
 
 MODULE = "dynamo_local.worker.prewarmed"
-WORDS_ROOM = 160
+ARGUMENT_PADDING = 160
 """Padding after the command line, so that `ps` can show the worker's."""
 
 
@@ -481,11 +481,11 @@ class PrewarmedKind:
 
     @property
     def argv(self) -> tuple[str, ...]:
-        return (sys.executable, "-m", MODULE, self.engine, "." * WORDS_ROOM)
+        return (sys.executable, "-m", MODULE, self.engine, "." * ARGUMENT_PADDING)
 
     def environment(self, marks: Mapping[str, str], visible: str | None, log_level: str | None) -> dict[str, str]:
         """The environment of such a process. `visible` are the run's devices (None: the user pins GPUs)."""
-        env = {**dict(self.env), **marks, ROOM: "." * ROOM_BYTES}
+        env = {**dict(self.env), **marks, PADDING: "." * PADDING_BYTES}
         if visible is not None:
             env["CUDA_VISIBLE_DEVICES"] = visible
         if log_level is not None:

@@ -96,10 +96,10 @@ class Registrations:
 
 def _endpoints(key: str, facts: dict[str, Any], lease: str) -> tuple[str, ...]:
     """Those under that lease: any other would make the statefile one that nobody can read."""
-    told = facts.get("endpoints")
-    told = told if isinstance(told, list) else []
-    own = tuple(one for one in told if isinstance(one, str) and one.endswith(f":{lease}"))
-    if len(own) < len(told):
+    named = facts.get("endpoints")
+    named = named if isinstance(named, list) else []
+    own = tuple(one for one in named if isinstance(one, str) and one.endswith(f":{lease}"))
+    if len(own) < len(named):
         log.warning("the registry's key %s names endpoints that are not under its lease; they are left out", key)
     return own
 

@@ -120,9 +120,9 @@ class Sampling:
         blameless = failed is not None or not answer  # while we cannot ask, silence is nobody's fault
         loads = {name: report.load for name, report in reports.items()}
         self._controller.feed(LoadsHeard(stimulus_id="sample", loads=loads, blameless=blameless))
-        told = {name: report.dispatch for name, report in reports.items() if report.dispatch is not None}
+        heard = {name: report.dispatch for name, report in reports.items() if report.dispatch is not None}
         known = self._controller.fleet.workers
-        self.dispatch = {name: each for name, each in {**self.dispatch, **told}.items() if name in known}
+        self.dispatch = {name: each for name, each in {**self.dispatch, **heard}.items() if name in known}
         return LoadsSample({name: (report.load, now_s - report.age_s) for name, report in reports.items()}, failed)
 
     async def _ask_depth(self) -> QueueDepth | Missing:

@@ -33,7 +33,7 @@ from dynamo_local.state.schema import ServerEntry, State
 from dynamo_local.system.host_leases import LOOPBACK, PortLease
 from dynamo_local.system.log_files import set_aside
 from dynamo_local.system.paths import Paths, write_private
-from dynamo_local.system.process_host import ProcessHost, ProcessSpec
+from dynamo_local.system.process_host import LaunchSpec, ProcessHost
 from dynamo_local.system.processes import aend_session, start_time_s, wait_exit
 from dynamo_local.transport import certificates
 from dynamo_local.transport.certificates import Certificates
@@ -426,9 +426,9 @@ class EmbeddedServers:
         await self._on_change()
         return pid
 
-    def process_spec(self, name: str, spec: EtcdSpec | NatsSpec) -> ProcessSpec:
+    def process_spec(self, name: str, spec: EtcdSpec | NatsSpec) -> LaunchSpec:
         """It gets no parent-death signal: it must end after the workers, even if the arbiter dies first."""
-        return ProcessSpec(
+        return LaunchSpec(
             name,
             spec.argv,
             env={**spec.env, **self._marks(name)},

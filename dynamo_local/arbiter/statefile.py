@@ -11,8 +11,7 @@ import logging
 import os
 import shlex
 from collections.abc import Callable, Container, Iterable
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from dynamo_local.arbiter.deployment import Deployment
 from dynamo_local.core.fleet.fleet import Fleet, Intent, RestartPlan, Standby, StandbyFacts, Worker
@@ -32,6 +31,7 @@ from dynamo_local.state.schema import (
     SystemResources,
 )
 from dynamo_local.state.store import StateStore
+from dynamo_local.system.process_host import LaunchSpec
 from dynamo_local.system.processes import start_time_s
 
 # --- standby
@@ -42,21 +42,21 @@ log = logging.getLogger(__name__)
 UNKNOWN = Missing("the worker could not measure it")
 
 
-def facts_of(told: Any) -> StandbyFacts | None:
+def facts_of(said: Any) -> StandbyFacts | None:
     """`standby` of a ready key; None where the worker says nothing, or nothing that can be understood."""
-    if not isinstance(told, dict):
+    if not isinstance(said, dict):
         return None
     try:
         return StandbyFacts(
-            order=int(told.get("order", 0)),
-            asleep=bool(told.get("asleep")),
-            level=int(told.get("level", 1)),
-            cannot=_text(told.get("cannot")),
-            vram_bytes=_bytes(told.get("vram_bytes")),
-            host_bytes=_bytes(told.get("host_bytes")),
-            rehearsed_bytes=_bytes(told.get("rehearsed_bytes")),
-            pids=frozenset(int(pid) for pid in told.get("pids", ())),
-            recycle=_text(told.get("recycle")),
+            order=int(said.get("order", 0)),
+            asleep=bool(said.get("asleep")),
+            level=int(said.get("level", 1)),
+            cannot=_text(said.get("cannot")),
+            vram_bytes=_bytes(said.get("vram_bytes")),
+            host_bytes=_bytes(said.get("host_bytes")),
+            rehearsed_bytes=_bytes(said.get("rehearsed_bytes")),
+            pids=frozenset(int(pid) for pid in said.get("pids", ())),
+            recycle=_text(said.get("recycle")),
         )
     except (TypeError, ValueError) as error:
         log.warning("what a worker says of its standby cannot be understood: %s", error)
@@ -131,44 +131,10 @@ HEAD_FIELDS = (
 """Fields of the statefile's head that change in the life of a run."""
 
 
-class Launch(Protocol):
-    """How a worker is started, as the statefile keeps it."""
-
-    @property
-    def cwd(self) -> str:
-        """The working directory."""
-        ...
-
-    @property
-    def argv(self) -> tuple[str, ...]:
-        """The command line, without secrets."""
-        ...
-
-    @property
-    def log_file(self) -> Path:
-        """Where its output goes."""
-        ...
-
-    @property
-    def gpus_per_worker(self) -> int:
-        """How many devices one such worker needs."""
-        ...
-
-    @property
-    def start_deadline_s(self) -> float:
-        """Seconds from its start until it must be ready."""
-        ...
-
-    @property
-    def drain_deadline_s(self) -> float:
-        """Seconds that it may take to leave."""
-        ...
-
-
 class Statefile:
     """Writes entries. `head` is the statefile without workers; `launch_of` says how a worker is started."""
 
-    def __init__(self, head: State, store: StateStore, launch_of: Callable[[Worker], Launch], tell: Tell) -> None:
+    def __init__(self, head: State, store: StateStore, launch_of: Callable[[Worker], LaunchSpec], tell: Tell) -> None:
         self.head = head
         self.store = store
         self._launch_of = launch_of
@@ -291,7 +257,7 @@ class Statefile:
             state.components[worker.name] = entry
         launch = self._launch_of(worker)
         entry.cwd, entry.cmd, entry.log_file = launch.cwd, shlex.join(launch.argv), str(launch.log_file)
-        entry.start_deadline_s, entry.drain_deadline_s = launch.start_deadline_s, launch.drain_deadline_s
+        entry.start_deadline_s, entry.drain_deadline_s = launch.start_deadline_s, launch.graceful_timeout_s
         entry.role, entry.gpus_per_worker = worker.role, launch.gpus_per_worker
         entry.state, entry.reason = _state_in_file(worker, entry.state), worker.reason
         process = worker.process

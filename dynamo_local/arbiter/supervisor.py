@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from dynamo_local.arbiter.adoption import Adoption, Found
 from dynamo_local.arbiter.apply import ApplyCommand
+from dynamo_local.arbiter.commands import ApplyDeployment
 from dynamo_local.arbiter.composition import compose
 from dynamo_local.arbiter.controller import PULSE_EVERY_S
 from dynamo_local.arbiter.deployment import Deployment, WatcherFactory
@@ -29,7 +30,7 @@ from dynamo_local.arbiter.statefile import arbiter_facts, policy
 from dynamo_local.arbiter.status import ready_facts, row, run_status
 from dynamo_local.clock import Clock, sleep_to_next
 from dynamo_local.core.fleet import draining as leaving
-from dynamo_local.core.fleet.events import ApplyDeployment, Command, Leave, Resume, StartAll
+from dynamo_local.core.fleet.events import Command, Leave, Resume, StartAll
 from dynamo_local.core.fleet.fleet import Fleet, Worker
 from dynamo_local.core.types import GraphSpec, Role, WorkerState, suffix_of
 from dynamo_local.errors import DynamoError, StartTimedOut, WorkerDied
@@ -112,7 +113,7 @@ class Supervisor:
         self._started_s = clock.now_s()
         loop = asyncio.get_running_loop()
         self._death: asyncio.Future[DynamoError] = loop.create_future()
-        self._asked_down: asyncio.Future[str] = loop.create_future()
+        self._down_requested: asyncio.Future[str] = loop.create_future()
         self._signalled = self._now = False
         self._gone = asyncio.Event()
 
@@ -122,12 +123,7 @@ class Supervisor:
         """Answer a command once its intent is committed. Raises its refusal, and `DynamoError` unless we are ready."""
         self._check_running()
         if isinstance(command, ApplyDeployment):
-            return await self._applying.apply(
-                command.deployment,
-                dry_run=command.dry_run,
-                force=command.force,
-                stimulus_id=command.stimulus_id,
-            )
+            return await self._applying.apply(command)
         return await self.parts.commands.run(command)
 
     def planner(self) -> ArbiterPlanner:
@@ -176,8 +172,8 @@ class Supervisor:
         for plan in self.deployment.workers:
             uuids = fleet.gpus.held_uuids.get(plan.name, ())
             parts.pool.lock(plan.name, uuids)
-            n = suffix_of(plan.name, fleet.namespace, plan.component)
-            workers[plan.name] = Worker(plan.name, plan.component, plan.role, n, gpus=uuids)
+            n, role = suffix_of(plan.name, fleet.namespace, plan.component), fleet.template(plan.component).role
+            workers[plan.name] = Worker(plan.name, plan.component, role, n, gpus=uuids)
         parts.controller.fleet = replace(fleet, workers=workers)
         # All at once: order matters for readiness, not for spawning. A worker that needs a server waits for it.
         parts.controller.feed(StartAll(stimulus_id="serve"))
@@ -271,7 +267,7 @@ class Supervisor:
     async def _unless_stopped(self, work: Awaitable[None]) -> None:
         """Do `work`, unless a worker fails or a request to leave comes first."""
         task = asyncio.ensure_future(work)
-        racing: set[asyncio.Future[Any]] = {task, self._death, self._asked_down}
+        racing: set[asyncio.Future[Any]] = {task, self._death, self._down_requested}
         await asyncio.wait(racing, return_when=asyncio.FIRST_COMPLETED)
         if task.done() and not self._death.done():
             await task
@@ -281,7 +277,7 @@ class Supervisor:
             await task
         if self._death.done():
             raise self._death.result()
-        raise InterruptedStart(f"left before it was ready: {self._asked_down.result()}")
+        raise InterruptedStart(f"left before it was ready: {self._down_requested.result()}")
 
     def _fleet(self) -> Fleet:
         return self.parts.controller.fleet
@@ -336,8 +332,8 @@ class Supervisor:
         if now and self.parts.controller.fleet.leaving is not None:
             self.parts.controller.feed(Leave(stimulus_id="down", now=True))
         self._now = self._now or now
-        if not self._asked_down.done():
-            self._asked_down.set_result(why)
+        if not self._down_requested.done():
+            self._down_requested.set_result(why)
         return os.getpid()
 
     def signalled(self, why: str) -> None:
@@ -347,7 +343,7 @@ class Supervisor:
 
     async def wait_down_request(self) -> str:
         """The reason of the request to leave."""
-        return await asyncio.shield(self._asked_down)
+        return await asyncio.shield(self._down_requested)
 
     async def down(self, why: str) -> None:
         """Leave, and return when everything but the arbiter itself is gone."""
@@ -357,8 +353,8 @@ class Supervisor:
     async def leave(self) -> None:
         """End the workers in order, then NATS and etcd. Then remove our files."""
         parts = self.parts
-        if not self._asked_down.done():
-            self._asked_down.set_result("the run ended")
+        if not self._down_requested.done():
+            self._down_requested.set_result("the run ended")
         await parts.planning.halt()
         if self.following is not None:
             await self.following.stop()

@@ -99,7 +99,7 @@ class Tasks:
                 await work()
                 why = "it ended by itself"
             except asyncio.CancelledError:
-                if _told_to_end():
+                if _is_ending():
                     raise
                 why = "what it waited for was cancelled"
             except Exception as error:
@@ -128,7 +128,7 @@ class Tasks:
             self._tell(f"arbiter: {type(error).__name__}: {error}")
 
 
-def _told_to_end() -> bool:
+def _is_ending() -> bool:
     """Whether this task itself is being cancelled, and not only something that it waited for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

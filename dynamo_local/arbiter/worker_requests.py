@@ -10,7 +10,7 @@ from typing import Any
 
 from dynamo_local.arbiter.links import Links
 from dynamo_local.clock import Clock
-from dynamo_local.core.fleet.effects import CallBack, CallOffFlip, CountRequests, FlipRole, OrderSleep, OrderWake
+from dynamo_local.core.fleet.effects import CallBack, CallOffFlip, CountRequests, FlipRole, Order
 from dynamo_local.core.fleet.events import CalledBack, Event, FlipAnswered, OrderAnswered, RequestsCounted
 from dynamo_local.core.fleet.fleet import Worker
 from dynamo_local.core.types import LEASE, Missing
@@ -49,7 +49,7 @@ class WorkerAsks:
             log.warning("%s: its drain could not be taken back: %s", act.name, refused)
             error = str(refused)
         cause = f"control:{act.name}"
-        return CalledBack(stimulus_id=cause, name=act.name, pid=act.pid, error=error, asked_by=act.asked_by)
+        return CalledBack(stimulus_id=cause, name=act.name, pid=act.pid, error=error, requested_by=act.requested_by)
 
     async def _until_it_knows(self, name: str, worker: Worker | None) -> None:
         """Return when the worker has begun the drain that it was told to begin. Raises what its answers are.
@@ -65,15 +65,15 @@ class WorkerAsks:
                 return
             await self._clock.sleep_until(self._clock.now_s() + SIGN_POLL_S)
 
-    async def order(self, act: OrderSleep | OrderWake) -> Event:
+    async def order(self, act: Order) -> Event:
         """Give it an order to sleep or to wake. A worker that answers with an error will not carry it out."""
         cause = f"control:{act.name}"
         answered = partial(OrderAnswered, stimulus_id=cause, name=act.name, pid=act.pid, order=act.order)
         try:
-            if isinstance(act, OrderSleep):
-                await self.control(act.name, "sleep", order=act.order, level=act.level)
-            else:
+            if act.level is None:
                 await self.control(act.name, "wake", order=act.order)
+            else:
+                await self.control(act.name, "sleep", order=act.order, level=act.level)
         except (NotSleepable, RemoteError) as refused:
             return answered(refused=str(refused))
         except (RequestError, DynamoError) as error:
@@ -135,8 +135,8 @@ class FlipAsks:
             except DynamoError as error:
                 log.warning("%s does not become %s: %s", act.name, act.to, error)
                 return FlipAnswered(stimulus_id=cause, name=act.name, pid=act.pid, to=act.to, error=str(error))
-            lease, told = str(answer.get("lease")), answer.get("endpoints")
-            endpoints = tuple(str(each) for each in told) if isinstance(told, list) else ()
+            lease, named = str(answer.get("lease")), answer.get("endpoints")
+            endpoints = tuple(str(each) for each in named) if isinstance(named, list) else ()
             if answer.get("pid") != act.pid or not re.fullmatch(LEASE, lease):
                 why = why or f"{name} answered for another process"
                 continue

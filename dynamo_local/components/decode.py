@@ -52,17 +52,17 @@ class DecodeService:
 
         Raises `InvalidRequest`, `WorkerBusy` (before the first item), `EngineError`, `KvTransferError` (after tokens).
         """
-        asked = messages.parse_generate_request(payload)
+        message = messages.parse_generate_request(payload)
         self._refuse_if_full()
-        hit_rate = asked.prefix_hit_rate
+        hit_rate = message.prefix_hit_rate
         yield {"token_ids": ()} if hit_rate is None else {"token_ids": (), "kv_hit_rate": hit_rate}
         # A client may send the same request id twice, and a retry does: the engine needs one of its own.
-        name = f"{asked.request_id}-{secrets.token_hex(4)}"
-        request = EngineRequest(name, asked.token_ids, asked.sampling, core=asked.core)
+        name = f"{message.request_id}-{secrets.token_hex(4)}"
+        request = EngineRequest(name, message.token_ids, message.sampling, core=message.core)
         side, completed = self._side, False
         self._tell_begin(request)
         try:
-            params = await self._prefilled(request, asked)
+            params = await self._prefilled(request, message)
             while True:
                 started, began_s = False, self._clock.now_s()
                 given = request if params is None else replace(request, kv_transfer_params=params)
@@ -108,16 +108,16 @@ class DecodeService:
         if (itl_ms := self._engine.load().itl_ms) is not None:
             side.itl_seen(itl_ms / 1000, now_s)
 
-    async def _prefilled(self, request: EngineRequest, asked: messages.GenerateRequest) -> Mapping[str, Any] | None:
+    async def _prefilled(self, request: EngineRequest, message: messages.GenerateRequest) -> Mapping[str, Any] | None:
         """The identity of KV that a prefill worker has computed; None: this engine computes the prompt."""
         if self._remote is None:
             return None
-        if asked.prefill_here is not None:
-            log.info("request %s is prefilled locally: %s", request.request_id, asked.prefill_here)
+        if message.prefill_here is not None:
+            log.info("request %s is prefilled locally: %s", request.request_id, message.prefill_here)
             self._counts.decided(remote=False, why=Why.CANNOT_TRAVEL)
             return None
-        hit_rate = asked.prefix_hit_rate
-        if hit_rate is None and asked.lora_id:
+        hit_rate = message.prefix_hit_rate
+        if hit_rate is None and message.lora_id:
             hit_rate = 0.0  # the engine would look the base model's blocks up
         if hit_rate is None:  # no Router was asked: use what the engine itself knows
             hit_rate = self._engine.prefix_hit_rate(request.prompt_token_ids)

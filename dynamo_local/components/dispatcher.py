@@ -30,8 +30,7 @@ from dynamo_local.transport.load import LoadView
 from dynamo_local.transport.requests.client import late_news_s
 from dynamo_local.transport.requests.stream import Take, pump
 
-# --- pickers
-# The pickers by name: those of `core.routing.choice`, and a random one (the core does not use `random`).
+# --- Pickers by name: those of `core.routing.choice`, and a random one. The core does not use `random`.
 
 
 class Random:
@@ -90,8 +89,7 @@ def samples(view: LoadView, clock: Clock, instance_ids: Sequence[int]) -> dict[i
     return found
 
 
-# --- router_client
-# A Processor's questions to a Router.
+# --- A Processor's requests to a Router.
 
 log = logging.getLogger(__name__)
 
@@ -214,53 +212,53 @@ class Dispatcher:
         `take` raises. Cancel it to cancel the request.
         """
         deadline_s = None if timeout_s is None else self._clock.now_s() + timeout_s
-        asked = _Asked(payload, request_id, tokens, deadline_s, max_tries or self._max_tries)
-        while (routed := await self._choose(asked)) is not None:
+        request = _PendingRequest(payload, request_id, tokens, deadline_s, max_tries or self._max_tries)
+        while (routed := await self._choose(request)) is not None:
             attempt = _Attempt(self._produced, take)
-            async with self._trying(asked, routed.worker, attempt):
-                stream = await self._call(asked, routed)
+            async with self._trying(request, routed.worker, attempt):
+                stream = await self._call(request, routed)
                 try:
                     await pump(stream, attempt.take)
                 finally:
                     await stream.aclose()
                 return
-        raise _verdict(asked.failures, self._client)
+        raise _verdict(request.failures, self._client)
 
-    async def _call(self, asked: _Asked, routed: Routed) -> ResponseStream:
+    async def _call(self, request: _PendingRequest, routed: Routed) -> ResponseStream:
         now_s = self._clock.now_s()
-        payload = asked.payload
+        payload = request.payload
         if routed.prefix_hit_rate is not None:
             payload = {**payload, "prefix_hit_rate": routed.prefix_hit_rate}
-        left_s = None if asked.deadline_s is None else asked.deadline_s - now_s
-        self._picker.routed(routed.worker, asked.request_id, asked.tokens, now_s, len(payload.get("token_ids", ())))
+        left_s = None if request.deadline_s is None else request.deadline_s - now_s
+        self._picker.routed(routed.worker, request.request_id, request.tokens, now_s, len(payload.get("token_ids", ())))
         return await self._client.call(
-            payload, instance_id=routed.worker, request_id=asked.request_id, timeout_s=left_s
+            payload, instance_id=routed.worker, request_id=request.request_id, timeout_s=left_s
         )
 
     @contextlib.asynccontextmanager
-    async def _trying(self, asked: _Asked, worker: int, attempt: _Attempt) -> AsyncIterator[None]:
+    async def _trying(self, request: _PendingRequest, worker: int, attempt: _Attempt) -> AsyncIterator[None]:
         """One worker's turn: a failure after which another may be asked is noted, and goes no further."""
         try:
             yield
         except DynamoError as error:
-            asked.failed(worker, error, attempt)
+            request.failed(worker, error, attempt)
         else:
             return
         finally:
-            self._picker.finished(worker, asked.request_id, self._clock.now_s())
-        if isinstance(asked.failures[worker], WorkerDraining):
-            await self._client.wait_for_others(asked.failures, late_news_s(asked.deadline_s, self._clock.now_s()))
+            self._picker.finished(worker, request.request_id, self._clock.now_s())
+        if isinstance(request.failures[worker], WorkerDraining):
+            await self._client.wait_for_others(request.failures, late_news_s(request.deadline_s, self._clock.now_s()))
 
-    async def _choose(self, asked: _Asked) -> Routed | None:
+    async def _choose(self, request: _PendingRequest) -> Routed | None:
         """The next worker, or None when nobody is left, or too many have failed."""
-        payload, failures = asked.payload, asked.failures
-        if _failed(failures) >= asked.max_tries:
+        payload, failures = request.payload, request.failures
+        if _failed(failures) >= request.max_tries:
             return None
         untried = self._untried(failures)
         if self._router is not None and untried:
             lora_id = payload.get("lora_id", 0)
             routed = await self._router.choose(
-                payload["token_ids"], asked.request_id, asked.tokens, tuple(failures), lora_id
+                payload["token_ids"], request.request_id, request.tokens, tuple(failures), lora_id
             )
             untried = self._untried(failures)
             if routed is not None and routed.worker in untried:
@@ -274,7 +272,7 @@ class Dispatcher:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _PendingRequest:
     """One request, and the workers that have failed or refused it."""
 
     payload: Mapping[str, Any]
@@ -304,9 +302,9 @@ class _Attempt:
 
     def take(self, batch: Batch) -> Awaitable[None] | None:
         before, self.produced = self.produced, True  # an error of `take` is no failure of the worker
-        room = self._take(batch)
+        until_free = self._take(batch)
         self.produced = before or self._produced(batch)
-        return room
+        return until_free
 
 
 def _failed(failures: Mapping[int, DynamoError]) -> int:

@@ -173,8 +173,7 @@ def _decoded(value: bytes, key: str) -> EngineCard | None:
         return None
 
 
-# --- handoff_times
-# How long one engine's hand-offs take, in whichever role: by that, not by a constant, a canary is given time.
+# --- How long one engine's hand-offs take, in either role. A canary's deadline follows from them, not from a constant.
 #
 # The worker keeps it when it changes its role.
 
@@ -202,15 +201,15 @@ class HandoffTimes:
         slowest_s = max(self.prefills, default=0.0) + max(self.pulls, default=0.0)
         return min(MOST_S, max(LEAST_S if self.pulls else UNKNOWN_S, TIMES_SLOWEST * slowest_s))
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """For a person: by what the patience was chosen."""
         if not self.pulls:
             return "this engine has taken no KV yet"
         return f"this engine's last ones took {max(self.pulls):.2f} s at most"
 
 
-# --- canary
-# A worker that begins to decode tries out a hand-off first: a few tokens, prefilled by another one, decoded here.
+# --- A worker that begins to decode tests a hand-off first: another worker prefills a few tokens, this one decodes
+# them.
 #
 # They do not go through the prefill queue, in which they would wait behind everybody else's. Each is given time by what
 # this engine's hand-offs have taken so far (`prefilling.handoff_times`). Where a prefill worker does not answer soon
@@ -226,10 +225,10 @@ KNOWN_WITHIN_S = 0.5
 """Until the first instances are known; without a prefill worker they never are."""
 
 
-async def prefilled(engine: Engine, asked: CanaryRequest) -> dict[str, Any]:
+async def prefilled(engine: Engine, canary: CanaryRequest) -> dict[str, Any]:
     """The prefill side: the KV's identity, as a prefill's reply has it. Raises what the engine does."""
     sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    request = EngineRequest(asked.request_id, tuple(asked.token_ids), sampling, dict(ASK_PREFILL))
+    request = EngineRequest(canary.request_id, tuple(canary.token_ids), sampling, dict(ASK_PREFILL))
     last = await _last(engine, request)
     return dict(messages.prefill_reply(last))
 
@@ -270,19 +269,19 @@ class Canary:
 
     async def _one_of(self, peers: list[int]) -> None:
         """Return as soon as one hand-off has succeeded. A slow worker is not given up when the next one is asked."""
-        patience_s, because, failed = self._times.patience_s(), self._times.words(), list[str]()
-        asked: dict[asyncio.Task[None], int] = {}
+        patience_s, because, failed = self._times.patience_s(), self._times.describe(), list[str]()
+        attempts: dict[asyncio.Task[None], int] = {}
         try:
             async with asyncio.timeout(MOST_S):
-                while asked or peers:
+                while attempts or peers:
                     if peers:
                         peer = peers.pop()
-                        asked[asyncio.create_task(self._within(peer, patience_s))] = peer
+                        attempts[asyncio.create_task(self._within(peer, patience_s))] = peer
                     done, _ = await asyncio.wait(
-                        asked, timeout=NEXT_AFTER_S if peers else None, return_when=asyncio.FIRST_COMPLETED
+                        attempts, timeout=NEXT_AFTER_S if peers else None, return_when=asyncio.FIRST_COMPLETED
                     )
                     for task in done:
-                        peer, error = asked.pop(task), task.exception()
+                        peer, error = attempts.pop(task), task.exception()
                         if error is None:
                             return
                         if not isinstance(error, DynamoError | TimeoutError):
@@ -291,11 +290,11 @@ class Canary:
                         log.warning("the canary of prefill worker %x: %s", peer, why)
                         failed.append(f"{peer:x}: {why}")
         except TimeoutError:
-            failed += [f"{peer:x}: nothing within {MOST_S:g} s" for peer in asked.values()]
+            failed += [f"{peer:x}: nothing within {MOST_S:g} s" for peer in attempts.values()]
         finally:
-            for task in asked:
+            for task in attempts:
                 task.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
+            await asyncio.gather(*attempts, return_exceptions=True)
         raise FlipFailed(
             f"no hand-off from a prefill worker succeeded: {'; '.join(failed)} ({because}); "
             "a later try is given more time"
@@ -313,9 +312,11 @@ class Canary:
 
     async def _hand_off(self, peer: int, patience_s: float) -> None:
         request = _request(None)
-        asked = {"request_id": request.request_id, "token_ids": list(request.prompt_token_ids)}
+        payload = {"request_id": request.request_id, "token_ids": list(request.prompt_token_ids)}
         began_s = self._clock.now_s()
-        stream = await self._workers.call(asked, instance_id=peer, request_id=request.request_id, timeout_s=patience_s)
+        stream = await self._workers.call(
+            payload, instance_id=peer, request_id=request.request_id, timeout_s=patience_s
+        )
         try:
             answers = [item async for item in stream]
         finally:

@@ -306,13 +306,13 @@ class HttpMetrics:
 
     def counters(self) -> dict[str, float]:
         """The sums over all models, under the names of `core.traffic`: a planner counts by them."""
-        told = {REQUESTS: _sum(self.requests_started, "_total")}
+        counters = {REQUESTS: _sum(self.requests_started, "_total")}
         for name, suffix in HISTOGRAMS.items():
             histogram = self._histograms[suffix]
-            told[f"{name}_sum"], told[f"{name}_count"] = _sum(histogram, "_sum"), _sum(histogram, "_count")
+            counters[f"{name}_sum"], counters[f"{name}_count"] = _sum(histogram, "_sum"), _sum(histogram, "_count")
         if "router" in self.__dict__:
-            told[f"{HIT_RATE}_sum"], told[f"{HIT_RATE}_count"] = self.router.hit_rates()
-        return told
+            counters[f"{HIT_RATE}_sum"], counters[f"{HIT_RATE}_count"] = self.router.hit_rates()
+        return counters
 
     @cached_property
     def router(self) -> RouterMetrics:

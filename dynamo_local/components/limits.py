@@ -79,9 +79,8 @@ def shortened(text: str, length: int = MAX_NAME_LENGTH) -> str:
     return text if len(text) <= length else f"{text[:length]}…"
 
 
-# --- large_requests
-# Where a large request is parsed, rendered and tokenised: in one thread beside the event loop, which carries
-# everybody's tokens. One after the other, so that several large requests take no more of the loop's time than one.
+# --- A large request is parsed, rendered and tokenised in one thread beside the event loop, which carries all tokens.
+# The thread takes one request at a time, so several large requests take no more of the loop's time than one.
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -229,8 +229,7 @@ def parse_prefill_reply(payload: Any) -> dict[str, Any]:
         raise KvTransferError(f"the prefill worker's answer cannot be read: {error}") from error
 
 
-# --- messages
-# Frontend and Processor exchange these about an HTTP request that the Frontend does not read.
+# --- Frontend and Processor exchange these about an HTTP request that the Frontend does not read.
 #
 # request  ApiRequest
 # items    {"status", "headers"?: {str: str}, "stream": bool}, then {"body": bytes}; each may also tell

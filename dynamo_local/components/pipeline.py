@@ -27,8 +27,8 @@ FIRST_CARD_TIMEOUT_S = 1.0
 """How long a request waits for the first model card: only right after the start, while etcd is being read."""
 
 
-async def _and_enough(room: Awaitable[None]) -> None:
-    await room
+async def _and_enough(until_free: Awaitable[None]) -> None:
+    await until_free
     raise Enough
 
 
@@ -63,37 +63,37 @@ class Pipeline:
 
         Raises `InvalidRequest`, `NoWorkers`, `WorkerBusy`, or what the worker failed with.
         """
-        asked = messages.parse_text_request(payload)
-        max_model_len = await self._max_model_len(asked.model or self._model)
-        work = (kind, asked, self._tokenizer, max_model_len)
-        request_id, extras = asked.request_id or uuid.uuid4().hex, asked.extras
+        request = messages.parse_text_request(payload)
+        max_model_len = await self._max_model_len(request.model or self._model)
+        work = (kind, request, self._tokenizer, max_model_len)
+        request_id, extras = request.request_id or uuid.uuid4().hex, request.extras
         if extras is not None:
             from dynamo_local.components.sim_api.choices import Choices, prepare_choices
 
             if extras.form or extras.tools:  # the size does not show what a schema costs
                 choices = await run_beside(prepare_choices, *work)
             else:
-                choices = await run_by_size(messages.size_of(asked), prepare_choices, *work)
+                choices = await run_by_size(messages.size_of(request), prepare_choices, *work)
             generate = partial(self._generate, timeout_s)
             await Choices(choices, extras, request_id, self._tokenizer, generate).pump(take)
             return
-        request = await run_by_size(messages.size_of(asked), prepare, *work)
-        detokenizer = self._tokenizer.detokenizer(request.stop, request.sampling.min_tokens)
-        generate_request = messages.generate_request(request_id, request.token_ids, request.sampling)
-        await self._generate(timeout_s, generate_request, Answer(request, detokenizer), take)
+        prepared = await run_by_size(messages.size_of(request), prepare, *work)
+        detokenizer = self._tokenizer.detokenizer(prepared.stop, prepared.sampling.min_tokens)
+        generate_request = messages.generate_request(request_id, prepared.token_ids, prepared.sampling)
+        await self._generate(timeout_s, generate_request, Answer(prepared, detokenizer), take)
 
     async def _generate(self, timeout_s: float | None, generate: dict[str, Any], answer: Answer, take: Take) -> None:
         """One generation: a worker's tokens become text in the callback in which they arrive."""
 
         def taken(batch: Batch) -> Awaitable[None] | None:
             items = answer.take(batch)
-            room = take(items) if items else None
+            until_free = take(items) if items else None
             if answer.finish_reason is None or batch[-1].get("finish_reason") is not None:
-                return room
+                return until_free
             # A stop string: closing the stream aborts the request in the engine.
-            if room is None:
+            if until_free is None:
                 raise Enough
-            return _and_enough(room)
+            return _and_enough(until_free)
 
         request_id = generate["request_id"]
         with contextlib.suppress(Enough):
@@ -107,10 +107,10 @@ class Pipeline:
         """The answer to a `TextsRequest`. Raises `InvalidRequest` or `NoWorkers`."""
         from dynamo_local.components.sim_api.texts import answer_texts, parse_texts_request
 
-        asked = parse_texts_request(payload)
-        max_model_len = await self._max_model_len(asked.request.model or self._model)
-        size = messages.size_of(asked.request) + len(asked.token_ids)
-        return await run_by_size(size, answer_texts, asked, self._tokenizer, max_model_len)
+        request = parse_texts_request(payload)
+        max_model_len = await self._max_model_len(request.request.model or self._model)
+        size = messages.size_of(request.request) + len(request.token_ids)
+        return await run_by_size(size, answer_texts, request, self._tokenizer, max_model_len)
 
     async def _max_model_len(self, model: str) -> int:
         """The context length of the model's workers, in tokens. Raises `NoWorkers` while none serves it."""

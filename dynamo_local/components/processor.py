@@ -157,8 +157,7 @@ def _remaining_s() -> float | None:
     return request.remaining_s() if request is not None else None
 
 
-# --- adapters
-# LoRA adapters that a Processor's `serve-args` name: models with names of their own beside the one that they adapt.
+# --- LoRA adapters that a Processor's `serve-args` name. Each is a model with a name of its own.
 
 _FORM = "`lora-modules` is a list of NAME=FOLDER, or of mappings with a `name` and a `path`"
 

@@ -24,8 +24,7 @@ from dynamo_local.ports import EngineRequest, PrefillQueue
 from dynamo_local.sdk.context import PrefillReplies
 from dynamo_local.system.executors import ended
 
-# --- counts
-# A worker's dispatch in numbers that only grow: decisions and why, estimates, deferrals, refusals.
+# --- Counters of a worker's dispatch: decisions with their reasons, estimates, deferrals, refusals.
 
 
 @dataclass(slots=True)
@@ -68,7 +67,7 @@ class DispatchCounts:
             "dispatch_fallbacks": self.fallbacks,
         }
 
-    def told(self) -> Mapping[str, float]:
+    def status(self) -> Mapping[str, float]:
         """As `dynamo status` and `/metrics` show them: `NAME`, `NAME.WAY` or `NAME.WAY.WHY`; see
         `arbiter.metrics`."""
         found = {f"prefills.{way}.{why}": float(count) for (way, why), count in self.prefills.by.items()}

@@ -140,7 +140,7 @@ class VllmWorker:
         self._decoder = DecodeService(
             self._engine, self._remote, config.max_num_waiting, side, counts=self._counts, times=self._times
         )
-        context.set_dispatch_source(self._counts.told)
+        context.set_dispatch_source(self._counts.status)
         context.set_load_source(self._engine.load, self._engine.load_changed)
         info = self._engine.info
         card = ModelCard(config.name, context.component, "generate", info.max_model_len, time.time(), engine_api(info))

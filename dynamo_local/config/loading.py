@@ -102,14 +102,14 @@ _NUMBER = re.compile(r"-(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _HOW = "overrides are written --Service.key=value"
 
 
-def parse_overrides(words: Sequence[str]) -> dict[str, dict[str, Any]]:
+def parse_overrides(arguments: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Sections, keys as written. A later word wins. Mappings merge in depth.
 
     A value that parses as JSON is JSON, else text. Under `ServiceArgs.envs` it is always text. A value that begins with
     `-` and is no number needs the `=`. Raises `ConfigError`, which names the wrong word.
     """
     sections: dict[str, Any] = {}
-    rest = list(words)
+    rest = list(arguments)
     while rest:
         word = rest.pop(0)
         path, text = _split(word, rest)

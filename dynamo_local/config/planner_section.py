@@ -48,14 +48,14 @@ def own_names(section: str, values: Mapping[str, Any], policy: str) -> dict[str,
     return found
 
 
-def parse_settings(words: Iterable[str]) -> dict[str, Any]:
+def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
     """`KEY=VALUE` each; a later one wins. Raises `BadInput` naming the word. Values are checked where they apply."""
     found = {}
-    for word in words:
-        key, equals, text = word.partition("=")
+    for setting in settings:
+        key, equals, text = setting.partition("=")
         name = key.strip().lstrip("-").replace("-", "_")
         if not equals or not name:
-            raise BadInput(f"{word!r} is no KEY=VALUE, such as decode-kv-scale-up-threshold=0.8")
+            raise BadInput(f"{setting!r} is no KEY=VALUE, such as decode-kv-scale-up-threshold=0.8")
         if name not in known_names():
             known = [field.replace("_", "-") for field in PlannerConfig.model_fields]
             near = nearest(name.replace("_", "-"), known)

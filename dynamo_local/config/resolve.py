@@ -272,7 +272,7 @@ def check_planner(planner: PlannerConfig, graph: GraphSpec) -> None:
     _check_backend(planner, graph)
     if planner.namespace not in (None, graph.namespace):
         raise ConfigError(f"Planner: namespace is {planner.namespace!r}, but the graph's is {graph.namespace!r}")
-    smallest, floors, told = 0, 0, list[str]()
+    smallest, floors, needs = 0, 0, list[str]()
     for spec in _planned(graph):
         option = "prefill_engine_num_gpu" if spec.role is Role.PREFILL else "decode_engine_num_gpu"
         given = getattr(planner, option)
@@ -284,7 +284,7 @@ def check_planner(planner: PlannerConfig, graph: GraphSpec) -> None:
         smallest += spec.resources.gpu
         floor = _floor(planner, spec)
         floors += spec.resources.gpu * floor
-        told.append(f"{floor} × {spec.resources.gpu} of {spec.name}")
+        needs.append(f"{floor} × {spec.resources.gpu} of {spec.name}")
     if smallest > planner.max_gpu_budget:
         raise ConfigError(
             f"Planner: max_gpu_budget is {planner.max_gpu_budget}, but one worker of each role needs {smallest} GPUs"
@@ -292,7 +292,7 @@ def check_planner(planner: PlannerConfig, graph: GraphSpec) -> None:
     if floors > planner.max_gpu_budget:
         raise ConfigError(
             f"Planner: max_gpu_budget is {planner.max_gpu_budget}, but the least numbers of workers "
-            f"({_floor_words(planner)}) need {floors} GPUs: {', '.join(told)}; raise the budget, or lower the floor"
+            f"({_floor_text(planner)}) need {floors} GPUs: {', '.join(needs)}; raise the budget, or lower the floor"
         )
 
 
@@ -347,7 +347,7 @@ def _floor(planner: PlannerConfig, spec: ServiceSpec) -> int:
     return planner.min_endpoint if own is None else own
 
 
-def _floor_words(planner: PlannerConfig) -> str:
+def _floor_text(planner: PlannerConfig) -> str:
     if planner.policy in ("sla", "slo"):
         return f"min_endpoint {planner.min_endpoint}, and min_gpu_budget {planner.min_gpu_budget} for each role"
     return "min_endpoint"

@@ -218,17 +218,17 @@ def _refused_graph(
         old, new = before.get(name), after.get(name)
         if old is None or new is None:
             if (host := _host_of(name, running if old is None else wanted)) is not None:
-                was, wish = f"runs in {host}'s processes", "workers of its own (colocate)"
+                was, gets = f"runs in {host}'s processes", "workers of its own (colocate)"
                 if old is not None:
-                    was, wish = "has workers of its own", f"a place in {host}'s processes (colocate)"
-                yield f"{name}: it {was}, and the file gives it {wish}: that {AT_START}"
+                    was, gets = "has workers of its own", f"a place in {host}'s processes (colocate)"
+                yield f"{name}: it {was}, and the file gives it {gets}: that {AT_START}"
             elif (old or new).runtime is None:  # type: ignore[union-attr]  # one of them is there
                 which = "no longer has this service" if new is None else "has this service now, and had not"
                 yield f"{name}: the graph's code {which}: that {AT_START}"
             continue
         for key in ("role", "runtime", "endpoints", "depends", "target"):
             if getattr(old, key) != getattr(new, key):
-                was, is_to_be = _words(getattr(old, key)), _words(getattr(new, key))
+                was, is_to_be = _shown(getattr(old, key)), _shown(getattr(new, key))
                 yield f"{name}: its {key} is {was}, not {is_to_be}: that is another graph, which {AT_START}"
 
 
@@ -237,5 +237,5 @@ def _host_of(name: str, graph: GraphSpec) -> str | None:
     return next((spec.name for spec in graph.services if any(guest.name == name for guest in spec.guests)), None)
 
 
-def _words(value: object) -> str:
+def _shown(value: object) -> str:
     return ", ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)

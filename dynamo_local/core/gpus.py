@@ -125,7 +125,7 @@ def residue_bytes(sleepers: Mapping[str, Sleeper]) -> int | Missing:
     return total
 
 
-def room_bytes(device: GpuDevice, sleepers: Mapping[str, Sleeper]) -> int | Missing:
+def bytes_left(device: GpuDevice, sleepers: Mapping[str, Sleeper]) -> int | Missing:
     """The rest of the device's memory."""
     kept = residue_bytes(sleepers)
     if isinstance(kept, Missing):
@@ -135,21 +135,21 @@ def room_bytes(device: GpuDevice, sleepers: Mapping[str, Sleeper]) -> int | Miss
     return device.memory_total_bytes - kept
 
 
-def why_no_room(device: GpuDevice, sleepers: Mapping[str, Sleeper], share: float) -> str | None:
+def why_too_full(device: GpuDevice, sleepers: Mapping[str, Sleeper], share: float) -> str | None:
     """Why a worker that takes this `share` of the device does not fit beside them, in numbers; None if it does."""
     if not sleepers:
         return None
     names = ", ".join(sleepers)
-    room, total = room_bytes(device, sleepers), device.memory_total_bytes
-    if isinstance(room, Missing) or isinstance(total, Missing):
-        why = room.reason if isinstance(room, Missing) else "unknown"
+    left, total = bytes_left(device, sleepers), device.memory_total_bytes
+    if isinstance(left, Missing) or isinstance(total, Missing):
+        why = left.reason if isinstance(left, Missing) else "unknown"
         return f"GPU {device.index}: nobody knows what fits beside {names} ({why})"
     needed = share * total
-    if needed <= room:
+    if needed <= left:
         return None
     return (
-        f"GPU {device.index}: {names} sleep there and keep {gib(total - room)} of {gib(total)}; a worker takes "
-        f"{gib(needed)} ({share:.0%}), {gib(room)} are left"
+        f"GPU {device.index}: {names} sleep there and keep {gib(total - left)} of {gib(total)}; a worker takes "
+        f"{gib(needed)} ({share:.0%}), {gib(left)} are left"
     )
 
 
@@ -173,7 +173,7 @@ def gib(size_bytes: float) -> str:
     return f"{size_bytes / 1024**3:.1f} GiB"
 
 
-def told(sleepers: Mapping[str, Sleeper], index: Mapping[str, int]) -> Sequence[str]:
+def describe_sleepers(sleepers: Mapping[str, Sleeper], index: Mapping[str, int]) -> Sequence[str]:
     """One line each, for a refusal: who sleeps where, and what it keeps. `index` is by UUID."""
     lines = []
     for name, sleeper in sleepers.items():
@@ -338,7 +338,7 @@ class GpuLedger:
     def free_for(self, share: float) -> tuple[GpuDevice, ...]:
         """Free devices on which a worker that takes this share of the memory fits; those where nobody sleeps first."""
         there = {device.uuid: sleepers_on(device.uuid, self.sleepers) for device in self.free}
-        fits = [device for device in self.free if why_no_room(device, there[device.uuid], share) is None]
+        fits = [device for device in self.free if why_too_full(device, there[device.uuid], share) is None]
         return tuple(sorted(fits, key=lambda device: bool(there[device.uuid])))
 
     def in_use(self, uuid: str) -> bool:
@@ -355,7 +355,7 @@ class GpuLedger:
                 return f"GPU {device.index} ({uuid}) is quarantined: {self.quarantined[uuid]}"
             if uuid in self.vanished:
                 return f"GPU {device.index} ({uuid}) is not seen on this host any more"
-            why = self.occupant(uuid) or why_no_room(device, sleepers_on(uuid, self.sleepers, watcher_name), share)
+            why = self.occupant(uuid) or why_too_full(device, sleepers_on(uuid, self.sleepers, watcher_name), share)
             if why is not None:
                 return why if why.startswith("GPU") else f"GPU {device.index} ({uuid}) is held by {why}"
         return None
@@ -523,6 +523,6 @@ def shortage(gpus: GpuLedger, asks: Sequence[GpuAsk], promised: Mapping[str, int
         parts += [f"GPU {device.index} ({device.uuid}) is held by {name}" for device in held]
     parts += [f"GPU {index[uuid]} ({uuid}) is held by {who}" for uuid, who in gpus.taken.items()]
     parts += [f"GPU {index[uuid]} ({uuid}) is quarantined: {why}" for uuid, why in gpus.quarantined.items()]
-    parts += told(gpus.sleepers, index)
+    parts += describe_sleepers(gpus.sleepers, index)
     parts += [f"{count} free kept for {who}" for who, count in (promised or {}).items()]
     return "; ".join(parts) + "; ask for less (`gpu` counts devices per worker) or free some"

@@ -17,14 +17,14 @@ KEPT = 50
 """So many of the latest lead times of a scaling option and a component are kept."""
 
 
-class Rung(enum.StrEnum):
+class OptionKind(enum.StrEnum):
     """The ways, in the order of what they cost."""
 
     FLIP_TO_DECODE = "flip_to_decode"
     FLIP_TO_PREFILL = "flip_to_prefill"
     WAKE_1 = "wake_1"
     WAKE_2 = "wake_2"
-    SPARE = "spare"
+    PREWARMED = "spare"
     COLD = "cold"
     SLEEP_1 = "sleep_1"
     """No way to one more: until the streams of one have ended and it sleeps, so that its GPU may be another's."""
@@ -32,7 +32,7 @@ class Rung(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Lead:
+class LeadTimeSummary:
     """The lead times of one scaling option of one component, in seconds; `count` is that of the kept samples."""
 
     count: int
@@ -41,7 +41,7 @@ class Lead:
     p90_s: float
 
     @classmethod
-    def of(cls, samples: Sequence[float]) -> Lead | None:
+    def of(cls, samples: Sequence[float]) -> LeadTimeSummary | None:
         """The summary of these seconds, the latest last; None without a sample."""
         if not samples:
             return None
@@ -70,53 +70,53 @@ class LeadTimes:
     run: Samples = field(default_factory=dict)
     host: Samples = field(default_factory=dict)
 
-    def noted(self, rung: str, component: str, seconds: float) -> LeadTimes:
+    def noted(self, option: str, component: str, seconds: float) -> LeadTimes:
         """One more of this run. ValueError for a time that none can be."""
         if not 0 <= seconds < float("inf"):
             raise ValueError(f"a lead of {seconds} s")
-        return LeadTimes(with_sample(self.run, rung, component, seconds), self.host)
+        return LeadTimes(with_sample(self.run, option, component, seconds), self.host)
 
-    def of(self, rung: str, component: str) -> Lead | None:
+    def of(self, option: str, component: str) -> LeadTimeSummary | None:
         """The summary of the latest of this host and this run; None if none was ever measured."""
-        return Lead.of([*_found(self.host, rung, component), *_found(self.run, rung, component)][-KEPT:])
+        return LeadTimeSummary.of([*_found(self.host, option, component), *_found(self.run, option, component)][-KEPT:])
 
     def medians(self, component: str) -> dict[str, float]:
         """Median seconds by scaling option, of those that were measured."""
-        leads = {str(rung): self.of(rung, component) for rung in Rung}
-        return {rung: lead.median_s for rung, lead in leads.items() if lead is not None}
+        leads = {str(option): self.of(option, component) for option in OptionKind}
+        return {option: lead.median_s for option, lead in leads.items() if lead is not None}
 
-    def rows(self) -> Iterable[tuple[str, str, Lead | None, Lead]]:
+    def rows(self) -> Iterable[tuple[str, str, LeadTimeSummary | None, LeadTimeSummary]]:
         """Component, scaling option, the summary of this run (None: no sample yet), and that of this host."""
-        rungs = [*Rung, *sorted((_rungs(self.run) | _rungs(self.host)) - set(Rung))]
+        options = [*OptionKind, *sorted((_options(self.run) | _options(self.host)) - set(OptionKind))]
         for component in dict.fromkeys((*self.run, *self.host)):
-            for rung in dict.fromkeys(map(str, rungs)):
-                known = self.of(rung, component)
+            for option in dict.fromkeys(map(str, options)):
+                known = self.of(option, component)
                 if known is not None:
-                    yield component, rung, Lead.of(_found(self.run, rung, component)), known
+                    yield component, option, LeadTimeSummary.of(_found(self.run, option, component)), known
 
     def as_json(self) -> list[dict[str, Any]]:
         """For `dynamo status --json`: `host` counts this run, too."""
         return [
             {
                 "component": component,
-                "rung": rung,
+                "rung": option,
                 "run": None if run is None else run.as_json(),
                 "host": host.as_json(),
             }
-            for component, rung, run, host in self.rows()
+            for component, option, run, host in self.rows()
         ]
 
 
-def with_sample(samples: Samples, rung: str, component: str, seconds: float) -> Samples:
+def with_sample(samples: Samples, option: str, component: str, seconds: float) -> Samples:
     """With one more, and the oldest forgotten."""
     of_component = samples.get(component, {})
-    kept = (*of_component.get(rung, ()), seconds)[-KEPT:]
-    return {**samples, component: {**of_component, rung: kept}}
+    kept = (*of_component.get(option, ()), seconds)[-KEPT:]
+    return {**samples, component: {**of_component, option: kept}}
 
 
-def _found(samples: Samples, rung: str, component: str) -> Sequence[float]:
-    return samples.get(component, {}).get(rung, ())
+def _found(samples: Samples, option: str, component: str) -> Sequence[float]:
+    return samples.get(component, {}).get(option, ())
 
 
-def _rungs(samples: Samples) -> set[str]:
-    return {rung for of_component in samples.values() for rung in of_component}
+def _options(samples: Samples) -> set[str]:
+    return {option for of_component in samples.values() for option in of_component}

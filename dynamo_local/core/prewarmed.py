@@ -16,9 +16,9 @@ SPARE = "spare"
 """Its part of the watcher's name: `dynamo_spare`, `dynamo_spare_1`, …"""
 SOCKET_FD = "DYN_SPARE_FD"
 """The descriptor of the spare's end of the socket to its arbiter."""
-ROOM = "DYN_SPARE_ROOM"
+PADDING = "DYN_SPARE_ROOM"
 """Padding, so that the worker's marks fit into the memory in which the spare's environment is."""
-ROOM_BYTES = 2048
+PADDING_BYTES = 2048
 
 MARKS = ("DYN_NAMESPACE", "DYN_STATEFILE", "DYN_RUN_ID", "DYN_WATCHER_NAME")
 """Variables by which processes of a run are found (`arbiter.marks`)."""
@@ -44,7 +44,7 @@ def engine_of(engine: EngineName | None, model: str | None, tiny_model: str) -> 
     return engine or ("sim" if model in (None, tiny_model) else "vllm")
 
 
-def is_spare(name: str, namespace: str) -> bool:
+def is_prewarmed(name: str, namespace: str) -> bool:
     """Whether a watcher of that name is a spare's."""
     bare = f"{namespace}_{SPARE}"
     return name == bare or (name.startswith(f"{bare}_") and name[len(bare) + 1 :].isdigit())

@@ -181,8 +181,8 @@ def parse_keys(text: str, source: KeySource) -> KeySet:
 
     Raises `ValueError`, without any of the text.
     """
-    words = _lines(text) if source.kind == "file" else re.split(r"[\s,]+", text)
-    keys = [word for word in words if word]
+    parts = _lines(text) if source.kind == "file" else re.split(r"[\s,]+", text)
+    keys = [word for word in parts if word]
     if not keys:
         raise ValueError("holds no key; one a line")
     if len(keys) > KEYS_MAX:

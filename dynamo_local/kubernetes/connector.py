@@ -77,9 +77,10 @@ class KubernetesConnector:
         *,
         tell: Tell = _logged,
         follows: Callable[[], str | None] = lambda: None,
+        on_manual: Callable[[], None] = lambda: None,
         counting: WorkerCounter | None = None,
     ) -> None:
-        self.on_manual: Callable[[], None] = lambda: None
+        self._on_manual = on_manual
         self._follows = follows
         self._api = api
         self._clock = clock
@@ -152,7 +153,7 @@ class KubernetesConnector:
         if others:
             reported = ", ".join(f"{name} to {now[name]}" for name in others)
             self._tell(f"planner: somebody has set {reported}; it goes on from there")
-            self.on_manual()
+            self._on_manual()
         drift = drifted(seen)
         if drift != self._drift:
             self._drift = drift

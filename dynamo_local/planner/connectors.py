@@ -132,11 +132,18 @@ class VirtualKeys:
     `on_change` is called whenever either may have changed.
     """
 
-    def __init__(self, kv: KeyValueStore, namespace: str, layout: Layout = Layout.V1) -> None:
+    def __init__(
+        self,
+        kv: KeyValueStore,
+        namespace: str,
+        layout: Layout = Layout.V1,
+        *,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
         self.root = root(namespace, layout)
         self.reported = KeysState()
         self.current = False
-        self.on_change: Callable[[], None] = lambda: None
+        self._on_change = on_change
         self._kv = kv
         self._stored: dict[str, Stored] = {}
         self._changed = asyncio.Event()
@@ -216,7 +223,7 @@ class VirtualKeys:
         self.reported = read(self._stored)
         self._changed.set()
         self._changed = asyncio.Event()
-        self.on_change()
+        self._on_change()
 
 
 # --- virtual_connector

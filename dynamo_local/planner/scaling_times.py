@@ -21,7 +21,7 @@ class ScalingTimes:
     """The times of one fleet. A drain that was taken back, or a start that failed, does not count.
 
     `known` is the start-up time of earlier runs (None: unknown). It counts until this run has observed a start.
-    `lead_times` are the seconds of each way to one more worker (`core.lead_times.Rung`).
+    `lead_times` are the seconds of each way to one more worker (`core.lead_times.OptionKind`).
     """
 
     def __init__(

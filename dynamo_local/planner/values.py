@@ -130,7 +130,7 @@ class Pool:
     asleep: int = 0
     """Workers that could be woken, without those that are started to sleep."""
     lead_times: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """Median seconds of each way to one more worker (`core.lead_times.Rung`), as far as it was measured."""
+    """Median seconds of each way to one more worker (`core.lead_times.OptionKind`), as far as it was measured."""
 
     @property
     def capacity(self) -> int:

@@ -151,13 +151,13 @@ def _by_name(reached: Iterable[Service]) -> dict[str, Service]:
             check_service_name(current.name)
         except ValueError as error:
             raise _at(current, str(error)) from None
-        twin = lowered.get(current.name.lower())
-        if twin is not None and twin.name == current.name:
-            raise _at(current, f"two services are named {current.name!r}; the other is at {twin.place}")
-        if twin is not None:
+        other = lowered.get(current.name.lower())
+        if other is not None and other.name == current.name:
+            raise _at(current, f"two services are named {current.name!r}; the other is at {other.place}")
+        if other is not None:
             raise _at(
                 current,
-                f"the names {twin.name!r} ({twin.place}) and {current.name!r} differ only in case, "
+                f"the names {other.name!r} ({other.place}) and {current.name!r} differ only in case, "
                 "and NATS subjects do not tell them apart; rename one",
             )
         services[current.name] = lowered[current.name.lower()] = current

@@ -106,7 +106,7 @@ class ServiceConfig(dict[str, Any]):
             word
             for key, value in self.get_parsed_config(service).items()
             if key.startswith(wanted)
-            for word in _words("--" + key[len(wanted) :].replace("_", "-"), value)
+            for word in _arguments("--" + key[len(wanted) :].replace("_", "-"), value)
         ]
 
 
@@ -114,7 +114,7 @@ def _section(values: Any) -> Section:
     return Section({key if key == "ServiceArgs" else underscored(key): value for key, value in dict(values).items()})
 
 
-def _words(option: str, value: Any) -> Iterator[str]:
+def _arguments(option: str, value: Any) -> Iterator[str]:
     if value is None:
         return
     yield option

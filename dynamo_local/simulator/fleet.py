@@ -24,8 +24,7 @@ from dynamo_local.core.fleet.effects import (
     Forget,
     LookAtGpus,
     LookUpKey,
-    OrderSleep,
-    OrderWake,
+    Order,
     Rename,
     Revoke,
     Signal,
@@ -242,7 +241,7 @@ class Sleeps:
         """Its ready key then; None if another order has come since, or if this one is not due yet."""
         number = process.instance_id
         order = self._commands.get(number)
-        if order is None or order.due_s != now_s or process.asked_to_leave:
+        if order is None or order.due_s != now_s or process.leave_requested:
             return None
         if order.asleep:
             self._sleeping.add(number)
@@ -511,23 +510,23 @@ class VirtualFleet:
                 self._agenda.add(now_s + self._spares.start_s(now_s), What.STARTED, number)
                 done(ProcessMade(stimulus_id=cause, name=name, pid=number, start_time=None, started_at=now_s))
             case Revoke(name=name, tells=True) | Signal(name=name):
-                self._asked_to_leave(name, now_s)
+                self._leave_requested(name, now_s)
                 done(None)
-            case CallBack(name=name, pid=pid, asked_by=asked_by):
+            case CallBack(name=name, pid=pid, requested_by=requested_by):
                 process = self.processes[name]
-                process.deregistered_s, process.asked_to_leave = None, False
-                done(CalledBack(stimulus_id="call-back", name=name, pid=pid, asked_by=asked_by))
+                process.deregistered_s, process.leave_requested = None, False
+                done(CalledBack(stimulus_id="call-back", name=name, pid=pid, requested_by=requested_by))
                 self.joined(process, now_s)
             case CountRequests(name=name, pid=pid):
                 in_flight = self.processes[name].in_flight
                 done(RequestsCounted(stimulus_id="drain-deadline", name=name, pid=pid, in_flight=in_flight))
-            case OrderSleep(name=name, pid=pid, order=order, level=level):
-                self._sleeps.sleep(self.processes[name], order, level, now_s)
+            case Order(name=name, pid=pid, order=order, level=level):
+                if level is None:
+                    self._sleeps.wake(self.processes[name], order, now_s)
+                else:
+                    self._sleeps.sleep(self.processes[name], order, level, now_s)
                 done(OrderAnswered(stimulus_id="order", name=name, pid=pid, order=order))
                 self.check_exit(self.processes[name], now_s)
-            case OrderWake(name=name, pid=pid, order=order):
-                self._sleeps.wake(self.processes[name], order, now_s)
-                done(OrderAnswered(stimulus_id="order", name=name, pid=pid, order=order))
             case EndSession(name=name, pid=pid):
                 done(None)
                 ended = self.processes.get(name)
@@ -535,8 +534,8 @@ class VirtualFleet:
                 if ended is not None:
                     self.cut(ended, now_s)
             case LookUpKey(name=name, pid=pid, lease=lease):
-                asked = self.processes.get(name)
-                removed = asked is None or asked.deregistered_s is not None
+                known = self.processes.get(name)
+                removed = known is None or known.deregistered_s is not None
                 done(KeyLookedUp(stimulus_id="registered", name=name, pid=pid, lease=lease, removed=removed))
             case Sweep(name=name):
                 done(Swept(stimulus_id="sweep", name=name))
@@ -560,13 +559,13 @@ class VirtualFleet:
         self._names[process.instance_id] = name
         self.joined(process, now_s)
 
-    def _asked_to_leave(self, name: str, now_s: float) -> None:
+    def _leave_requested(self, name: str, now_s: float) -> None:
         worker = self.controller.fleet.workers[name]
         process = self.processes.get(name)
         if process is None:  # it was never ready: it has nothing to finish
             self._exited(worker.pid or 0, 0)
             return
-        process.resting, process.asked_to_leave = False, True
+        process.resting, process.leave_requested = False, True
         if process.deregistered_s is None:
             process.deregistered_s = now_s
         self.check_exit(process, now_s)

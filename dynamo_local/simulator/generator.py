@@ -170,8 +170,8 @@ class Generated:
 
     def __str__(self) -> str:
         usual = GeneratorOptions(**KINDS[self.kind])
-        told = {name: value for name, value in self.options if value != getattr(usual, name)}
-        return ",".join([self.kind, *(f"{_key(name)}={_number(value)}" for name, value in told.items())])
+        given = {name: value for name, value in self.options if value != getattr(usual, name)}
+        return ",".join([self.kind, *(f"{_key(name)}={_number(value)}" for name, value in given.items())])
 
 
 def _key(name: str) -> str:
@@ -185,11 +185,11 @@ def _number(value: float) -> str:
 
 def parse_generated(text: str) -> Generated:
     """`chat`, or `code,rate=20,isl-max=4096`. Raises `BadGenerate` naming what is wrong."""
-    kind, *words = (word.strip() for word in text.split(","))
+    kind, *parts = (word.strip() for word in text.split(","))
     if kind not in KINDS:
         raise BadGenerate(f"--generate {kind!r} is no kind of load; one of {listing(KINDS)}{nearest(kind, KINDS)}")
     given: dict[str, float | str] = {}
-    for word in words:
+    for word in parts:
         key, equals, value = (part.strip() for part in word.partition("="))
         name = key.replace("-", "_")
         if not equals or not key or not value:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dynamo_local.core.lead_times import Rung
+from dynamo_local.core.lead_times import OptionKind
 from dynamo_local.core.routing.disagg import DisaggSettings
 from dynamo_local.core.routing.estimates import DisaggPolicy, Targets
 from dynamo_local.core.traffic import MAX_INFLIGHT, MAX_NUM_WAITING, REQUEST_TIMEOUT_S
@@ -50,7 +50,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class LeadOptions:
-    """From the decision until the worker serves, by the way it comes about; seconds. See `core.lead_times.Rung`."""
+    """From the decision until the worker serves, by the way it comes about (`core.lead_times.OptionKind`); seconds."""
 
     flip_s: float = 0.5
     wake_s: float = 3.0
@@ -122,11 +122,12 @@ class SimulationOptions:
     def medians(self, component: str) -> dict[str, float]:
         """Scaling option -> lead time, in the form of `LeadTimes.medians`."""
         lead, actuators = self.lead, self.actuators
-        flip = Rung.FLIP_TO_PREFILL if component == PREFILL else Rung.FLIP_TO_DECODE
+        flip = OptionKind.FLIP_TO_PREFILL if component == PREFILL else OptionKind.FLIP_TO_DECODE
         flips = {flip: lead.flip_s} if Actuator.FLIP in actuators else {}
-        wakes = {Rung.WAKE_1: lead.wake_s} if Actuator.WAKE in actuators else {}
-        spares = {Rung.SPARE: lead.spare_s} if self.spares else {}
-        return {str(rung): seconds for rung, seconds in {**flips, **wakes, **spares, Rung.COLD: lead.cold_s}.items()}
+        wakes = {OptionKind.WAKE_1: lead.wake_s} if Actuator.WAKE in actuators else {}
+        spares = {OptionKind.PREWARMED: lead.spare_s} if self.spares else {}
+        options = {**flips, **wakes, **spares, OptionKind.COLD: lead.cold_s}
+        return {str(option): seconds for option, seconds in options.items()}
 
     @property
     def actuators(self) -> frozenset[Actuator]:

@@ -78,7 +78,7 @@ class SimulatedProcess:
 
     `away`: requests of a decode worker that wait for a remote prefill. `side`: decides with `disagg-policy: slo`.
     `pulls`: it takes entries from the prefill queue. `prefilling`: how many streams are such entries. `resting`: it is
-    asleep or about to sleep, and leaves only if `asked_to_leave`.
+    asleep or about to sleep, and leaves only if `leave_requested`.
     """
 
     instance_id: int
@@ -97,7 +97,7 @@ class SimulatedProcess:
     pulls: bool = False
     prefilling: int = 0
     resting: bool = False
-    asked_to_leave: bool = False
+    leave_requested: bool = False
 
     @property
     def serves(self) -> bool:

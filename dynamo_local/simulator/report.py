@@ -31,18 +31,18 @@ class ReportedRun:
 
 
 def write_report(
-    path: Path, title: str, facts: Sequence[tuple[str, str]], told: Sequence[ReportedRun], slo: Slo
+    path: Path, title: str, facts: Sequence[tuple[str, str]], reports: Sequence[ReportedRun], slo: Slo
 ) -> None:
     """Write the page. `facts` are `(what, value)` of the whole. Raises `BadInput` without matplotlib, or where the file
     cannot be written."""
-    plots = [_plot(one, slo) for one in told]
+    plots = [_plot(one, slo) for one in reports]
     text = _PAGE.render(
         title=title,
         style=STYLE,
         facts=facts,
-        head=[label for label, _ in _cells(told[0].metrics)] if told else [],
-        rows=[(one.name, [value for _, value in _cells(one.metrics)]) for one in told],
-        runs=[(one.name, plot, decision_rows(one.run)) for one, plot in zip(told, plots, strict=True)],
+        head=[label for label, _ in _cells(reports[0].metrics)] if reports else [],
+        rows=[(one.name, [value for _, value in _cells(one.metrics)]) for one in reports],
+        runs=[(one.name, plot, decision_rows(one.run)) for one, plot in zip(reports, plots, strict=True)],
     )
     write_page(path, text)
 
@@ -92,14 +92,14 @@ def _became(acted: Acted, reason: Reason) -> str:
 # --- plots -------------------------------------------------------------------------------------
 
 
-def _plot(told: ReportedRun, slo: Slo) -> str:
+def _plot(report: ReportedRun, slo: Slo) -> str:
     """Load, workers, TTFT and what the planner saw, over the minutes of the run, as one SVG."""
 
-    planned = bool(told.run.sightings)
+    planned = bool(report.run.sightings)
 
     def draw(figure: Any) -> None:
         axes = figure.subplots(4 if planned else 3, 1, sharex=True)
-        run, width_s = told.run, max(told.run.end_s / BINS, 1.0)
+        run, width_s = report.run, max(report.run.end_s / BINS, 1.0)
         _load(axes[0], run, width_s)
         _workers(axes[1], run)
         _ttft(axes[2], run, width_s, slo)

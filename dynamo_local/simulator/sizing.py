@@ -310,13 +310,13 @@ def differing(documents: Sequence[Document | None]) -> list[dict[str, dict[str, 
 
     A profile that does not name its engines gets an empty entry.
     """
-    told = [_told(document) for document in documents]
-    known = [of for of in told if of is not None]
+    known = [_settings_of(document) for document in documents]
+    named = [of for of in known if of is not None]
     names = {
-        role: _different([of[role] for of in known if role in of]) for role in {role for of in known for role in of}
+        role: _different([of[role] for of in named if role in of]) for role in {role for of in named for role in of}
     }
     return [
-        {role: {name: engine.get(name) for name in names[role]} for role, engine in (of or {}).items()} for of in told
+        {role: {name: engine.get(name) for name in names[role]} for role, engine in (of or {}).items()} for of in known
     ]
 
 
@@ -325,7 +325,7 @@ def _different(engines: Sequence[Mapping[str, Any]]) -> list[str]:
     return [name for name in names if any(engine.get(name) != engines[0].get(name) for engine in engines)]
 
 
-def _told(document: Document | None) -> dict[str, dict[str, Any]] | None:
+def _settings_of(document: Document | None) -> dict[str, dict[str, Any]] | None:
     if document is None:
         return None
     return {role: {"gpus": engine.gpus, **engine.options} for role, engine in document.engines.items()}

@@ -18,7 +18,6 @@ from datetime import datetime, timedelta
 from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
-from typing import Protocol
 
 from dynamo_local.errors import BadInput
 
@@ -33,15 +32,6 @@ TICK_S = 0.02
 """A file's time is that of the kernel's last tick: up to 10 ms behind the clock."""
 _IS_LOG = re.compile(r"\.log(\.\d+)?$")
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_red", "bright_cyan", "bright_green")
-
-
-class HasLogFile(Protocol):
-    """A watcher's plan, as far as this module needs it."""
-
-    @property
-    def log_file(self) -> Path:
-        """Where its output goes."""
-        ...
 
 
 def tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
@@ -90,11 +80,11 @@ def lines_since(path: Path, since_s: float) -> Iterator[str]:
                     yield line.rstrip(b"\r\n").decode("utf-8", "replace")
 
 
-def log_tail(plan: HasLogFile) -> str:
+def log_tail(path: Path) -> str:
     """The end of a worker's log, quoted."""
-    lines = tail(plan.log_file)
+    lines = tail(path)
     quoted = "\n".join(f"  | {line}" for line in lines) if lines else "  | (it wrote nothing)"
-    return f"the end of its log, {plan.log_file}:\n{quoted}"
+    return f"the end of its log, {path}:\n{quoted}"
 
 
 def rotate(path: Path, *, max_bytes: int = MAX_BYTES, kept: int = KEPT) -> bool:
@@ -230,7 +220,7 @@ class Interleaver:
         for name, path in files.items():
             if name not in self._followers:
                 self._followers[name] = self._begin(name, path)
-        # A file that is no longer listed is still read: its process wrote its last lines after it had left the list,
+        # A file that is no longer listed is still read. Its process wrote its last lines after it had left the list,
         # and another process of that name may come.
         return [(follower.name, line) for follower in self._followers.values() for line in follower.lines()]
 
@@ -255,8 +245,7 @@ def colour_of(name: str, names: Iterable[str]) -> str:
     return COLOURS[order.index(name) % len(COLOURS)] if name in order else COLOURS[0]
 
 
-# --- times
-# Logs of several processes by time: when a line was written, and lines of many files in one order.
+# The lines of several processes' logs, merged by the time at which they were written.
 #
 # Each kind of process writes the time in a way of its own: ours `2026-03-01 14:05:21,123`, etcd
 # `"ts":"2026-03-01T14:05:21.123Z"`, NATS `2026/03/01 14:05:21.123456`, vLLM `INFO 03-01 14:05:21`. A line without one

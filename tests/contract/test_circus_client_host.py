@@ -20,7 +20,7 @@ import zmq
 from dynamo_local.circus_plugins import client_host, exec_worker
 from dynamo_local.circus_plugins.circus_client import CircusClient, CircusdBusy, CircusdError, CircusdSilent
 from dynamo_local.circus_plugins.client_host import CircusClientHost, exit_code_of_zombie
-from dynamo_local.system.process_host import ProcessSpec
+from dynamo_local.system.process_host import LaunchSpec
 from dynamo_local.system.processes import is_alive, kill_session, wait_exit
 from tests.drivers.eventually import eventually
 from tests.drivers.stock_circusd import StockCircusd
@@ -56,7 +56,7 @@ class Harness:
         self.host.on_exit = lambda *exit_: self.exits.put_nowait(exit_)
 
     async def start(self, name: str, **env: str) -> int:
-        spec = ProcessSpec(
+        spec = LaunchSpec(
             name, RUNS, env=env, cwd="/", log_file=self.folder / f"{name}.log", death_signal=signal.SIGKILL
         )
         return await self.host.start_process(spec)
@@ -245,7 +245,7 @@ async def test_what_a_killed_plugin_left_can_be_taken_back(harness: Harness) -> 
     successor = Harness(harness.circusd, harness.folder)
     harness.host, harness.exits = successor.host, successor.exits
     await harness.host.start()
-    spec = ProcessSpec("ns_A", RUNS, {}, "/", harness.folder / "ns_A.log")
+    spec = LaunchSpec("ns_A", RUNS, {}, "/", harness.folder / "ns_A.log")
     harness.host.adopt_process(spec, pid)
     with pytest.raises(KeyError):
         await harness.start("ns_A")

@@ -21,7 +21,7 @@ import pytest
 
 from dynamo_local.circus_plugins.arbiter import DynamoArbiter
 from dynamo_local.circus_plugins.client_host import CircusClientHost
-from dynamo_local.system.process_host import ProcessHost, ProcessSpec
+from dynamo_local.system.process_host import LaunchSpec, ProcessHost
 from dynamo_local.system.processes import is_alive, kill_session, wait_exit
 from tests.drivers.stock_circusd import StockCircusd
 from tests.fakes.arbiter.process_host import FakeProcessHost
@@ -79,8 +79,8 @@ class Tried:
         self.exits: asyncio.Queue[tuple[str, int, int | None, float]] = asyncio.Queue()
         host.on_exit = lambda name, pid, code: self.exits.put_nowait((name, pid, code, time.monotonic()))
 
-    def spec(self, name: str, argv: tuple[str, ...], **changes: Any) -> ProcessSpec:
-        spec = ProcessSpec(
+    def spec(self, name: str, argv: tuple[str, ...], **changes: Any) -> LaunchSpec:
+        spec = LaunchSpec(
             name,
             argv,
             env={"PATH": os.environ["PATH"], "SOME_TOKEN": "hush"},

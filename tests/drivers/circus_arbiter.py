@@ -18,7 +18,7 @@ import zmq
 import zmq.asyncio
 
 from dynamo_local.circus_plugins.arbiter import DynamoArbiter
-from dynamo_local.system.process_host import ProcessSpec
+from dynamo_local.system.process_host import LaunchSpec
 from dynamo_local.system.processes import wait_exit
 from tests.fakes.arbiter.supervisor import FakeSupervisor
 
@@ -36,8 +36,8 @@ class Harness:
         self.arbiter = DynamoArbiter(endpoint=self.endpoint, pubsub_endpoint=f"ipc://{folder}/pub.sock")
         self.arbiter.on_exit = lambda name, pid, code: self.exits.put_nowait((name, pid, code, time.monotonic()))
 
-    def spec(self, name: str, code: str, *, asks_itself: bool = False) -> ProcessSpec:
-        return ProcessSpec(
+    def spec(self, name: str, code: str, *, asks_itself: bool = False) -> LaunchSpec:
+        return LaunchSpec(
             name,
             (PYTHON, "-c", code),
             env={"PATH": os.environ["PATH"], "SOME_TOKEN": "hush", "ROOT": str(Path(__file__).parents[2])},

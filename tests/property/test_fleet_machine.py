@@ -19,7 +19,7 @@ from dynamo_local.core.fleet.backoff import RestartPolicy
 from dynamo_local.core.fleet.draining import has_left
 from dynamo_local.core.fleet.events import Change, VictimPolicy
 from dynamo_local.core.fleet.fleet import Fleet, Intent, Template
-from dynamo_local.core.fleet.moves import Revive, SpawnWorker
+from dynamo_local.core.fleet.moves import MoveKind
 from dynamo_local.core.fleet.scaling import decide
 from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.gpus import GpuLedger
@@ -69,7 +69,6 @@ class Arbiter(RuleBasedStateMachine):
 
     @property
     def fleet(self) -> Fleet:
-        """As it is now."""
         return self.world.fleet
 
     # --- commands ----------------------------------------------------------------------------------
@@ -109,9 +108,9 @@ class Arbiter(RuleBasedStateMachine):
             wait_for_gpus=wait,
         )
         moves = decided(decide, self.fleet, order).moves
-        started = {each.name for each in moves if isinstance(each, SpawnWorker | Revive)}
+        started = {each.name for each in moves if each.kind is MoveKind.SPAWN}
         for each in moves:
-            if isinstance(each, SpawnWorker):
+            if each.kind is MoveKind.SPAWN and each.name not in self.fleet.workers:
                 lower = lower_names(self.fleet, component, each.name)
                 kept = self.fleet.reserved()
                 assert all(entry is not None or name in started or name in kept for name, entry in lower)
@@ -220,7 +219,6 @@ class Arbiter(RuleBasedStateMachine):
     @precondition(lambda self: self.world.effects.begun)
     @rule(data=st.data(), well=st.sampled_from([True, True, True, False]))
     def act(self, data: st.DataObject, well: bool) -> None:
-        """One of the acts that are under way comes to its end."""
         begun = data.draw(st.sampled_from(range(len(self.world.effects.begun))))
         self.world.carry_out(self.world.effects.begun[begun], well=well)
 

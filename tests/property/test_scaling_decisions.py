@@ -12,7 +12,7 @@ from dynamo_local.core.fleet import step as machine
 from dynamo_local.core.fleet.events import Change, VictimPolicy, parse_target
 from dynamo_local.core.fleet.fleet import Fleet, Intent, Worker
 from dynamo_local.core.fleet.invariants import validate
-from dynamo_local.core.fleet.moves import BeginDrain, CancelDrain, Revive, SpawnWorker, TakeBack
+from dynamo_local.core.fleet.moves import MoveKind as M
 from dynamo_local.core.fleet.scaling import victims
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.errors import BadTarget, FlipUnderWay, LastReadyWorker, NotEnoughGpus
@@ -38,7 +38,6 @@ CHANGES = st.one_of(
 
 @st.composite
 def fleets(draw: st.DrawFn) -> Fleet:
-    """Up to six decode and three prefill workers in any state, on ten devices."""
     workers: list[Worker] = []
     for template, most in ((DECODE, 6), (PREFILL, 3)):
         for n in sorted(draw(st.sets(st.integers(0, most), max_size=most))):
@@ -59,7 +58,6 @@ def stepped(view: Fleet, order: stimuli.Event) -> Fleet:
 
 
 def scaled(view: Fleet, change: Change, options: dict[str, Any]) -> Fleet:
-    """`dynamo scale VllmWorker`."""
     return stepped(view, stimuli.Scale(stimulus_id="t", component="VllmWorker", target=change, **options))
 
 
@@ -107,7 +105,7 @@ def test_named_decisions_touch_that_worker_alone(view: Fleet, n: int, cancel: bo
     decision = (cancelled if cancel else drained)(view, chosen.name)
     for move in decision.moves:
         other = view.worker(move.name)
-        assert other.name == chosen.name or (cancel and isinstance(move, TakeBack) and other.state is S.PENDING)
+        assert other.name == chosen.name or (cancel and move.kind is M.TAKE_BACK and other.state is S.PENDING)
     if not cancel and decision.refused is None:
         then = stepped(view, stimuli.Drain(stimulus_id="t", name=chosen.name))
         assert not any(w.counts for w in then.workers.values() if w.name == chosen.name)
@@ -119,11 +117,9 @@ def test_new_workers_get_the_lowest_names_and_devices_that_nobody_waits_for(
 ) -> None:
     """Every lower name has an entry that is not to be started; what is kept for others is not given out."""
     decision = scaled_to(view, "VllmWorker", Change(count, relative=True), **options)
-    entries = view.workers
-    starts = [each for each in decision.moves if isinstance(each, SpawnWorker | Revive)]
+    starts = [each for each in decision.moves if each.kind is M.SPAWN]
     started = {each.name for each in starts}
     for start in starts:
-        assert isinstance(start, Revive) == (start.name in entries)
         for name, entry in lower_names(view, "VllmWorker", start.name):
             assert name in started or (entry is not None and entry.state is not S.FAULTED)
     immediate = sum(not start.waits for start in starts)
@@ -139,7 +135,7 @@ def test_drains_are_taken_back_before_anything_is_started(view: Fleet, count: in
     decision = scaled_to(view, "VllmWorker", Change(count, relative=True))
     if decision.refused is not None:
         return
-    back = [view.worker(each.name) for each in decision.moves if isinstance(each, CancelDrain)]
+    back = [view.worker(each.name) for each in decision.moves if each.kind is M.CANCEL_DRAIN]
     could = [w for w in view.of("VllmWorker") if w.cancellable]
     assert len(back) == min(count, len(could))
     assert [w.since_s for w in back] == sorted((w.since_s for w in could), reverse=True)[: len(back)]
@@ -165,11 +161,11 @@ def test_down_and_up_again_brings_the_same_workers_back(workers: int, fewer: int
     if fewer >= workers:
         return
     down = scaled_to(view, "VllmWorker", Change(-fewer, relative=True), victim_policy=policy)
-    assert all(isinstance(each, BeginDrain) for each in down.or_raise())
+    assert all(each.kind is M.DRAIN for each in down.or_raise())
     lower = scaled(view, Change(-fewer, relative=True), {"victim_policy": policy})
     up = scaled_to(lower, "VllmWorker", Change(fewer, relative=True))
     assert {each.name for each in up.or_raise()} == {each.name for each in down.moves}
-    assert all(isinstance(each, CancelDrain) for each in up.moves)
+    assert all(each.kind is M.CANCEL_DRAIN for each in up.moves)
 
 
 @given(text=st.text(alphabet="+-=0123456789 x.٣", max_size=6))

@@ -74,6 +74,7 @@ def configs() -> st.SearchStrategy[dict[str, Any]]:
             "max_num_seqs": st.integers(1, 6),
             "max_num_batched_tokens": st.sampled_from([1, 2, 5, 8, 64]),
             "kv_lease_duration_s": st.sampled_from([3 * TICK_S, 1.0]),
+            "accept_length": st.sampled_from([1.0, 1.0, 1.7, 3.0]),
         }
     )
 
@@ -213,7 +214,8 @@ def test_every_request_gets_its_tokens_once_in_order(config: dict[str, Any], scr
             continue
         tokens = history.tokens.get(str(number), [])
         assert [index for index, _ in tokens] == list(range(len(tokens)))
-        assert all(a < b for (_, a), (_, b) in pairwise(tokens))
+        together = config["accept_length"] > 1  # the accepted tokens of one pass
+        assert all(a < b or (together and a == b) for (_, a), (_, b) in pairwise(tokens))
         assert len(tokens) <= op.output
         if str(number) not in aborted:
             assert len(tokens) == op.output

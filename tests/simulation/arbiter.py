@@ -23,7 +23,7 @@ from dynamo_local.core.fleet.effects import Transition
 from dynamo_local.core.fleet.events import Event, InfraSeen, Leave, StartAll
 from dynamo_local.core.fleet.fleet import Fleet, Intent, RestartPlan, Worker
 from dynamo_local.core.fleet.lifecycle import TransitionKind as K
-from dynamo_local.core.fleet.moves import Move
+from dynamo_local.core.fleet.moves import Move, MoveKind
 from dynamo_local.core.gpus import GpuLedger, plan_on
 from dynamo_local.core.notes import About
 from dynamo_local.core.types import GraphSpec, WorkerState, suffix_of
@@ -86,7 +86,7 @@ class Arbiter(Successor):
         store = MemoryStore(world.file, on_write=self._on_write)
         self.statefile = Statefile(head, store, self.factory.launch_of, tell)  # type: ignore[arg-type]
         self.pool = GpuPool(NAMESPACE, world.gpus, locks or NoLocks(), now_s=clock.now_s)  # type: ignore[arg-type]
-        self.links = Links(NAMESPACE, run_id)
+        self.links = Links(NAMESPACE, run_id, lambda answer: self._feed(InfraSeen(stimulus_id="links", ok=answer)))
         self.links.attach(world.etcd, world.nats.client())  # type: ignore[arg-type]
         self.effects = ArbiterEffects(
             host=self.spares.host,
@@ -99,14 +99,15 @@ class Arbiter(Successor):
             clock=clock,
             tell=tell,
             report=lambda worker, reason: tell(f"{worker.name} {reason}"),
+            feed=self._feed,
+            tick=self._ticked,
+            fleet=lambda: self.controller.fleet,
             rng=world.rng,
         )
         self.controller = WatchedController(self._nobody(), self.effects, clock, validates=True)
         self.controller.subscribe(on_transition=self._on_transition, on_fleet=self._on_fleet)
         self.controller.on_moves = self._on_moves  # type: ignore[method-assign]
         self.controller.on_apply = self._on_apply  # type: ignore[method-assign]
-        self.effects.connect(self._feed, self._ticked, lambda: self.controller.fleet)
-        self.links.on_answer = lambda answer: self._feed(InfraSeen(stimulus_id="links", ok=answer))
         self.registrations = Registrations(NAMESPACE, self._feed, self.links)
         self.sampling = Sampling(NAMESPACE, self.controller, self.links, clock)
         self.waiting = Waiting(self.controller, clock.now_s)
@@ -145,7 +146,7 @@ class Arbiter(Successor):
             plan.name: Worker(
                 plan.name,
                 plan.component,
-                plan.role,
+                self.graph.service(plan.component).role,
                 suffix_of(plan.name, NAMESPACE, plan.component),
                 gpus=ledger.held_uuids.get(plan.name, ()),
             )
@@ -273,18 +274,17 @@ class Arbiter(Successor):
 
     def _on_moves(self, order: Event, before: Fleet, moves: tuple[Move, ...]) -> None:
         """Note which workers every decision wants, and does not want any more; unforced it takes no last ready one."""
-        going = {each.name for each in moves if type(each).__name__ in ("BeginDrain", "FlipWorker", "PutToSleep")}
+        going = {each.name for each in moves if each.kind in (MoveKind.DRAIN, MoveKind.FLIP, MoveKind.SLEEP)}
         for component in {before.workers[name].component for name in going if before.workers[name].ready}:
             left = [worker for worker in before.ready(component) if worker.name not in going]
             if order.stimulus_id in self.unforced and not left:
                 raise Broken(f"the last ready {component} was taken without --force")
         for each in moves:
-            kind = type(each).__name__
-            if kind in ("SpawnWorker", "Revive", "CancelDrain", "WakeUp"):
+            if each.kind in (MoveKind.SPAWN, MoveKind.CANCEL_DRAIN, MoveKind.WAKE):
                 self.wanted.add(each.name)
-                if kind == "CancelDrain":
+                if each.kind is MoveKind.CANCEL_DRAIN:
                     self._cancelling.add(order.stimulus_id)
-            elif kind not in ("FlipWorker", "CallOffFlipOf"):  # it is wanted under either name
+            elif each.kind not in (MoveKind.FLIP, MoveKind.CANCEL_FLIP):  # it is wanted under either name
                 self.wanted.discard(each.name)
 
     def _on_apply(self, before: Fleet) -> None:

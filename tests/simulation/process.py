@@ -14,7 +14,7 @@ import msgspec
 
 from dynamo_local.core.types import instance_key, lease_hex, lease_key, ready_key
 from dynamo_local.errors import DynamoError, EtcdUnavailable
-from dynamo_local.system.process_host import ProcessSpec
+from dynamo_local.system.process_host import LaunchSpec
 from dynamo_local.transport.control import ControlServer
 from dynamo_local.transport.lease import LeaseKeeper
 from dynamo_local.transport.load import WireLoad, WireReport, load_subject
@@ -50,7 +50,7 @@ class Fate:
 class SimProcess(RoleChanges):
     """One process. Everything of it ends with `die`; its exit is the world's to tell."""
 
-    def __init__(self, world: World, pid: int, spec: ProcessSpec, fate: Fate) -> None:
+    def __init__(self, world: World, pid: int, spec: LaunchSpec, fate: Fate) -> None:
         self.world = world
         self.pid = pid
         self.spec = spec

@@ -23,7 +23,7 @@ from dynamo_local.core.fleet.states import ROLES, TRAITS
 from dynamo_local.core.notes import Tell
 from dynamo_local.system import fd_messages
 from dynamo_local.system.paths import Paths
-from dynamo_local.system.process_host import ProcessSpec
+from dynamo_local.system.process_host import LaunchSpec
 
 if TYPE_CHECKING:
     from tests.simulation.world import SimHost, World
@@ -62,7 +62,7 @@ BAD = (
 class SimSpare:
     """One process in the part of a prewarmed process. It ends with its socket, and has no GPU and no entry."""
 
-    def __init__(self, world: World, pid: int, spec: ProcessSpec, fate: SpareFate) -> None:
+    def __init__(self, world: World, pid: int, spec: LaunchSpec, fate: SpareFate) -> None:
         self.world = world
         self.pid = pid
         self.spec = spec
@@ -98,7 +98,7 @@ class SimSpare:
         elif self._fate.answers:
             name = order["env"]["DYN_WATCHER_NAME"]
             await fd_messages.asend(self._connection, {"became": name})
-            worker = ProcessSpec(name, tuple(order["argv"]), order["env"], order["cwd"], Path(os.devnull))
+            worker = LaunchSpec(name, tuple(order["argv"]), order["env"], order["cwd"], Path(os.devnull))
             self.world.becomes(self, worker)
 
 
@@ -156,7 +156,7 @@ class SimSpares:
 class _Spared(PrewarmedHost):
     """There are no files in this world, and a spare is handed an open log."""
 
-    async def start_process(self, spec: ProcessSpec) -> int:
+    async def start_process(self, spec: LaunchSpec) -> int:
         """See `ProcessHost`."""
         return await super().start_process(replace(spec, log_file=Path(os.devnull)))
 

@@ -15,15 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dynamo_local.arbiter.deployment import Settings, WatcherFactory, WatcherPlan
+from dynamo_local.arbiter.deployment import Settings, WatcherFactory
 from dynamo_local.clock import AsyncioClock, VirtualTimeLoop
 from dynamo_local.core.fleet.effects import Commit, Effect, Transition
 from dynamo_local.core.gpus import GpuDevice
-from dynamo_local.core.prewarmed import is_spare
+from dynamo_local.core.prewarmed import is_prewarmed
 from dynamo_local.core.types import GraphSpec, Resources, Role, ServiceSpec
 from dynamo_local.system.gpus import SimInventory
 from dynamo_local.system.paths import Paths
-from dynamo_local.system.process_host import ExitCallback, ProcessSpec
+from dynamo_local.system.process_host import ExitCallback, LaunchSpec
 from tests.fakes.arbiter.memory_store import MemoryFile
 from tests.fakes.infra.etcd import FakeEtcd
 from tests.fakes.infra.memory_nats import MemoryNats
@@ -202,7 +202,7 @@ class World:
         """Those that run, by pid."""
         return [process for process in self.processes.values() if process.alive]
 
-    def spawn(self, spec: ProcessSpec, pid: int | None = None) -> SimProcess:
+    def spawn(self, spec: LaunchSpec, pid: int | None = None) -> SimProcess:
         """A new process, or what that one is from now on. Two on one GPU, or one on memory that was not returned, is
         what must never be."""
         fate = self.fates.pop(0) if self.fates else self.kind
@@ -220,7 +220,7 @@ class World:
         self.note(f"{process.name} started as {pid} on {[uuid[-1] for uuid in process.gpus]}, {fate}")
         return process
 
-    def spare(self, spec: ProcessSpec) -> SimSpare:
+    def spare(self, spec: LaunchSpec) -> SimSpare:
         """A new spare."""
         fate = self.spare_fates.pop(0) if self.spare_fates else SpareFate()
         spare = SimSpare(self, next(self._pids), spec, fate)
@@ -228,7 +228,7 @@ class World:
         self.note(f"{spec.name} started as {spare.pid}, {fate}")
         return spare
 
-    def becomes(self, spare: SimSpare, spec: ProcessSpec) -> None:
+    def becomes(self, spare: SimSpare, spec: LaunchSpec) -> None:
         """It is a worker from now on."""
         del self.spares[spare.pid]
         self.note(f"{spare.spec.name} ({spare.pid}) becomes {spec.name}")
@@ -297,26 +297,26 @@ class SimHost:
         """See `ProcessHost`."""
         self.called[pid] = name
 
-    def adopt_process(self, spec: ProcessSpec, pid: int) -> None:
+    def adopt_process(self, spec: LaunchSpec, pid: int) -> None:
         """See `AdoptingHost`."""
         if not self.world.processes[pid].alive:
             raise ProcessLookupError(pid)
         self.called[pid] = spec.name
 
-    async def start_process(self, spec: ProcessSpec) -> int:
+    async def start_process(self, spec: LaunchSpec) -> int:
         """See `ProcessHost`."""
         await asyncio.sleep(self.world.spawn_s)
         if self.dead:
             raise asyncio.CancelledError
         if self.world.refusals:
             raise self.world.refusals.pop(0)
-        if is_spare(spec.name, NAMESPACE):
+        if is_prewarmed(spec.name, NAMESPACE):
             pid = self.world.spare(spec).pid
             self.called[pid] = spec.name  # whatever it becomes, until it is renamed
             return pid
         return self.world.spawn(spec).pid
 
-    def rename_process(self, name: str, spec: ProcessSpec) -> int:
+    def rename_process(self, name: str, spec: LaunchSpec) -> int:
         """See `PrewarmingHost`."""
         for pid, called in self.called.items():
             if called == name and pid in self.world.processes and self.world.processes[pid].alive:
@@ -377,5 +377,5 @@ class SimSystem:
             raise Broken(f"the sweep of {name} ends {[(each.name, each.pid) for each in found]}")
         return []
 
-    def put_log_aside(self, plan: WatcherPlan) -> None:
+    def put_log_aside(self, path: Path) -> None:
         """See `System`. There are no files here."""

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from dynamo_local.components.commands.launch import Launch
 
 
-# --- spawning
-# `subprocess.Popen` for one program, without that import, for which the command would wait: it takes half as long as
-# the interpreter's start (`python -m benchmarks dynamo_1x` shows each millisecond). Light.
+# --- `subprocess.Popen` for one program, without the import of `subprocess`. That import takes half as long as the
+# interpreter's start, and the command would wait for it (`python -m benchmarks dynamo_1x`).
 
 IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 """Signals that Python ignores: the program would inherit that, but expects the defaults, as from a shell."""
@@ -45,8 +44,8 @@ def spawn(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if pid == 0:
         _become(argv, env, write_fd, parent)
     os.close(write_fd)
-    with open(read_fd, "rb") as told:
-        failed = told.read()
+    with open(read_fd, "rb") as errors:
+        failed = errors.read()
     if failed:
         os.waitpid(pid, 0)
         raise OSError(int(failed), os.strerror(int(failed)), argv[0])

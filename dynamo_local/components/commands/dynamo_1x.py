@@ -44,8 +44,7 @@ from dynamo_local.system.log_files import tail
 from dynamo_local.transport.fpm import decode_pass
 from dynamo_local.transport.observation import MAX_PASSES, Benchmarked
 
-# --- benchmark
-# A Dynamo worker's measurements of itself at its start, from its endpoint `get_perf_metrics`.
+# --- A Dynamo worker's own benchmark of its start, from its endpoint `get_perf_metrics`.
 #
 # vLLM's worker has an answer if it was started with `--benchmark-mode`; others have none, or no such endpoint:
 #
@@ -83,14 +82,14 @@ def passes_in(answer: bytes, role: Role, worker_id: str) -> Benchmarked:
     An entry that is no pass (or a heartbeat) is left out.
     """
     try:
-        told = json.loads(answer)
+        answered = json.loads(answer)
     except (ValueError, RecursionError):
         return Missing(f"its {ENDPOINT} answers with what is no JSON")
-    if not isinstance(told, dict):
+    if not isinstance(answered, dict):
         return Missing(f"its {ENDPOINT} answers nothing that is known")
-    if told.get("status") == "error":
-        return Missing(f"its {ENDPOINT} says: {str(told.get('message'))[:SAID_MAX]}")
-    found = [one for entry in _entries(told, role) if (one := _pass(entry, worker_id)) is not None]
+    if answered.get("status") == "error":
+        return Missing(f"its {ENDPOINT} says: {str(answered.get('message'))[:SAID_MAX]}")
+    found = [one for entry in _entries(answered, role) if (one := _pass(entry, worker_id)) is not None]
     if not found:
         return Missing(f"its {ENDPOINT} tells no pass of a worker with the role {role}")
     if len(found) > MAX_PASSES:
@@ -98,8 +97,8 @@ def passes_in(answer: bytes, role: Role, worker_id: str) -> Benchmarked:
     return tuple(found)
 
 
-def _entries(told: Mapping[str, Any], role: Role) -> Iterable[Mapping[str, Any]]:
-    for result in _listed(told.get("results")):
+def _entries(answered: Mapping[str, Any], role: Role) -> Iterable[Mapping[str, Any]]:
+    for result in _listed(answered.get("results")):
         point = result.get("point")
         if isinstance(point, dict) and str(point.get("point_type")) in POINTS[role]:
             yield from _listed(result.get("fpms"))
@@ -136,10 +135,10 @@ class Benchmark:
         self._env = {name: value for name, value in env.items() if name not in OWNED}
         self._asking: asyncio.Task[Benchmarked] | None = None
 
-    def told(self) -> Benchmarked | None:
+    def result(self) -> Benchmarked | None:
         """None while it is being asked, which the first call of this begins."""
         if self._asking is None:
-            self._asking = asyncio.create_task(self._asked(), name="asking for the benchmark")
+            self._asking = asyncio.create_task(self._ask(), name="asking for the benchmark")
         return self._asking.result() if self._asking.done() else None
 
     async def close(self) -> None:
@@ -148,7 +147,7 @@ class Benchmark:
             self._asking.cancel()
             await asyncio.wait({self._asking})
 
-    async def _asked(self) -> Benchmarked:
+    async def _ask(self) -> Benchmarked:
         try:
             found = await self._answer() if await self._registered() else Missing(f"it has no endpoint {ENDPOINT}")
         except TimeoutError:
@@ -279,8 +278,8 @@ def worker_sample(text: str, queued_prefills: int | None = None) -> Sample:
     in_flight = metrics.sum("dynamo_component_inflight_requests", dynamo_endpoint=SERVED_ENDPOINT)
     if in_flight is None:
         raise ChildSilent("its metrics have no dynamo_component_inflight_requests of the endpoint generate")
-    told, kv_use = metrics.first(*WAITING), metrics.first(*KV_USE)
-    known = queued_prefills if told is None else int(told)
+    reported, kv_use = metrics.first(*WAITING), metrics.first(*KV_USE)
+    known = queued_prefills if reported is None else int(reported)
     waiting = known or 0
     load = Load(
         request_active_slots=max(0, int(in_flight) - waiting),
@@ -380,7 +379,7 @@ class WorkerDriver:
             self._kv, registered.key, f"{found['namespace']}.{found['component']}", role, launch.argv, launch.env
         )
         context.keep(benchmark.close)
-        context.observe(self.counters, lambda: self._limits, benchmark=benchmark.told)
+        context.observe(self.counters, lambda: self._limits, benchmark=benchmark.result)
 
     def facts(self) -> Mapping[str, str]:
         return {} if self._registered is None else {"leases": lease_hex(self._registered.lease_id)}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-async def asked(path: str, instance: int, discovery: str, plane: str) -> Any:
+async def perf_metrics(path: str, instance: int, discovery: str, plane: str) -> Any:
     """The first answer; None where there is none."""
     from dynamo.runtime import DistributedRuntime
 
@@ -38,7 +38,7 @@ def main() -> None:
     """Ends with 0 and the answer, or with 1 and the error as the last line of standard error."""
     path, instance, discovery, plane = sys.argv[1:]
     try:
-        sys.stdout.write(json.dumps(asyncio.run(asked(path, int(instance), discovery, plane))))
+        sys.stdout.write(json.dumps(asyncio.run(perf_metrics(path, int(instance), discovery, plane))))
         sys.stdout.flush()
         code = 0
     except BaseException as error:

@@ -107,8 +107,7 @@ class ForwardPasses:
             self._recorder.record(passed)
 
 
-# --- cards
-# Dynamo's own processes as planners see them: a worker's card, and metrics as counters.
+# --- Dynamo's own processes as planners see them: a worker's card, and metrics as counters.
 
 FRONTEND = "dynamo_frontend_"
 SPECULATION = {
@@ -146,12 +145,12 @@ def frontend_counters(metrics: Metrics) -> dict[str, float]:
     """A frontend's counters, under the names of `core.traffic`. Before its first request it has no series: 0."""
     started = metrics.sum(FRONTEND + STARTED)
     ended = metrics.sum(FRONTEND + ENDED)
-    told = {REQUESTS: (ended or 0.0) if started is None else started}
+    counters = {REQUESTS: (ended or 0.0) if started is None else started}
     sources = {name: FRONTEND + suffix for name, suffix in HISTOGRAMS.items()} | {HIT_RATE: HIT_RATE_METRIC}
     for name, metric in sources.items():
         for part in ("sum", "count"):
-            told[f"{name}_{part}"] = metrics.sum(f"{metric}_{part}") or 0.0
-    return told
+            counters[f"{name}_{part}"] = metrics.sum(f"{metric}_{part}") or 0.0
+    return counters
 
 
 def worker_counters(metrics: Metrics, before: Mapping[str, float]) -> dict[str, float]:
@@ -160,14 +159,14 @@ def worker_counters(metrics: Metrics, before: Mapping[str, float]) -> dict[str, 
     vLLM counts it. SGLang and TRT-LLM tell a mean of just now: each look at it is one observation.
     """
     found = {name: metrics.sum(metric) for name, metric in SPECULATION.items()}
-    told = {name: value for name, value in found.items() if value is not None}
+    counters = {name: value for name, value in found.items() if value is not None}
     mean = metrics.first(*ACCEPT_LENGTH_METRICS)
     looks = (0.0, 0.0) if mean is None or mean < 1.0 else (mean, 1.0)  # 0: nothing was speculated yet
     for part, more in zip(("sum", "count"), looks, strict=True):
         name = f"{ACCEPT_LENGTH}_{part}"
         if more or name in before:
-            told[name] = before.get(name, 0.0) + more
-    return told
+            counters[name] = before.get(name, 0.0) + more
+    return counters
 
 
 def _count(value: Any) -> int | None:

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from dynamo_local.components.commands.runner import CommandWorker
 
 
-# --- registry
-# Which module a runtime's driver is in. Imported only where that runtime is used.
+# --- The module of each runtime's driver. It is imported only where that runtime is used.
 
 MODULES = {
     DYNAMO_1X: "dynamo_local.components.commands.dynamo_1x",

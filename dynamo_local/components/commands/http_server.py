@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from dynamo_local.components.commands.metrics import ServerNumbers
 
 
-# --- role_switch
-# A server that changes its role, prefill or decode, when it is asked to over HTTP.
+# --- A server that changes its role (prefill or decode) on an HTTP request.
 #
 # SGLang's `POST /pd_role_switch` (0.5.21, sgl-project/sglang#28403) answers `{"success", "message", …}`, 200 or 400. It
 # refuses while anything runs or is kept, and while another change is under way; the role that it has already it takes
@@ -59,12 +58,12 @@ async def switch_role(url: str, body: Mapping[str, Any], role: str) -> None:
     nobody knows which role it has."""
     import httpx
 
-    asked = {key: role if value == ROLE else value for key, value in body.items()}
+    body_with_role = {key: role if value == ROLE else value for key, value in body.items()}
     why = "it did not answer"
     try:
         async with asyncio.timeout(SWITCH_TIMEOUT_S), httpx.AsyncClient(timeout=None, trust_env=False) as client:
             while True:
-                answer = await client.post(url, json=asked)
+                answer = await client.post(url, json=body_with_role)
                 why = _refusal(answer.status_code, answer.text)
                 if not why:
                     return
@@ -80,10 +79,10 @@ async def switch_role(url: str, body: Mapping[str, Any], role: str) -> None:
 def _refusal(status: int, text: str) -> str:
     """Why it has not changed its role; empty where it has."""
     try:
-        told = json.loads(text)
+        answered = json.loads(text)
     except ValueError:
-        told = None
-    said = told if isinstance(told, dict) else {}
+        answered = None
+    said = answered if isinstance(answered, dict) else {}
     if http.client.OK <= status < http.client.MULTIPLE_CHOICES and said.get("success") is not False:
         return ""
     return f"{status}: {said.get('message') or text}"[:SHOWN_CHARS]

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-# --- placeholders
-# `{port:NAME}`, `{namespace}`, `{watcher}` and `{model}` in the words of a command.
+# --- The placeholders of a command: `{port:NAME}`, `{namespace}`, `{watcher}` and `{model}`.
 
 _PLACEHOLDER = re.compile(r"(?<!\{)\{([A-Za-z_]\w*)(?::([^{}\s\"']*))?\}(?!\})")
 """A word in braces. Braces around anything else (JSON, `{{ … }}` of a template) are the command's own."""

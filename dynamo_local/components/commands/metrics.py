@@ -167,8 +167,8 @@ def _total_blocks(scrape: Scrape) -> int | Missing:
 
 
 def _tokens(scrape: Scrape) -> float | Missing:
-    told = [value for name in TOKENS if (value := scrape.sum(name)) is not None]
-    return sum(told) if told else _or_missing(None, TOKENS)
+    values = [value for name in TOKENS if (value := scrape.sum(name)) is not None]
+    return sum(values) if values else _or_missing(None, TOKENS)
 
 
 def _hit_rate(scrape: Scrape) -> float | Missing:

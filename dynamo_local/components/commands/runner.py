@@ -20,8 +20,7 @@ from dynamo_local.errors import DynamoError, InfraUnavailable
 from dynamo_local.sdk.context import FORMER_INSTANCE, Work, WorkerContext, current_context
 from dynamo_local.sdk.service import async_on_start, on_shutdown
 
-# --- base
-# The runner needs this of a runtime's driver.
+# --- The driver of a runtime implements this for the runner.
 
 
 class ChildEnded(DynamoError):

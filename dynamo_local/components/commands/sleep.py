@@ -137,8 +137,7 @@ async def take_on_standby(context: WorkerContext, hooks: SleepHooks, growth_max_
     context.set_sleeper(sleeper)
 
 
-# --- sleeping
-# `vllm serve`'s own sleep endpoints, for `runtime: http`.
+# --- `vllm serve`'s own sleep endpoints, for `runtime: http`.
 #
 # They exist in its development mode only, so it must listen on loopback: whoever reaches them can stop it, and more.
 
@@ -216,8 +215,8 @@ async def probe(base_url: str, model: str | None) -> tuple[Any, ...]:
     """The greedy completion of a prompt of token ids; empty for a server that lists no model."""
     if model is None:
         return ()
-    asked = {"model": model, "prompt": list(PROBE_PROMPT), "max_tokens": PROBE_TOKENS, "temperature": 0}
-    answer = await _call(f"{base_url}/v1/completions", {**asked, "ignore_eos": True}, PROBE_TIMEOUT_S)
+    payload = {"model": model, "prompt": list(PROBE_PROMPT), "max_tokens": PROBE_TOKENS, "temperature": 0}
+    answer = await _call(f"{base_url}/v1/completions", {**payload, "ignore_eos": True}, PROBE_TIMEOUT_S)
     try:
         return tuple(json.loads(answer)["choices"][0]["text"])
     except (KeyError, IndexError, TypeError, ValueError) as error:

@@ -33,8 +33,7 @@ from dynamo_local.components.sim_api.texts_api import TextsRoute, parse_detokeni
 from dynamo_local.components.vllm_api.relay import stored_responses, with_engine_api
 from dynamo_local.system import request_log
 
-# --- model_objects
-# A model as `/v1/models` has it.
+# --- A model as `/v1/models` shows it.
 
 _PERMISSION: Final[Mapping[str, Any]] = {
     "object": "model_permission",
@@ -55,7 +54,7 @@ def model_object(model: ServedModel) -> dict[str, Any]:
     place where nobody has told them. Where the engine is vLLM, or the model an adapter, it has all that vLLM says."""
     words = () if model.engine is None else model.engine.words
     folders = (word.removeprefix("--model=") for word in words if word.startswith("--model="))
-    told: dict[str, Any] = {
+    members: dict[str, Any] = {
         "id": model.name,
         "object": "model",
         "created": model.created_s,
@@ -64,9 +63,9 @@ def model_object(model: ServedModel) -> dict[str, Any]:
         "max_model_len": model.max_model_len,
     }
     if model.engine is None and model.parent is None:
-        return told
+        return members
     permission = {"id": f"modelperm-{model.name}", "created": model.created_s, **_PERMISSION}
-    return {**told, "owned_by": "vllm", "parent": model.parent, "permission": [permission]}
+    return {**members, "owned_by": "vllm", "parent": model.parent, "permission": [permission]}
 
 
 logger = logging.getLogger(__name__)

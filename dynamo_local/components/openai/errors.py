@@ -94,8 +94,8 @@ class ApiError(Exception):
         event."""
         if path.startswith(ANTHROPICS):
             kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-            told = {"type": kind, "message": self.message, "param": self.param, "code": self.code}
-            return msgspec.json.encode({"type": "error", "error": told})
+            error = {"type": kind, "message": self.message, "param": self.param, "code": self.code}
+            return msgspec.json.encode({"type": "error", "error": error})
         return msgspec.json.encode(
             {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
         )

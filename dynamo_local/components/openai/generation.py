@@ -206,10 +206,10 @@ class Generation:
         def taken(batch: list[Any]) -> Awaitable[None] | None:
             if progress.finish_reason is not None:
                 return None
-            room = take(batch)
+            until_free = take(batch)
             if progress.finish_reason is not None:
                 limit.reschedule(loop.time() + END_WAIT_S)
-            return room
+            return until_free
 
         try:
             async with asyncio.timeout(None) as limit:

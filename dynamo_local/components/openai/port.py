@@ -39,8 +39,7 @@ from dynamo_local.sdk.context import Work, WorkerContext
 from dynamo_local.system import fd_messages
 from dynamo_local.system.executors import ended
 
-# --- counts
-# The metrics of several processes as one page: what Prometheus reads on a port that they share.
+# --- The metrics of several processes as one page, on the port that they share.
 #
 # The process that is scraped adds up what all of them report. A sum must never fall, or `rate()` takes it for a restart
 # and counts everything again. So the last report of each process is kept. It counts on when the process is gone, and a
@@ -115,8 +114,7 @@ class _Told(Collector):
             yield metric
 
 
-# --- siblings
-# The workers of one component ask each other on this host, each on a unix socket in a folder that they share.
+# --- Workers of one component on this host talk over unix sockets in a folder that they share.
 #
 # Nobody owns what they have in common. Any worker that is there gives it to one that starts, so that the arbiter, its
 # successor and the guardian need not know of it. The folder is private to the user, and goes with the run.
@@ -341,8 +339,8 @@ class SharedPort:
             return self.metrics.exposition()
         own = self._counts()
         await self._keep(own)
-        told = await self._siblings.ask(COUNTS)
-        others = {name: found for name, reply in told.items() if (found := _counts_in(name, reply)) is not None}
+        replies = await self._siblings.ask(COUNTS)
+        others = {name: found for name, reply in replies.items() if (found := _counts_in(name, reply)) is not None}
         absent = [self._kept(name) for name in self._names() if name not in others]
         if not others and not absent and not self._before:
             return self.metrics.exposition()
@@ -351,12 +349,12 @@ class SharedPort:
     def _counts(self) -> Counts:
         return added((counts_of(self.metrics.registry), self._before))
 
-    async def _keep(self, told: Counts) -> None:
+    async def _keep(self, counts: Counts) -> None:
         """Reported counts must survive if this process is killed."""
         assert self._siblings is not None
         file = self._siblings.folder / f"{self._siblings.name}{FILE}"
         try:
-            await asyncio.to_thread(_write, file, msgspec.json.encode(counts_of_ended(told)))
+            await asyncio.to_thread(_write, file, msgspec.json.encode(counts_of_ended(counts)))
         except OSError as error:
             logger.warning("%s cannot be written: /metrics will fall when this worker ends: %s", file, error)
 
@@ -447,8 +445,7 @@ def _write(file: Path, data: bytes) -> None:
     new.replace(file)
 
 
-# --- serving
-# An application on a Frontend's port, as part of a worker process: its start, drain and stop.
+# --- An application on a Frontend's port, in a worker process: start, drain and stop.
 
 
 class Serving:

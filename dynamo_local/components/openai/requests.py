@@ -20,8 +20,7 @@ from dynamo_local.components import limits
 from dynamo_local.components.openai.errors import ApiError, bad_param
 from dynamo_local.components.sim_api.requests import Extras, Form, FunctionTool, Sampling, Tools
 
-# --- params
-# Which of OpenAI's (and vLLM's) parameters we take, ignore, or refuse.
+# --- Which of OpenAI's (and vLLM's) parameters are taken, ignored or refused.
 #
 # A parameter that would change the answer, and that we do not implement, is refused by name. Its neutral value
 # (`best_of: 1`, `suffix: ""`) is taken, because that asks for what we do anyway. A parameter that changes nothing in
@@ -214,8 +213,7 @@ def _unknown(name: str, known: Iterable[str]) -> ApiError:
     return ApiError(400, f"Unknown parameter: `{name}`{hint}", param=name, code="unknown_parameter")
 
 
-# --- decoding
-# JSON to typed values by msgspec, and its complaints in OpenAI's manner: with the parameter named.
+# --- msgspec decodes JSON to typed values. Its errors are rewritten in OpenAI's form, which names the parameter.
 
 T = TypeVar("T")
 
@@ -280,8 +278,7 @@ def values_of(raw: msgspec.Raw, param: str) -> list[msgspec.Raw]:
     return [value for value in msgspec.structs.astuple(decode(_bounded_decoder, raw, param)) if bytes_of(value)]
 
 
-# --- prompts
-# The `prompt` of a completions request: one or several, each text or token ids.
+# --- The `prompt` of a completions request: one or several, each text or token ids.
 
 Prompt = str | list[int]
 
@@ -324,8 +321,7 @@ def _empty() -> ApiError:
     return bad_param("prompt", "`prompt` must not be empty.")
 
 
-# --- extras
-# The parameters of a body that few requests have: their types, and what of them is passed on.
+# --- Parameters that few requests have: their types, and what is passed on to the Processor.
 
 TokenKey = Annotated[str, Meta(pattern="^[0-9]{1,10}$")]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
@@ -399,7 +395,6 @@ class ChatExtras(_Both, frozen=True, kw_only=True):
 
     tools: Annotated[list[Tool], Meta(max_length=limits.MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
-    parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: Alternatives = 0
     chat_template_kwargs: dict[str, Any] | None = None
@@ -413,56 +408,56 @@ class CompletionExtras(_Both, frozen=True, kw_only=True):
     logprobs: Alternatives | None = None
 
 
-def of_chat(asked: ChatExtras) -> Extras | None:
+def of_chat(given: ChatExtras) -> Extras | None:
     """The extras that are passed on. None if all of them are neutral. Raises `ApiError` 400 that names the
     parameter."""
-    if asked.top_logprobs and not asked.logprobs:
+    if given.top_logprobs and not given.logprobs:
         raise bad_param("top_logprobs", "when using `top_logprobs`, `logprobs` must be set to true.")
-    template = dict(asked.chat_template_kwargs or {})
-    if asked.reasoning_effort is not None:
-        template["reasoning_effort"] = asked.reasoning_effort
+    template = dict(given.chat_template_kwargs or {})
+    if given.reasoning_effort is not None:
+        template["reasoning_effort"] = given.reasoning_effort
     _shallow("chat_template_kwargs", template)
     return _given_extras(
         _common(
-            asked,
-            logprobs=asked.top_logprobs if asked.logprobs else None,
-            tools=_tools(asked),
+            given,
+            logprobs=given.top_logprobs if given.logprobs else None,
+            tools=_tools(given),
             template=template or None,
         )
     )
 
 
-def of_completion(asked: CompletionExtras, prompts: Sequence[str | list[int]]) -> Extras | None:
+def of_completion(given: CompletionExtras, prompts: Sequence[str | list[int]]) -> Extras | None:
     """As `of_chat`; `prompts` where there are several."""
-    if len(prompts) * asked.n > limits.MAX_CHOICES:
-        message = f"{len(prompts)} prompts with {asked.n} choices each: at most {limits.MAX_CHOICES} in all."
-        raise bad_param("n" if asked.n > 1 else "prompt", message)
-    return _given_extras(_common(asked, logprobs=asked.logprobs, echo=asked.echo, prompts=list(prompts) or None))
+    if len(prompts) * given.n > limits.MAX_CHOICES:
+        message = f"{len(prompts)} prompts with {given.n} choices each: at most {limits.MAX_CHOICES} in all."
+        raise bad_param("n" if given.n > 1 else "prompt", message)
+    return _given_extras(_common(given, logprobs=given.logprobs, echo=given.echo, prompts=list(prompts) or None))
 
 
 def _given_extras(extras: Extras) -> Extras | None:
     return None if extras == Extras() else extras
 
 
-def _common(asked: _Both, **more: Any) -> Extras:
+def _common(given: _Both, **more: Any) -> Extras:
     sampling = Sampling(
-        min_p=asked.min_p or None,
-        repetition_penalty=None if asked.repetition_penalty == 1 else asked.repetition_penalty,
-        logit_bias=asked.logit_bias or None,
-        bad_words=asked.bad_words or None,
+        min_p=given.min_p or None,
+        repetition_penalty=None if given.repetition_penalty == 1 else given.repetition_penalty,
+        logit_bias=given.logit_bias or None,
+        bad_words=given.bad_words or None,
     )
     return Extras(
-        n=asked.n,
-        form=_form(asked),
+        n=given.n,
+        form=_form(given),
         sampling=None if sampling == Sampling() else sampling,
-        keep_special=not asked.skip_special_tokens,
-        include_stop=asked.include_stop_str_in_output,
+        keep_special=not given.skip_special_tokens,
+        include_stop=given.include_stop_str_in_output,
         **more,
     )
 
 
-def _form(asked: _Both) -> Form | None:
-    one, other = _of_response_format(asked.response_format), _of_structured(asked.structured_outputs)
+def _form(given: _Both) -> Form | None:
+    one, other = _of_response_format(given.response_format), _of_structured(given.structured_outputs)
     if one is not None and other is not None:
         raise bad_param("structured_outputs", "`response_format` and `structured_outputs` exclude each other.")
     return one or other
@@ -509,21 +504,21 @@ def _schema(schema: dict[str, Any] | str) -> Any:
         raise bad_param("structured_outputs", f"`structured_outputs.json` is no JSON: {error}.") from None
 
 
-def _tools(asked: ChatExtras) -> Tools | None:
-    asked_for = asked.tool_choice
-    name = asked_for.function.name if isinstance(asked_for, ChosenTool) else None
-    choice = "required" if isinstance(asked_for, ChosenTool) else asked_for
-    if not asked.tools:
+def _tools(given: ChatExtras) -> Tools | None:
+    tool_choice = given.tool_choice
+    name = tool_choice.function.name if isinstance(tool_choice, ChosenTool) else None
+    choice = "required" if isinstance(tool_choice, ChosenTool) else tool_choice
+    if not given.tools:
         if choice == "required":
             raise bad_param("tool_choice", "When using `tool_choice`, `tools` must be set.")
         return None
-    functions = [tool.function for tool in asked.tools]
+    functions = [tool.function for tool in given.tools]
     if name is not None and name not in [function.name for function in functions]:
         shown = limits.shortened(name)
         raise bad_param("tool_choice", f"The tool specified in `tool_choice` ({shown}) is none of `tools`.")
     for function in functions:
         _shallow("tools", function.parameters)
-    return Tools(functions, choice or "auto", name, asked.parallel_tool_calls)
+    return Tools(functions, choice or "auto", name)
 
 
 def _shallow(param: str, value: Any) -> Any:
@@ -650,7 +645,7 @@ class ParsedRequest:
     include_usage: bool
     payload: Mapping[str, Any]
     continuous_usage: bool = False
-    told: Mapping[str, Any] = field(default_factory=dict)
+    echoed: Mapping[str, Any] = field(default_factory=dict)
     """The members of the request that the answer repeats (`POST /v1/responses`)."""
 
 
@@ -667,23 +662,23 @@ _completion_extras_decoder = msgspec.json.Decoder(CompletionExtras)
 def parse_chat(body: bytes) -> ParsedRequest:
     """Raises `ApiError` 400 that names the parameter."""
     fields = _CHAT_FIELDS.split(body)
-    asked = {name: fields.pop(name) for name in fields.keys() & _CHAT_EXTRAS}
+    extras = {name: fields.pop(name) for name in fields.keys() & _CHAT_EXTRAS}
     request = _typed(_chat_decoder, fields)
     payload = _common_payload(request, request.max_completion_tokens or request.max_tokens)
     payload["messages"] = [_message(message, n) for n, message in enumerate(_messages(request.messages))]
-    return _parsed(request, payload, of_chat(decoded(_chat_extras_decoder, asked)) if asked else None)
+    return _parsed(request, payload, of_chat(decoded(_chat_extras_decoder, extras)) if extras else None)
 
 
 def parse_completion(body: bytes) -> ParsedRequest:
     """Raises `ApiError` 400 that names the parameter."""
     fields = _COMPLETION_FIELDS.split(body)
-    asked = {name: fields.pop(name) for name in fields.keys() & _COMPLETION_EXTRAS}
+    extras = {name: fields.pop(name) for name in fields.keys() & _COMPLETION_EXTRAS}
     request = _typed(_completion_decoder, fields)
     payload = _common_payload(request, request.max_tokens)
     prompt, prompts = read_prompt(request.prompt)
     if prompt is not None:
         payload["prompt"] = prompt
-    found = of_completion(decoded(_completion_extras_decoder, asked), prompts) if asked or prompts else None
+    found = of_completion(decoded(_completion_extras_decoder, extras), prompts) if extras or prompts else None
     return _parsed(request, payload, found)
 
 

@@ -41,8 +41,7 @@ from dynamo_local.errors import DynamoError
 from dynamo_local.system.key_files import ApiKeys
 from dynamo_local.system.request_log import fit_for_logs, x_request_id
 
-# --- entrance
-# Where a burst of requests waits: what has been begun is passed on before more is begun.
+# --- Where a burst of requests waits: a request that has begun is passed on before another begins.
 #
 # Hundreds of clients may ask at the same moment. If all of them were read, tokenised and sent to workers at once, the
 # first would get its first token as late as the last. No running stream would get a token meanwhile.

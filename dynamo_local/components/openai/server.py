@@ -21,8 +21,7 @@ from dynamo_local.components.openai.errors import ApiError
 from dynamo_local.components.openai.http_io import CONNECTION
 from dynamo_local.errors import ConfigError, StartTimedOut
 
-# --- http_protocol
-# uvicorn's HTTP protocol, with bounds on what a connection may send before, beside and behind a request's body.
+# --- uvicorn's HTTP protocol, with bounds on what a connection may send before, beside and behind a request's body.
 #
 # uvicorn and its parser have no bounds. A header that never ends fills memory. A connection that sends half a head is
 # kept for ever. So is each of any number of requests that a client sends without waiting for an answer.
@@ -229,8 +228,7 @@ def _answer(error: ApiError) -> bytes:
     return head + b"content-length: %d\r\n\r\n" % len(body) + body
 
 
-# --- accepting
-# Taking connections from a listening socket that other processes accept from, too; with breaks.
+# --- Accepts connections on a socket that other processes share, with pauses.
 
 logger = logging.getLogger(__name__)
 

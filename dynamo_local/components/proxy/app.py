@@ -33,8 +33,7 @@ from dynamo_local.core.routing import disagg as kv_handover
 from dynamo_local.errors import DeadlineExceeded, DynamoError, UpstreamError, WorkerLost
 from dynamo_local.system import request_log
 
-# --- progress
-# Reports a proxied answer to the metrics: tokens as the server counts them, or one per event.
+# --- Reports a proxied answer to the metrics: tokens as the server counts them, or one per event.
 
 _DONE = b"data: [DONE]"
 
@@ -91,8 +90,7 @@ def _usage(body: bytes) -> Any:
         return None
 
 
-# --- requests
-# The few things that a Frontend must know of a request that it passes on; the server checks all others. Pure.
+# --- The fields that a Frontend reads of a request that it forwards. The server checks all others. Pure.
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,15 +159,15 @@ class ProxyRequest:
 def parse(body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> ProxyRequest:
     """Raises `ApiError` 400 for what is no JSON object, or names no model."""
     try:
-        told = _request_decoder.decode(body)
+        fields = _request_decoder.decode(body)
     except msgspec.ValidationError as error:
         raise ApiError(400, "The body must be a JSON object.", code="invalid_json") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"The body is not valid JSON: {error}.", code="invalid_json") from error
-    bounds = [int(text) for name in _STREAM_BOUNDS if _is_count(text := bytes(getattr(told, name)))]
+    bounds = [int(text) for name in _STREAM_BOUNDS if _is_count(text := bytes(getattr(fields, name)))]
     return ProxyRequest(
-        model=_model(told.model),
-        stream=bytes(told.stream) == b"true",
+        model=_model(fields.model),
+        stream=bytes(fields.stream) == b"true",
         tokens=bounds[0] if bounds else None,
         body=body,
         headers=pick_headers(((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers), SENT_ON),
@@ -300,11 +298,11 @@ class ProxyRoute(ModelRoute[ProxyRequest]):
             message = f"The request did not end within {timeout_s:g} s, this Frontend's `request_timeout_s`."
             raise DeadlineExceeded(message) from error
         except DynamoError as error:
-            told = payloads.answer_of(error)
-            if told is None:
+            answer = payloads.answer_of(error)
+            if answer is None:
                 raise
             logger.warning("request %s: %s", request_id, error)
-            return told
+            return answer
 
 
 class ProxiedRequest:
@@ -343,11 +341,11 @@ class ProxiedRequest:
         dispatcher = await self._deps.servers.dispatcher(self._request.model)
         if dispatcher is None:
             raise api_errors.model_unavailable(self._request.model)
-        asked = self._request.ask(self._path, self._request_id, handed)
+        message = self._request.ask(self._path, self._request_id, handed)
         incoming = UpstreamAnswer(self._reply, self._progress, checked=handed is not None)
         try:
             await dispatcher.pump(
-                asked.payload(),
+                message.payload(),
                 incoming.take,
                 request_id=self._request_id,
                 tokens=self._request.tokens or 0,
@@ -375,13 +373,13 @@ class ProxiedRequest:
         if isinstance(body, str):
             logger.info("request %s is prefilled where it is decoded: %s", self._request_id, body)
             return None
-        asked = self._request.ask(self._path, self._request_id, body)
+        message = self._request.ask(self._path, self._request_id, body)
         incoming = UpstreamAnswer(None, None, checked=False)
         timeout_s = min(self._left_s(), self._deps.options.prefill_timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
                 await dispatcher.pump(
-                    asked.payload(), incoming.take, request_id=self._request_id, tokens=1, timeout_s=timeout_s
+                    message.payload(), incoming.take, request_id=self._request_id, tokens=1, timeout_s=timeout_s
                 )
             answer = await incoming.whole()
         except (DynamoError, TimeoutError) as error:
@@ -393,9 +391,9 @@ class ProxiedRequest:
     async def _with_params(self, answer: Whole | None) -> bytes | None:
         """The decode server's body, from the prefill server's answer."""
         if answer is None or answer.status != 200:
-            told = "a stream" if answer is None else answer.status
+            answered = "a stream" if answer is None else answer.status
             logger.warning("request %s is prefilled where it is decoded: a prefill server answered %s",
-                           self._request_id, told)  # fmt: skip
+                           self._request_id, answered)  # fmt: skip
             return None
         body = await run_by_size(len(self._request.body), decode_body, self._request, answer.body)
         if isinstance(body, str):
@@ -456,8 +454,8 @@ class UpstreamAnswer:
 
     async def whole(self) -> Whole | None:
         """The answer; None where it was streamed. Raises `WorkerLost` where none came."""
-        if self._held and (room := self._give(self._held)) is not None:
-            await room
+        if self._held and (until_free := self._give(self._held)) is not None:
+            await until_free
         if self.streamed:
             return None
         if self._head is None:

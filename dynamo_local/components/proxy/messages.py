@@ -37,8 +37,7 @@ def parse_ask(payload: Any) -> Ask:
         raise InvalidRequest(f"this is no HTTP request from a Frontend: {error}") from None
 
 
-# --- payloads
-# The messages between a Frontend and the worker beside an HTTP server.
+# --- The messages between a Frontend and the worker beside an HTTP server.
 #
 # The request is an `Ask`. The answer is a `{"status", "headers"}` and then either `{"part": bytes}`, pieces of an
 # answer
@@ -95,14 +94,13 @@ def refused(who: str, answer: Whole) -> DynamoError:
 
 def answer_of(error: DynamoError) -> Whole | None:
     """The server's own answer, if the error carries one."""
-    told = error.details.get("answer")
-    if not isinstance(told, dict) or not isinstance(told.get("body"), bytes):
+    answer = error.details.get("answer")
+    if not isinstance(answer, dict) or not isinstance(answer.get("body"), bytes):
         return None
-    return Whole(int(told["status"]), told["body"], dict(told["headers"]))
+    return Whole(int(answer["status"]), answer["body"], dict(answer["headers"]))
 
 
-# --- settings
-# The options of the Frontend before HTTP servers: its section in the YAML file.
+# --- The options of the Frontend before HTTP servers: its section in the YAML file.
 
 
 class HttpFrontendConfig(FrontendConfig):

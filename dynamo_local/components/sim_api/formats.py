@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -26,13 +26,18 @@ class Call:
     name: str
     arguments: str = ""
 
+    @property
+    def for_chat(self) -> dict[str, Any]:
+        """As OpenAI's chat has it."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
 
 @dataclass(slots=True)
 class OneChoice:
-    """One choice, as far as it has come."""
+    """One choice, as far as it has come. It is text, or a call."""
 
     text: str = ""
-    calls: list[Call] = field(default_factory=list)
+    call: Call | None = None
     logprobs: list[Any] | None = None
     finish_reason: str | None = None
     tokens: int = 0
@@ -67,10 +72,10 @@ class RichFormat:
         choice.text += item["text"]
         if (logprobs := item.get("logprobs")) is not None:
             choice.logprobs = [*(choice.logprobs or ()), *logprobs]
-        for _, id_, name, piece in item.get("calls", ()):
-            if id_ is not None:
-                choice.calls.append(Call(id_, name))
-            choice.calls[-1].arguments += piece
+        if "call" in item:
+            id_, name, piece = item["call"]
+            choice.call = choice.call or Call(id_, name)
+            choice.call.arguments += piece
 
     def first(self) -> bytes:
         """Events before the first of a choice."""
@@ -140,19 +145,17 @@ class RichChat(_OpenAi):
         logprobs = _chat_logprobs(item.get("logprobs"))
         if item["text"] or logprobs is not None:
             yield _delta(index, {"content": item["text"]}, logprobs)
-        for number, id_, name, piece in item.get("calls", ()):
-            begins = {} if id_ is None else {"id": id_, "type": "function"}
-            function = {"arguments": piece} if id_ is None else {"name": name, "arguments": piece}
-            yield _delta(index, {"tool_calls": [{"index": number, **begins, "function": function}]})
+        if "call" in item:
+            id_, name, piece = item["call"]
+            call = {"function": {"arguments": piece}} if id_ is None else Call(id_, name, piece).for_chat
+            yield _delta(index, {"tool_calls": [{"index": 0, **call}]})
         if item["finish_reason"] is not None:
             yield _delta(index, {}, None, item["finish_reason"])
 
     def _of(self, index: int, choice: OneChoice) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
-        if choice.calls:
-            functions = [(call.id, {"name": call.name, "arguments": call.arguments}) for call in choice.calls]
-            message["content"] = choice.text or None
-            message["tool_calls"] = [{"id": id_, "type": "function", "function": one} for id_, one in functions]
+        if choice.call is not None:
+            message |= {"content": None, "tool_calls": [choice.call.for_chat]}
         logprobs = _chat_logprobs(choice.logprobs)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 

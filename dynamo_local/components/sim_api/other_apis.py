@@ -7,6 +7,7 @@ https://docs.anthropic.com/en/api/messages (both read in 2025).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -18,7 +19,7 @@ from dynamo_local.components import limits
 from dynamo_local.components.openai.errors import ApiError, bad_param
 from dynamo_local.components.openai.requests import Fields, ParsedRequest, decoded, parse_chat
 from dynamo_local.components.openai.responses import ResponseHead
-from dynamo_local.components.sim_api.formats import Item, RichFormat
+from dynamo_local.components.sim_api.formats import Item, OneChoice, RichFormat
 from dynamo_local.components.sim_api.requests import FunctionTool
 
 _encode = msgspec.json.Encoder().encode
@@ -64,7 +65,6 @@ class _MessagesTool(msgspec.Struct, frozen=True):
 class _Choice(msgspec.Struct, frozen=True):
     type: Literal["function", "auto", "any", "tool", "none"] = "auto"
     name: str = ""
-    disable_parallel_tool_use: bool = False
 
 
 class _Format(msgspec.Struct, frozen=True):
@@ -100,7 +100,7 @@ class _Messages(msgspec.Struct, frozen=True):
     stop_sequences: msgspec.Raw = msgspec.Raw(b"null")
 
 
-_RESPONSES_SAME = ("model", "stream", "temperature", "top_p", "parallel_tool_calls")
+_RESPONSES_SAME = ("model", "stream", "temperature", "top_p")
 _MESSAGES_SAME = ("model", "stream", "temperature", "top_p", "top_k")
 _IGNORED = {"include", "store", "truncation", "max_tool_calls", "top_logprobs", "stream_options"}
 _UNSUPPORTED = {"background": (False,), "conversation": (), "previous_response_id": (), "prompt": ()}
@@ -110,7 +110,7 @@ _responses, _messages = msgspec.json.Decoder(_Responses), msgspec.json.Decoder(_
 _RESPONSES_NAMES = {"messages": "input", "response_format": "text", "max_tokens": "max_output_tokens"}
 
 
-def _parsed(chat: Mapping[str, Any], told: Mapping[str, Any], names: Mapping[str, str]) -> ParsedRequest:
+def _parsed(chat: Mapping[str, Any], echoed: Mapping[str, Any], names: Mapping[str, str]) -> ParsedRequest:
     """The chat as a request with extras. `names` are what this API calls a chat's parameters."""
     try:
         request = parse_chat(_encode({name: value for name, value in chat.items() if value is not None}))
@@ -118,61 +118,56 @@ def _parsed(chat: Mapping[str, Any], told: Mapping[str, Any], names: Mapping[str
         param = names.get((error.param or "").split(".")[0].split("[")[0], error.param)
         message = error.message.replace(f"`{error.param}`", f"`{param}`")
         raise ApiError(error.status, message, param=param, code=error.code) from None
-    return replace(request, payload={"extras": {}, **request.payload}, told=told)
+    return replace(request, payload={"extras": {}, **request.payload}, echoed=echoed)
 
 
 def parse_responses(body: bytes) -> ParsedRequest:
     """Raises `ApiError` 400 that names the parameter."""
     fields = _responses_fields.split(body)
-    asked = decoded(_responses, {name: fields[name] for name in fields if name not in _IGNORED})
+    given = decoded(_responses, {name: fields[name] for name in fields if name not in _IGNORED})
     same = {name: fields[name] for name in _RESPONSES_SAME if name in fields}
-    form, choice = asked.text.format, asked.tool_choice
+    form, choice = given.text.format, given.tool_choice
     named = {"type": "function", "function": {"name": choice.name}} if isinstance(choice, _Choice) else choice
     schema = {"type": form.type, "json_schema": {"name": form.name, "schema": form.schema}}
-    tools = [FunctionTool(one.name, one.description, one.parameters, one.strict) for one in asked.tools]
-    turns = [_Turn(content=asked.input)] if isinstance(asked.input, str) else asked.input
+    tools = [FunctionTool(one.name, one.description, one.parameters, one.strict) for one in given.tools]
+    turns = [_Turn(content=given.input)] if isinstance(given.input, str) else given.input
     chat = {
         **same,
-        "max_tokens": asked.max_output_tokens,
-        "messages": [*_system(asked.instructions or ""), *_joined(m for turn in turns for m in _of_item(turn))],
+        "max_tokens": given.max_output_tokens,
+        "messages": [*_system(given.instructions or ""), *_joined(m for turn in turns for m in _of_item(turn))],
         "tools": _wrapped(tools),
         "tool_choice": named,
         "response_format": None if form.type == "text" else schema,
-        "reasoning_effort": asked.reasoning.effort,
+        "reasoning_effort": given.reasoning.effort,
     }
-    told = {
+    echoed = {
         **{"temperature": 1.0, "top_p": 1.0, "parallel_tool_calls": True},
         **{name: value for name, value in same.items() if name not in ("model", "stream")},
-        "instructions": asked.instructions,
-        "max_output_tokens": asked.max_output_tokens,
-        "reasoning": {"effort": asked.reasoning.effort, "summary": None},
+        "instructions": given.instructions,
+        "max_output_tokens": given.max_output_tokens,
+        "reasoning": {"effort": given.reasoning.effort, "summary": None},
         "text": {"format": form},
-        "tools": asked.tools,
+        "tools": given.tools,
         "tool_choice": choice or "auto",
         "metadata": {},
     }
-    return _parsed(chat, told, _RESPONSES_NAMES)
+    return _parsed(chat, echoed, _RESPONSES_NAMES)
 
 
 def parse_messages(body: bytes) -> ParsedRequest:
     """Raises `ApiError` 400 that names the parameter."""
     fields = _messages_fields.split(body)
-    asked = decoded(_messages, fields)
-    choice = asked.tool_choice
+    given = decoded(_messages, fields)
+    choice = given.tool_choice
     named = {"type": "function", "function": {"name": choice.name}}
-    tools = [FunctionTool(one.name, one.description, one.input_schema) for one in asked.tools]
+    tools = [FunctionTool(one.name, one.description, one.input_schema) for one in given.tools]
     chat = {
         **{name: fields[name] for name in _MESSAGES_SAME if name in fields},
-        "max_tokens": asked.max_tokens,
-        "messages": [*_system(_text(asked.system)), *(m for turn in asked.messages for m in _joined(_of_blocks(turn)))],
-        "stop": asked.stop_sequences,
+        "max_tokens": given.max_tokens,
+        "messages": [*_system(_text(given.system)), *(m for turn in given.messages for m in _joined(_of_blocks(turn)))],
+        "stop": given.stop_sequences,
         "tools": _wrapped(tools),
-        "tool_choice": None
-        if not tools
-        else named
-        if choice.type == "tool"
-        else choice.type.replace("any", "required"),
-        "parallel_tool_calls": not choice.disable_parallel_tool_use,
+        "tool_choice": (named if choice.type == "tool" else choice.type.replace("any", "required")) if tools else None,
     }
     return _parsed(chat, {}, {"stop": "stop_sequences"})
 
@@ -233,95 +228,73 @@ def _of_blocks(turn: _Turn) -> Iterator[dict[str, Any]]:
             yield _called(block.id, block.name, bytes(block.input).decode())
 
 
-class _Blocks(RichFormat):
-    """An answer of one choice as a list of blocks: its text, and each call. One block is open at a time."""
+class _OneBlock(RichFormat):
+    """An answer of one choice as one block: its text, or its call."""
 
-    def __init__(self, head: ResponseHead, request: ParsedRequest) -> None:
-        super().__init__(head, request)
-        self.open: dict[str, Any] | None = None
-        self.count = 0
-
-    def events(self, items: Sequence[Item]) -> bytes:
-        out: list[bytes] = []
-        for item in items:
-            if item["text"]:
-                if self.open is None:
-                    out.append(self._opened(self._block(item["text"][:0], None)))
-                out.append(self._grown(item["text"]))
-            for _, id_, name, piece in item.get("calls", ()):
-                if id_ is not None:
-                    out += [self._end(), self._opened(self._block("", (id_, name)))]
-                out.append(self._grown(piece))
-        return b"".join(out)
-
-    def blocks(self) -> list[dict[str, Any]]:
-        """All of them, of a complete answer."""
-        found: list[dict[str, Any]] = []
-        for choice in self.choices.values():
-            found += [self._block(choice.text, None)] if choice.text or not choice.calls else []
-            found += [self._block(call.arguments, (call.id, call.name)) for call in choice.calls]
-        return found
+    _begun = False
 
     @property
-    def cut(self) -> bool:
-        return any(choice.finish_reason == "length" for choice in self.choices.values())
+    def choice(self) -> OneChoice:
+        return self.choices.get(0) or OneChoice()
 
-    def _opened(self, block: dict[str, Any]) -> bytes:
-        self.open = block
-        self.count += 1
-        return self._start(block)
+    def events(self, items: Sequence[Item]) -> bytes:
+        out = b""
+        for item in items:
+            if piece := item["call"][2] if "call" in item else item["text"]:
+                out += self._delta(piece) if self._begun else self._start() + self._delta(piece)
+                self._begun = True
+        return out
 
-    def _end(self) -> bytes:
-        block, self.open = self.open, None
-        return b"" if block is None else self._stop(block)
+    def last(self) -> bytes:
+        return (self._stop() if self._begun else b"") + self._end()
 
     def _event(self, kind: str, **members: Any) -> bytes:
         return b"event: " + kind.encode() + b"\ndata: " + _encode({"type": kind, **members}) + b"\n\n"
 
-    def _block(self, text: str, call: tuple[str, str] | None) -> dict[str, Any]:
+    def _start(self) -> bytes:
         raise NotImplementedError
 
-    def _start(self, block: dict[str, Any]) -> bytes:
+    def _delta(self, piece: str) -> bytes:
         raise NotImplementedError
 
-    def _grown(self, piece: str) -> bytes:
+    def _stop(self) -> bytes:
         raise NotImplementedError
 
-    def _stop(self, block: dict[str, Any]) -> bytes:
+    def _end(self) -> bytes:
         raise NotImplementedError
 
 
-class MessagesFormat(_Blocks):
-    """Content blocks of Anthropic's API."""
+class MessagesFormat(_OneBlock):
+    """Anthropic's message with one content block."""
 
     def first(self) -> bytes:
         usage = {"input_tokens": self.prompt_tokens, "output_tokens": 0}
         return self._event("message_start", message=self._message([], None, usage))
 
-    def last(self) -> bytes:
-        delta = {"stop_reason": self._stop_reason(), "stop_sequence": None}
-        end = self._event("message_delta", delta=delta, usage=self._counts()) + self._event("message_stop")
-        return self._end() + end
-
     def whole(self) -> bytes:
-        return _encode(self._message(self.blocks(), self._stop_reason(), self._counts()))
+        complete = self.choice.finish_reason != "length"
+        block = self._block(self.choice.text, self.choice.call.arguments if self.choice.call and complete else "{}")
+        return _encode(self._message([block], self._stop_reason(), self._counts()))
 
-    def _block(self, text: str, call: tuple[str, str] | None) -> dict[str, Any]:
-        if call is None:
+    def _block(self, text: str, arguments: str) -> dict[str, Any]:
+        if (call := self.choice.call) is None:
             return {"type": "text", "text": text}
-        value = msgspec.Raw(text.encode()) if text and not self.cut else {}
-        return {"type": "tool_use", "id": call[0], "name": call[1], "input": value}
+        return {"type": "tool_use", "id": call.id, "name": call.name, "input": msgspec.Raw(arguments.encode())}
 
-    def _start(self, block: dict[str, Any]) -> bytes:
-        return self._event("content_block_start", index=self.count - 1, content_block=block)
+    def _start(self) -> bytes:
+        return self._event("content_block_start", index=0, content_block=self._block("", "{}"))
 
-    def _grown(self, piece: str) -> bytes:
-        text = self.open is not None and self.open["type"] == "text"
-        delta = {"type": "text_delta", "text": piece} if text else {"type": "input_json_delta", "partial_json": piece}
-        return self._event("content_block_delta", index=self.count - 1, delta=delta)
+    def _delta(self, piece: str) -> bytes:
+        if self.choice.call is None:
+            return self._event("content_block_delta", index=0, delta={"type": "text_delta", "text": piece})
+        return self._event("content_block_delta", index=0, delta={"type": "input_json_delta", "partial_json": piece})
 
-    def _stop(self, block: dict[str, Any]) -> bytes:
-        return self._event("content_block_stop", index=self.count - 1)
+    def _stop(self) -> bytes:
+        return self._event("content_block_stop", index=0)
+
+    def _end(self) -> bytes:
+        delta = {"stop_reason": self._stop_reason(), "stop_sequence": None}
+        return self._event("message_delta", delta=delta, usage=self._counts()) + self._event("message_stop")
 
     def _message(self, content: list[Any], stop_reason: str | None, usage: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -331,9 +304,9 @@ class MessagesFormat(_Blocks):
 
     def _stop_reason(self) -> str:
         """A call always ends with `tool_use`, also one of a named tool."""
-        if self.cut:
+        if self.choice.finish_reason == "length":
             return "max_tokens"
-        return "tool_use" if any(choice.calls for choice in self.choices.values()) else "end_turn"
+        return "end_turn" if self.choice.call is None else "tool_use"
 
     def _counts(self) -> dict[str, Any]:
         usage = self.usage or {}
@@ -342,81 +315,73 @@ class MessagesFormat(_Blocks):
         return {"input_tokens": fresh, "cache_read_input_tokens": cached, "output_tokens": usage["completion_tokens"]}
 
 
-class ResponsesFormat(_Blocks):
-    """Output items of OpenAI's Responses API."""
+class ResponsesFormat(_OneBlock):
+    """OpenAI's response with one output item."""
 
     def __init__(self, head: ResponseHead, request: ParsedRequest) -> None:
         super().__init__(head, request)
-        self._numbers = iter(range(2**62))
-        self._output: list[dict[str, Any]] = []
+        self._numbers = itertools.count()
 
     def first(self) -> bytes:
-        begun = self._response("in_progress")
+        begun = self._response("in_progress", [])
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
-    def last(self) -> bytes:
-        end = self._end()
-        status = "incomplete" if self.cut else "completed"
-        return end + self._event(f"response.{status}", response=self._response(status))
-
     def whole(self) -> bytes:
-        self._output = self.blocks()
-        return _encode(self._response("incomplete" if self.cut else "completed"))
+        return _encode(self._response(self._status(), [self._item()]))
 
-    def _block(self, text: str, call: tuple[str, str] | None) -> dict[str, Any]:
-        if call is None:
-            name = f"msg_{self.head.request_id}"
-            return {"type": "message", "id": name, "status": "completed", "role": "assistant", "content": [_part(text)]}
-        members = {"type": "function_call", "id": f"fc_{call[0]}", "call_id": call[0], "status": "completed"}
-        return {**members, "name": call[1], "arguments": text}
+    def _item(self, status: str = "completed") -> dict[str, Any]:
+        if (call := self.choice.call) is None:
+            content = [] if status == "in_progress" else [_part(self.choice.text)]
+            members = {"type": "message", "id": f"msg_{self.head.request_id}", "role": "assistant", "content": content}
+        else:
+            arguments = "" if status == "in_progress" else call.arguments
+            members = {"type": "function_call", "id": f"fc_{call.id}", "call_id": call.id, "name": call.name}
+            members["arguments"] = arguments
+        return {**members, "status": status}
 
-    def _start(self, block: dict[str, Any]) -> bytes:
-        self._output.append(block)
-        shown = {**block, "status": "in_progress"} | ({"content": []} if "content" in block else {})
-        out = self._event("response.output_item.added", output_index=self.count - 1, item=shown)
-        if "content" in block:
-            out += self._event("response.content_part.added", **self._place(block), content_index=0, part=_part(""))
+    def _place(self) -> dict[str, Any]:
+        item = {"item_id": self._item()["id"], "output_index": 0}
+        return item if self.choice.call is not None else {**item, "content_index": 0}
+
+    def _start(self) -> bytes:
+        out = self._event("response.output_item.added", output_index=0, item=self._item("in_progress"))
+        if self.choice.call is None:
+            out += self._event("response.content_part.added", **self._place(), part=_part(""))
         return out
 
-    def _grown(self, piece: str) -> bytes:
-        assert self.open is not None
-        if "content" not in self.open:
-            self.open["arguments"] += piece
-            return self._event("response.function_call_arguments.delta", **self._place(self.open), delta=piece)
-        self.open["content"][0]["text"] += piece
-        delta = {"content_index": 0, "delta": piece, "logprobs": []}
-        return self._event("response.output_text.delta", **self._place(self.open), **delta)
+    def _delta(self, piece: str) -> bytes:
+        if self.choice.call is not None:
+            return self._event("response.function_call_arguments.delta", **self._place(), delta=piece)
+        return self._event("response.output_text.delta", **self._place(), delta=piece, logprobs=[])
 
-    def _stop(self, block: dict[str, Any]) -> bytes:
-        place = self._place(block)
-        if "content" in block:
-            part, text = {**place, "content_index": 0}, block["content"][0]["text"]
-            out = self._event("response.output_text.done", **part, text=text, logprobs=[])
-            out += self._event("response.content_part.done", **part, part=_part(text))
-        else:
-            done = {"name": block["name"], "arguments": block["arguments"]}
+    def _stop(self) -> bytes:
+        place, text = self._place(), self.choice.text
+        if (call := self.choice.call) is not None:
+            done = {"name": call.name, "arguments": call.arguments}
             out = self._event("response.function_call_arguments.done", **place, **done)
-        return out + self._event("response.output_item.done", output_index=self.count - 1, item=block)
+        else:
+            out = self._event("response.output_text.done", **place, text=text, logprobs=[])
+            out += self._event("response.content_part.done", **place, part=_part(text))
+        return out + self._event("response.output_item.done", output_index=0, item=self._item())
 
-    def _place(self, block: dict[str, Any]) -> dict[str, Any]:
-        return {"item_id": block["id"], "output_index": self.count - 1}
+    def _end(self) -> bytes:
+        response = self._response(self._status(), [self._item()] if self._begun else [])
+        return self._event(f"response.{self._status()}", response=response)
+
+    def _status(self) -> str:
+        return "incomplete" if self.choice.finish_reason == "length" else "completed"
 
     def _event(self, kind: str, **members: Any) -> bytes:
         return super()._event(kind, sequence_number=next(self._numbers), **members)
 
-    def _response(self, status: str) -> dict[str, Any]:
-        usage = self.usage
-        counts = (
-            None
-            if usage is None
-            else {
-                "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": usage["prompt_tokens_details"],
-                "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": usage["total_tokens"],
-            }
-        )
+    def _response(self, status: str, output: list[Any]) -> dict[str, Any]:
+        usage = self.usage and {
+            "input_tokens": self.usage["prompt_tokens"],
+            "input_tokens_details": self.usage["prompt_tokens_details"],
+            "output_tokens": self.usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": self.usage["total_tokens"],
+        }
         return {
             "id": f"resp_{self.head.request_id}",
             "object": "response",
@@ -426,12 +391,12 @@ class ResponsesFormat(_Blocks):
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self.head.model,
-            "output": self._output,
+            "output": output,
             "previous_response_id": None,
             "store": False,
             "truncation": "disabled",
-            "usage": counts,
-            **self.request.told,
+            "usage": usage,
+            **self.request.echoed,
         }
 
 

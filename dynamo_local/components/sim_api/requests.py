@@ -28,7 +28,6 @@ class Tools(msgspec.Struct, frozen=True, omit_defaults=True):
     functions: Annotated[list[FunctionTool], Meta(min_length=1, max_length=limits.MAX_TOOLS)]
     choice: Literal["none", "auto", "required"] = "auto"
     name: str | None = None
-    parallel: bool = True
 
     def for_template(self) -> list[dict[str, Any]]:
         """As OpenAI's list, which chat templates expect."""

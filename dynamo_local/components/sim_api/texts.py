@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import struct
+import random
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -44,46 +44,42 @@ def parse_texts_request(payload: Any) -> TextsRequest:
         raise invalid_payload(error) from error
 
 
-def answer_texts(asked: TextsRequest, tokenizer: Tokenizer, max_model_len: int) -> dict[str, Any]:
+def answer_texts(question: TextsRequest, tokenizer: Tokenizer, max_model_len: int) -> dict[str, Any]:
     """The answer, in the form that the HTTP API has. Raises `InvalidRequest`."""
-    if asked.kind == "tokenize":
-        return _tokenized(asked, tokenizer, max_model_len)
-    if asked.kind == "detokenize":
-        for token in asked.token_ids:
+    if question.kind == "tokenize":
+        return _tokenized(question, tokenizer, max_model_len)
+    if question.kind == "detokenize":
+        for token in question.token_ids:
             if not 0 <= token < tokenizer.vocab_size:
                 raise InvalidRequest(f"tokens holds {token}, which is no token of the model", param="tokens")
-        return {"prompt": tokenizer.decode(asked.token_ids, skip_special_tokens=False)}
-    return _embedded(asked, tokenizer, max_model_len)
+        return {"prompt": tokenizer.decode(question.token_ids, skip_special_tokens=False)}
+    return _embedded(question, tokenizer, max_model_len)
 
 
-def _tokenized(asked: TextsRequest, tokenizer: Tokenizer, max_model_len: int) -> dict[str, Any]:
-    request = asked.request
+def _tokenized(question: TextsRequest, tokenizer: Tokenizer, max_model_len: int) -> dict[str, Any]:
+    request = question.request
     kind: Literal["chat", "completion"] = "chat" if request.messages is not None else "completion"
-    ids = token_ids_of(kind, request, tokenizer, max_model_len, add_special_tokens=asked.add_special_tokens)
-    texts = [tokenizer.token_text(token) for token in ids] if asked.with_texts else None
+    ids = token_ids_of(kind, request, tokenizer, max_model_len, add_special_tokens=question.add_special_tokens)
+    texts = [tokenizer.token_text(token) for token in ids] if question.with_texts else None
     return {"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": texts}
 
 
-def _embedded(asked: TextsRequest, tokenizer: Tokenizer, max_model_len: int) -> dict[str, Any]:
+def _embedded(question: TextsRequest, tokenizer: Tokenizer, max_model_len: int) -> dict[str, Any]:
     """Vectors of length 1 that depend on the tokens alone: near texts are not near each other."""
-    extras = asked.request.extras
-    prompts = [asked.request.prompt] if extras is None or extras.prompts is None else extras.prompts
+    extras = question.request.extras
+    prompts = [question.request.prompt] if extras is None or extras.prompts is None else extras.prompts
     vectors, count = [], 0
     for prompt in prompts:
-        one = msgspec.structs.replace(asked.request, prompt=prompt)
+        one = msgspec.structs.replace(question.request, prompt=prompt)
         ids = token_ids_of("completion", one, tokenizer, max_model_len)
         count += len(ids)
-        vectors.append(embedding_of(ids, asked.dimensions))
+        vectors.append(embedding_of(ids, question.dimensions))
     return {"embeddings": vectors, "prompt_tokens": count}
 
 
 def embedding_of(token_ids: Sequence[int], dimensions: int) -> list[float]:
-    """The vector of these tokens."""
-    key = blake2b(token_bytes(token_ids), digest_size=32).digest()
-    values: list[float] = []
-    for n in range(-(-dimensions // 16)):
-        digest = blake2b(b"embedding %d" % n, digest_size=64, key=key).digest()
-        values += [word / 2**31 for word in struct.unpack("<16i", digest)]
-    values = values[:dimensions]
-    length = math.sqrt(sum(value * value for value in values)) or 1.0
+    """A vector of length 1, drawn with the tokens as the seed."""
+    draw = random.Random(blake2b(token_bytes(token_ids)).digest())
+    values = [draw.gauss(0, 1) for _ in range(dimensions)]
+    length = math.hypot(*values)
     return [value / length for value in values]

@@ -71,8 +71,8 @@ def parse_tokenize(body: bytes) -> Question:
 def parse_detokenize(body: bytes) -> Question:
     """Raises `ApiError` 400 that names the parameter."""
     own = decoded(_detokenize, _detokenize_fields.split(body))
-    asked = {"kind": "detokenize", "token_ids": own.tokens, "request": {"model": own.model}}
-    return Question(own.model, asked, lambda answer: answer)
+    payload = {"kind": "detokenize", "token_ids": own.tokens, "request": {"model": own.model}}
+    return Question(own.model, payload, lambda answer: answer)
 
 
 def parse_embeddings(body: bytes) -> Question:

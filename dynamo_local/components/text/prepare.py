@@ -100,22 +100,22 @@ def _no_room(kind: Kind, tokens: str, max_model_len: int) -> InvalidRequest:
     )
 
 
-def _max_tokens(kind: Kind, asked: int | None, prompt_tokens: int, max_model_len: int) -> int:
+def _max_tokens(kind: Kind, max_tokens: int | None, prompt_tokens: int, max_model_len: int) -> int:
     left = max_model_len - prompt_tokens
     if left < 1:
         raise _no_room(kind, str(prompt_tokens), max_model_len)
-    if asked is None:
+    if max_tokens is None:
         return left if kind == "chat" else min(COMPLETION_MAX_TOKENS, left)
-    if asked < 1:
-        raise InvalidRequest(f"max_tokens must be 1 or more, not {asked}", param="max_tokens")
-    if asked > left:
+    if max_tokens < 1:
+        raise InvalidRequest(f"max_tokens must be 1 or more, not {max_tokens}", param="max_tokens")
+    if max_tokens > left:
         raise InvalidRequest(
-            f"max_tokens {asked} and a prompt of {prompt_tokens} tokens exceed the model's context of {max_model_len} "
-            f"tokens; ask for at most {left}",
+            f"max_tokens {max_tokens} and a prompt of {prompt_tokens} tokens exceed the model's context of "
+            f"{max_model_len} tokens; ask for at most {left}",
             param="max_tokens",
             code="context_length_exceeded",
         )
-    return asked
+    return max_tokens
 
 
 def _sampling(options: TextRequest, max_tokens: int, eos_token_ids: tuple[int, ...]) -> SamplingParams:
@@ -134,8 +134,7 @@ def _sampling(options: TextRequest, max_tokens: int, eos_token_ids: tuple[int, .
     )
 
 
-# --- answer
-# One response as it comes: a worker's items in, the items that the Frontend gets out.
+# --- One response: a worker's items in, the Frontend's items out.
 
 
 class Answer:

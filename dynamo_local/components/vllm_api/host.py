@@ -21,12 +21,10 @@ from dynamo_local.transport.requests.handlers import current_request
 from dynamo_local.transport.requests.stream import Take, batches_of
 
 if TYPE_CHECKING:
-    from dynamo_local.engines.vllm.api_server import VllmApi
-    from dynamo_local.engines.vllm.graph_core import CoreCall
+    from dynamo_local.engines.vllm.api_server import CoreCall, VllmApi
 
 
-# --- exchange
-# One HTTP request that vLLM's API answers in this process, and what became of its requests to workers.
+# --- One HTTP request that vLLM's API answers in this process, and its requests to workers.
 #
 # An ASGI application sends its status before it knows whether there will be an answer. The status is held until the
 # first bytes of the body. An error of a worker or the graph comes in their place: "full" must be able to become a 429.
@@ -55,7 +53,7 @@ class Exchange:
         self._calls += 1
         return self.request_id if self._calls == 1 else f"{self.request_id}.{self._calls}"
 
-    def asked(self, prompt_tokens: int) -> None:
+    def sent(self, prompt_tokens: int) -> None:
         """A prompt went to a worker. Several answers to one prompt share it; the longest counts."""
         self._prompt_tokens = max(self._prompt_tokens, prompt_tokens)
 
@@ -70,11 +68,11 @@ class Exchange:
     def news(self) -> dict[str, Any]:
         """The counts since the last call."""
         counted = {"tokens": self._tokens, "prompt_tokens": self._prompt_tokens, "cached_tokens": self._cached_tokens}
-        told: dict[str, Any] = {name: count for name, count in counted.items() if count}
+        item: dict[str, Any] = {name: count for name, count in counted.items() if count}
         if self._kv_hit_rate is not None:
-            told["kv_hit_rate"] = self._kv_hit_rate
+            item["kv_hit_rate"] = self._kv_hit_rate
         self._tokens, self._prompt_tokens, self._cached_tokens, self._kv_hit_rate = 0, 0, None, None
-        return told
+        return item
 
 
 current: ContextVar[Exchange] = ContextVar("dynamo_exchange")
@@ -157,8 +155,7 @@ def _scope(request: ApiRequest) -> dict[str, Any]:
     }
 
 
-# --- logs
-# Undoes vLLM's effect on everybody's log when its API is made. Imports no vLLM.
+# --- Restores the process's log settings, which vLLM changes when its API is made. Imports no vLLM.
 
 
 @contextlib.contextmanager
@@ -217,14 +214,14 @@ class ApiHost:
         served = self._models.get(self._model)
         if served is None or served.engine is None or served.max_model_len is None:
             raise NoWorkers(f"no ready worker serves the model {self._model!r} with vLLM")
-        told, max_model_len = served.engine, served.max_model_len
+        api, max_model_len = served.engine, served.max_model_len
         started_s = asyncio.get_running_loop().time()
 
         def made() -> VllmApi:
             from dynamo_local.engines.vllm.api_server import Engine, VllmApi
             from dynamo_local.engines.vllm.options import words_of
 
-            engine = Engine(told.words, max_model_len, told.tasks, told.version)
+            engine = Engine(api.words, max_model_len, api.tasks, api.version)
             return VllmApi.build(engine, words_of(self._serve_args), self._send)
 
         try:
@@ -243,7 +240,7 @@ class ApiHost:
         """A request to a worker, for the HTTP request in whose context this runs."""
         exchange, request = current.get(), current_request()
         request_id = exchange.next_id()
-        exchange.asked(len(call.token_ids))
+        exchange.sent(len(call.token_ids))
         payload = {
             **messages.generate_request(request_id, list(call.token_ids), call.sampling),
             "core": call.core,

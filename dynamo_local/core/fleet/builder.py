@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from dynamo_local.core.fleet.effects import Commit, Effect, Lock, Note, Tell, Unlock, WaitUntil
+from dynamo_local.core.fleet.effects import Commit, Effect, Lock, Note, Tell, Unlock
 from dynamo_local.core.fleet.fleet import Fleet, Health, Intent, Leave, Process, Registration, Template, Worker
 from dynamo_local.core.fleet.lifecycle import STARTS, Transition, TransitionKind, apply
 from dynamo_local.core.fleet.states import TRAITS
@@ -203,8 +203,8 @@ class StepBuilder:
         ledger = self.fleet.gpus.release(name)
         for uuid, why in (quarantined or {}).items():
             ledger = ledger.quarantine(uuid, why)
-            told = f"GPU {ledger.by_uuid[uuid].index} ({uuid}) is quarantined: {why}"
-            self.do(Tell(told, Elsewhere()))
+            text = f"GPU {ledger.by_uuid[uuid].index} ({uuid}) is quarantined: {why}"
+            self.do(Tell(text, Elsewhere()))
         self._hold(name, ledger, ())
         if uuids:
             self.do(Unlock(name, uuids))
@@ -215,12 +215,12 @@ class StepBuilder:
 
     # --- acting --------------------------------------------------------------------------------
 
-    def do(self, instruction: Effect) -> None:
+    def do(self, effect: Effect) -> None:
         """Have it carried out once this step is committed."""
-        self._acts.append(instruction)
+        self._acts.append(effect)
 
-    def result(self, event: str, next_due_s: float | None) -> tuple[Fleet, tuple[Effect, ...]]:
-        """The fleet, and the effects: locks, the commit, the acts, and until when nothing is due.
+    def result(self, event: str) -> tuple[Fleet, tuple[Effect, ...]]:
+        """The fleet, and the effects: locks, the commit, the acts.
 
         `event` is the kind of what the step was taken for.
         """
@@ -232,8 +232,6 @@ class StepBuilder:
         if self._written or self._transitions or head or notes:
             out.append(Commit(tuple(self._written), self.transitions, head, notes))
         out += self._acts
-        if next_due_s is not None:
-            out.append(WaitUntil(next_due_s))
         return self.fleet, tuple(out)
 
     def _notes(self, event: str) -> Iterator[Note]:

@@ -14,21 +14,8 @@ from dynamo_local.core.fleet.effects import CallBack, Tell
 from dynamo_local.core.fleet.events import Change, Drain, Restart, Resume, Scale, ScaleAll, Sleep, Wake
 from dynamo_local.core.fleet.fleet import Intent, RestartPlan, Worker
 from dynamo_local.core.fleet.lifecycle import TransitionKind as K
-from dynamo_local.core.fleet.moves import (
-    Answer,
-    BeginDrain,
-    CallOffFlipOf,
-    CancelDrain,
-    FlipWorker,
-    Move,
-    PutToSleep,
-    Revive,
-    SpawnWorker,
-    TakeBack,
-    WakeUp,
-    intent_after,
-    transition_for,
-)
+from dynamo_local.core.fleet.moves import Answer, Move
+from dynamo_local.core.fleet.moves import MoveKind as M
 from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.types import Actuator
 from dynamo_local.core.types import WorkerState as S
@@ -172,28 +159,27 @@ def _advanced(builder: StepBuilder, plan: RestartPlan) -> RestartPlan | None:
 def carry_out(builder: StepBuilder, moves: Sequence[Move], *, answered: bool = False) -> None:
     """All of the moves. `answered`: a person waits for the answer of a drain that is taken back."""
     for move in moves:
-        if isinstance(move, SpawnWorker):
-            _spawn(builder, move)
-            continue
-        if isinstance(move, FlipWorker | CallOffFlipOf):
-            flipping.carry_out(builder, move)
-            continue
-        worker = builder.worker(move.name)
-        if isinstance(move, Revive):
-            starting.revive(builder, move.name, builder.stimulus_id)
-        elif isinstance(move, PutToSleep):
-            sleeping.put_to_sleep(builder, worker, move.level, move.reason)
-        elif isinstance(move, WakeUp):
-            sleeping.wake_up(builder, worker, move.reason)
-        elif isinstance(move, CancelDrain):
-            _call_back(builder, worker, builder.stimulus_id if answered else None)
-        elif isinstance(move, BeginDrain) or worker.state is S.STARTING:
-            _begin_drain(builder, worker, move)
-        else:
-            _take_back(builder, worker, move)
+        match move.kind:
+            case M.SPAWN:
+                _spawn(builder, move)
+            case M.DRAIN:
+                _begin_drain(builder, builder.worker(move.name), move)
+            case M.TAKE_BACK:
+                _take_back(builder, builder.worker(move.name), move)
+            case M.CANCEL_DRAIN:
+                _call_back(builder, builder.worker(move.name), builder.stimulus_id if answered else None)
+            case M.SLEEP:
+                sleeping.put_to_sleep(builder, builder.worker(move.name), move.level, move.reason)
+            case M.WAKE:
+                sleeping.wake_up(builder, builder.worker(move.name), move.reason)
+            case M.FLIP | M.CANCEL_FLIP:
+                flipping.carry_out(builder, move)
 
 
-def _spawn(builder: StepBuilder, move: SpawnWorker) -> None:
+def _spawn(builder: StepBuilder, move: Move) -> None:
+    if builder.get(move.name) is not None:
+        starting.revive(builder, move.name, builder.stimulus_id)
+        return
     role = builder.fleet.template(move.component).role
     builder.add(Worker(move.name, move.component, role, move.n, since_s=builder.now_s, cause=builder.stimulus_id))
     if move.waits:
@@ -202,23 +188,30 @@ def _spawn(builder: StepBuilder, move: SpawnWorker) -> None:
         starting.try_start(builder, move.name)
 
 
-def _call_back(builder: StepBuilder, worker: Worker, asked_by: str | None) -> None:
+def _call_back(builder: StepBuilder, worker: Worker, requested_by: str | None) -> None:
     builder.change(worker.name, intent=Intent.RETURNING, cause=builder.stimulus_id, silent_at_expiry=False)
     if worker.pid is not None:
         builder.change(worker.name, calls=worker.leave.calls + 1)
-        builder.do(CallBack(worker.name, worker.pid, worker.leave.signalled, asked_by))
+        builder.do(CallBack(worker.name, worker.pid, worker.leave.signalled, requested_by))
 
 
-def _begin_drain(builder: StepBuilder, worker: Worker, move: BeginDrain | TakeBack) -> None:
-    _record_intent(builder, worker, move, cause=builder.stimulus_id)
+def _begin_drain(builder: StepBuilder, worker: Worker, move: Move) -> None:
+    kind = None if worker.state is S.DRAINING else K.DRAIN_REQUESTED
+    intent = Intent.RESTARTING if move.restart else Intent.STEADY
+    _record_intent(builder, worker, move, kind, intent, cause=builder.stimulus_id)
     leaving.ask(builder, worker.name)
     if builder.worker(worker.name).state is S.EXITED:
         starting.called_off(builder, worker.name)
 
 
-def _take_back(builder: StepBuilder, worker: Worker, move: TakeBack) -> None:
+def _take_back(builder: StepBuilder, worker: Worker, move: Move) -> None:
     """One without a process goes at once; of one whose process is being ended, or drains, only that is waited for."""
-    _record_intent(builder, worker, move, waiting_for_infra=False)
+    if worker.state is S.STARTING:
+        _begin_drain(builder, worker, move)
+        return
+    kind = K.REMOVED if worker.state in (S.PENDING, S.BACKING_OFF, S.FAULTED) else None
+    intent = Intent.LEAVING if worker.state in (S.CRASHED, S.START_TIMED_OUT) else Intent.STEADY
+    _record_intent(builder, worker, move, kind, intent, waiting_for_infra=False)
     worker = builder.worker(worker.name)
     if worker.state is S.EXITED and not worker.ended.sweeping:
         starting.remove(builder, worker.name)
@@ -227,10 +220,13 @@ def _take_back(builder: StepBuilder, worker: Worker, move: TakeBack) -> None:
         leaving.ask(builder, worker.name)
 
 
-def _record_intent(builder: StepBuilder, worker: Worker, move: BeginDrain | TakeBack, **with_event: Any) -> None:
-    """Write down what is meant to become of the worker. `with_event`: fields that change only with an event."""
-    kind = transition_for(move, worker.state)
-    intent = intent_after(worker, move)
+def _record_intent(
+    builder: StepBuilder, worker: Worker, move: Move, kind: K | None, intent: Intent, **with_event: Any
+) -> None:
+    """Write down what is meant to become of the worker. `kind` is None where its state does not change now.
+
+    `with_event`: fields that change only with a transition.
+    """
     if kind is None:
         builder.change(worker.name, intent=intent, reason=move.reason, cause=builder.stimulus_id)
     else:
@@ -270,7 +266,7 @@ def _resume_running(builder: StepBuilder, worker: Worker) -> None:
     elif worker.state is S.DRAINING and worker.intent is Intent.RETURNING:
         # It may never have heard that it was called back. Its deadline is watched either way: a call back may fail.
         builder.change(worker.name, due_s=builder.now_s + builder.template(worker.name).drain_deadline_s)
-        _call_back(builder, worker, asked_by=None)
+        _call_back(builder, worker, requested_by=None)
     elif worker.state is S.DRAINING:
         if not worker.leave.lease_gone:  # else it leaves by itself, and takes the time that it needs
             leaving.ask(builder, worker.name)

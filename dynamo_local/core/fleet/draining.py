@@ -210,8 +210,8 @@ def _not_called_back(builder: StepBuilder, worker: Worker, seen: CalledBack) -> 
         # Nobody could tell it to leave either, and it would serve until its deadline cuts it.
         builder.change(worker.name, signalled=True)
         builder.do(Signal(worker.name, seen.pid))
-    if seen.asked_by is not None:
-        if worker.intent is Intent.RETURNING and worker.cause == seen.asked_by:  # else another call is under way
+    if seen.requested_by is not None:
+        if worker.intent is Intent.RETURNING and worker.cause == seen.requested_by:  # else another call is under way
             builder.change(worker.name, intent=Intent.STEADY)
         return
     if worker.state is S.DRAINING and worker.leave.requested_at_s is None:

@@ -106,13 +106,13 @@ class EndSession:
 class CallBack:
     """Have the worker take its drain back. `told`: it was given the sign to leave, and may not have seen it yet.
 
-    `asked_by` is the command whose person waits for the answer (None: nobody waits).
+    `requested_by` is the command whose person waits for the answer (None: nobody waits).
     """
 
     name: str
     pid: int
     signalled: bool
-    asked_by: str | None = None
+    requested_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,22 +143,16 @@ class Rename:
 
 
 @dataclass(frozen=True, slots=True)
-class OrderSleep:
-    """Tell the worker to sleep: order number `order`. It says so itself when it does; the same order may come twice."""
+class Order:
+    """Tell the worker to sleep at that level, or (None) to wake: order number `order`.
+
+    The worker itself says when it does. The same order may come twice.
+    """
 
     name: str
     pid: int
     order: int
-    level: int
-
-
-@dataclass(frozen=True, slots=True)
-class OrderWake:
-    """Tell the worker to wake: order number `order`. As `OrderSleep`."""
-
-    name: str
-    pid: int
-    order: int
+    level: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,13 +210,6 @@ class Report:
     state: WorkerState
 
 
-@dataclass(frozen=True, slots=True)
-class WaitUntil:
-    """Nothing is due before that time (of the arbiter's monotonic clock)."""
-
-    at_s: float
-
-
 Effect = (
     Lock
     | Unlock
@@ -236,8 +223,7 @@ Effect = (
     | FlipRole
     | CallOffFlip
     | Rename
-    | OrderSleep
-    | OrderWake
+    | Order
     | CountRequests
     | LookUpKey
     | Sweep
@@ -245,7 +231,6 @@ Effect = (
     | Forget
     | Tell
     | Report
-    | WaitUntil
 )
 
 
@@ -272,18 +257,14 @@ def describe(effect: Effect) -> str:
             return "call off flip"
         case Rename(was=was):
             return f"rename {was}"
-        case OrderSleep(level=level):
-            return f"order to sleep at level {level}"
-        case OrderWake():
-            return "order to wake"
+        case Order(level=level):
+            return "order to wake" if level is None else f"order to sleep at level {level}"
         case CountRequests():
             return "count requests"
         case LookUpKey(lease=lease):
             return f"look up key of {lease}"
         case LookAtGpus():
             return "look at GPUs"
-        case WaitUntil(at_s=at_s):
-            return f"wait until {at_s:.1f} s"
         case Tell(text=text):
             return f"tell: {text}"
         case Report(reason=reason):

@@ -12,7 +12,6 @@ import enum
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from dynamo_local.core.fleet.backoff import DEFAULT_POLICY, RestartPolicy
 from dynamo_local.core.fleet.fleet import StandbyFacts, Template
@@ -203,18 +202,8 @@ class Wake(Command):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ApplyDeployment(Command):
-    """`dynamo apply -f FILE`. The arbiter makes an `Apply` of it; `step` does not take it."""
-
-    #: As `arbiter.deployment_spec` writes it.
-    deployment: Any
-    dry_run: bool = False
-    force: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Apply(Command):
-    """Another deployment: `applying.apply`. Components that are not among the templates are retired."""
+    """`dynamo apply`: `applying.apply`. Components that are not among the templates are retired."""
 
     templates: tuple[Template, ...]
     #: How many workers some of the components get.
@@ -373,7 +362,7 @@ class CalledBack(Event):
     #: None if it has registered again.
     error: str | None = None
     #: The command whose person waits for the answer. None: nobody waits.
-    asked_by: str | None = None
+    requested_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -580,8 +580,8 @@ class Fleet:
         """
         workers = self.workers.values()
         made = (worker for worker in workers if worker.runs or worker.ended.sweeping)
-        born = {worker.start.spawned_as for worker in made if worker.start.spawned_as is not None}
-        return frozenset(born | {worker.flip.name for worker in workers if worker.flip is not None})
+        spawn_names = {worker.start.spawned_as for worker in made if worker.start.spawned_as is not None}
+        return frozenset(spawn_names | {worker.flip.name for worker in workers if worker.flip is not None})
 
     def names_from_lowest(self, component: str) -> Iterator[tuple[str, int, Worker | None]]:
         """`(watcher name, suffix, entry or None)` from the bare name up, without end."""

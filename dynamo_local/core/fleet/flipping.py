@@ -24,7 +24,8 @@ from dynamo_local.core.fleet.effects import CallOffFlip, FlipRole, Rename, Revok
 from dynamo_local.core.fleet.events import Flip, FlipAnswered, ScaleFlip, VictimPolicy
 from dynamo_local.core.fleet.fleet import Fleet, FlipTarget, Worker
 from dynamo_local.core.fleet.lifecycle import TransitionKind as K
-from dynamo_local.core.fleet.moves import Answer, CallOffFlipOf, FlipWorker
+from dynamo_local.core.fleet.moves import Answer, Move
+from dynamo_local.core.fleet.moves import MoveKind as M
 from dynamo_local.core.fleet.scaling import victims
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.errors import (
@@ -44,7 +45,7 @@ AGAIN_S = 1.0
 # --- decisions ---------------------------------------------------------------------------------
 
 
-def decide(view: Fleet, command: Flip) -> tuple[FlipWorker, ...]:
+def decide(view: Fleet, command: Flip) -> tuple[Move, ...]:
     """None for a worker that flips already.
 
     Raises `UnknownWorker`, `NotFlippable`, `LastReadyWorker`, `TooManyWorkers` or `BeingRestarted`.
@@ -55,7 +56,7 @@ def decide(view: Fleet, command: Flip) -> tuple[FlipWorker, ...]:
     return _flipped(view, [worker], command.force, "flip")
 
 
-def decide_scale(view: Fleet, command: ScaleFlip) -> tuple[FlipWorker, ...]:
+def decide_scale(view: Fleet, command: ScaleFlip) -> tuple[Move, ...]:
     """That many ready workers of `gives` go over to `takes`, chosen by the victim policy.
 
     Raises as `decide` does, and `BadTarget` if there are not so many.
@@ -73,7 +74,7 @@ def decide_scale(view: Fleet, command: ScaleFlip) -> tuple[FlipWorker, ...]:
     return _flipped(view, ready[:count], command.force, f"scale {gives} -{count} --flip")
 
 
-def most(view: Fleet, gives: str, count: int, *, victim_policy: VictimPolicy, reason: str) -> tuple[FlipWorker, ...]:
+def most(view: Fleet, gives: str, count: int, *, victim_policy: VictimPolicy, reason: str) -> tuple[Move, ...]:
     """At most so many ready workers of that component go over to the one that it flips to: as many as can, unforced."""
     able = victims(able_to_flip(view, gives), victim_policy)
     for n in range(min(count, len(able)), 0, -1):
@@ -99,17 +100,17 @@ def able_to_flip(view: Fleet, component: str) -> list[Worker]:
     return [worker for worker in view.ready(component) if may(worker)]
 
 
-def decide_cancel(view: Fleet, command: Flip) -> tuple[CallOffFlipOf, ...]:
+def decide_cancel(view: Fleet, command: Flip) -> tuple[Move, ...]:
     """Raises `UnknownWorker` or `FlipNotCancellable`."""
     worker = view.worker(command.name)
     if worker.flip is None:
         raise FlipNotCancellable(
             f"{worker.name} does not change its role: it is {worker.state}; to have it back, flip it again"
         )
-    return () if worker.flip.cancelled else (CallOffFlipOf(worker.name, "flip --cancel"),)
+    return () if worker.flip.cancelled else (Move(M.CANCEL_FLIP, worker.name, "flip --cancel"),)
 
 
-def _flipped(view: Fleet, chosen: Sequence[Worker], force: bool, reason: str) -> tuple[FlipWorker, ...]:
+def _flipped(view: Fleet, chosen: Sequence[Worker], force: bool, reason: str) -> tuple[Move, ...]:
     for worker in chosen:
         _check_may_flip(view, worker)
     _check_not_last(view, chosen, force, reason)
@@ -119,12 +120,12 @@ def _flipped(view: Fleet, chosen: Sequence[Worker], force: bool, reason: str) ->
     limit = view.template(target).max_workers
     if limit is not None and view.capacity(target) + len(chosen) > limit:
         raise TooManyWorkers(f"{target} would have more than the {limit} workers that its class allows")
-    moves: list[FlipWorker] = []
+    moves: list[Move] = []
     taken = set(view.reserved())
     for worker in chosen:
         name, n = _name_for(view, worker, target, taken)
         taken.add(name)
-        moves.append(FlipWorker(worker.name, name, target, n, reason))
+        moves.append(Move(M.FLIP, worker.name, reason, becomes=FlipTarget(name, target, n)))
     return tuple(moves)
 
 
@@ -192,27 +193,27 @@ def scale_flip(builder: StepBuilder, command: ScaleFlip) -> Answer:
     return _carry_out_all(builder, decide_scale(builder.fleet, command))
 
 
-def _carry_out_all(builder: StepBuilder, moves: Sequence[FlipWorker | CallOffFlipOf]) -> Answer:
+def _carry_out_all(builder: StepBuilder, moves: Sequence[Move]) -> Answer:
     for move in moves:
         carry_out(builder, move)
     return Answer(tuple(moves))
 
 
-def carry_out(builder: StepBuilder, move: FlipWorker | CallOffFlipOf) -> None:
-    """One of the moves."""
-    if isinstance(move, CallOffFlipOf):
-        _call_off(builder, builder.worker(move.name))
+def carry_out(builder: StepBuilder, move: Move) -> None:
+    """A move of the kinds `FLIP` and `CANCEL_FLIP`."""
+    worker = builder.worker(move.name)
+    if move.becomes is None:
+        _call_off(builder, worker)
         return
-    _begin(builder, move)
-    builder.decided_anew(component=builder.worker(move.name).component)
-    builder.decided_anew(component=move.component)
+    _begin(builder, worker, move.becomes)
+    builder.decided_anew(component=worker.component)
+    builder.decided_anew(component=move.becomes.component)
 
 
-def _begin(builder: StepBuilder, move: FlipWorker) -> None:
-    target = FlipTarget(move.to, move.component, move.n)
-    what: dict[str, Any] = {"flip": target, "reason": f"becomes {move.to}", "cause": builder.stimulus_id, "due_s": None}
-    builder.apply(move.name, K.FLIP_REQUESTED, {"becomes": move.to}, **what)
-    ask(builder, builder.worker(move.name))
+def _begin(builder: StepBuilder, worker: Worker, to: FlipTarget) -> None:
+    what: dict[str, Any] = {"flip": to, "reason": f"becomes {to.name}", "cause": builder.stimulus_id, "due_s": None}
+    builder.apply(worker.name, K.FLIP_REQUESTED, {"becomes": to.name}, **what)
+    ask(builder, builder.worker(worker.name))
 
 
 def _call_off(builder: StepBuilder, worker: Worker) -> None:

@@ -174,7 +174,7 @@ def loads_heard(builder: StepBuilder, seen: LoadsHeard) -> None:
     passed_s = 0.0 if before_s is None else min(now_s - before_s, SILENCE_COUNTED_MAX_S)
     builder.set(sampled_s=now_s)
     for worker in builder.workers():
-        load = _told(seen, worker)
+        load = _load_of(seen, worker)
         if load is not None:
             if (
                 load != worker.load or worker.health.unheard_s or worker.health.heard_s is None
@@ -194,7 +194,7 @@ def loads_heard(builder: StepBuilder, seen: LoadsHeard) -> None:
             leaving.hung(builder, builder.worker(worker.name), reason)
 
 
-def _told(seen: LoadsHeard, worker: Worker) -> Load | None:
+def _load_of(seen: LoadsHeard, worker: Worker) -> Load | None:
     """Its answer. One that has changed its role answers under its new name before anybody has heard of that."""
     load = seen.loads.get(worker.name)
     return seen.loads.get(worker.flip.name) if load is None and worker.flip is not None else load

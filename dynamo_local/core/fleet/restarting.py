@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 
 from dynamo_local.core.fleet.events import Restart
 from dynamo_local.core.fleet.fleet import Fleet, Intent, RestartPlan, Worker
-from dynamo_local.core.fleet.moves import BeginDrain, Revive, SpawnWorker, TakeBack
+from dynamo_local.core.fleet.moves import Move
+from dynamo_local.core.fleet.moves import MoveKind as M
 from dynamo_local.core.fleet.scaling import flip_under_way, one_more, taken
 from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.types import WorkerState as S
@@ -45,7 +46,7 @@ class Stopped:
     why: str
 
 
-Step = BeginDrain | Revive | SpawnWorker | TakeBack | Wait | Done | Stopped
+Step = Move | Wait | Done | Stopped
 
 
 def plan_restart(view: Fleet, command: Restart) -> RestartPlan:
@@ -108,7 +109,7 @@ def next_step(view: Fleet, plan: RestartPlan) -> tuple[Step, RestartPlan]:
     """The step to take now, and the plan to ask with after the next change of the fleet.
 
     Commit the step, then ask with the returned plan. A drained worker is started again by `starting.after_process`, so
-    that a restart comes back even if the sequence is lost; `Revive` here is for what has no process to drain.
+    that a restart comes back even if the sequence is lost. A spawn here is for what has no process to drain.
     Bounded because what it waits for is: drains and starts have deadlines, back-offs end in a start or a fault.
     """
     if plan.awaited or plan.removed:
@@ -131,10 +132,11 @@ def next_step(view: Fleet, plan: RestartPlan) -> tuple[Step, RestartPlan]:
             plan = replace(plan, todo=plan.todo[1:], done=(*plan.done, name))
             continue
         step = _new_process(worker) if worker.start.starts > starts else _old_process(view, worker, plan)
-        if isinstance(step, SpawnWorker) or (isinstance(step, Revive) and step.name != name):
+        if not isinstance(step, Move):
+            return step, plan
+        if step.name != name:
             return step, replace(plan, substitutes={**plan.substitutes, name: step.name})
-        begun = plan.begun | {name} if isinstance(step, BeginDrain | Revive) else plan.begun
-        return step, replace(plan, begun=begun)
+        return step, replace(plan, begun=plan.begun | {name})
     return (Done() if plan.stopped is None else Stopped(*plan.stopped)), plan
 
 
@@ -173,9 +175,8 @@ def _replaced(view: Fleet, worker: Worker, substitute: Worker, plan: RestartPlan
     """The old one leaves when the new one serves; a new one that is faulted is taken away again."""
     if substitute.state is S.FAULTED:
         why = substitute.reason or "it is faulted"
-        return TakeBack(substitute.name, f"restart of {worker.name}: {why}"), replace(
-            plan, stopped=(substitute.name, why)
-        )
+        step = Move(M.TAKE_BACK, substitute.name, f"restart of {worker.name}: {why}")
+        return step, replace(plan, stopped=(substitute.name, why))
     if not worker.counts:  # its lease went by itself: it leaves, or comes back
         return Wait(worker.name, f"it is {worker.state}, without our having asked it"), plan
     if substitute.ready:
@@ -194,18 +195,17 @@ def _old_process(view: Fleet, worker: Worker, plan: RestartPlan) -> Step:
     if worker.state is S.FAULTED and worker.name in plan.begun:
         return Stopped(worker.name, worker.reason or "it is faulted")
     if worker.state in (S.FAULTED, S.BACKING_OFF, S.EXITED) and worker.name not in plan.begun:
-        gpus = view.template(worker.component).gpus_per_worker
-        return Revive(worker.name, worker.component, gpus, reason=f"restart: it was {worker.state}")
+        return Move(M.SPAWN, worker.name, f"restart: it was {worker.state}", component=worker.component, n=worker.n)
     if worker.state is S.STARTING:
-        return BeginDrain(worker.name, "restart", restart=True)
+        return Move(M.DRAIN, worker.name, "restart", restart=True)
     if TRAITS[worker.state].asleep and worker.standby.wanted:
-        return BeginDrain(worker.name, "restart", restart=True)
+        return Move(M.DRAIN, worker.name, "restart", restart=True)
     if not worker.ready:
         return Wait(worker.name, f"it is {worker.state}")
     siblings = [w for w in view.of(worker.component) if w.name != worker.name]
     serving = any(w.ready and not w.standby.wanted for w in siblings)  # one that is to sleep is ready for this step
     if worker.name in plan.in_place or serving:
-        return BeginDrain(worker.name, "restart", restart=True)
+        return Move(M.DRAIN, worker.name, "restart", restart=True)
     coming = next((w for w in siblings if w.on_its_way), None)
     if coming is not None:
         return Wait(coming.name, f"{worker.name} is the last ready worker until {coming.name} is ready")

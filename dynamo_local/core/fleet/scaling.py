@@ -26,15 +26,8 @@ from itertools import islice
 from dynamo_local.core.fleet import sleeping
 from dynamo_local.core.fleet.events import Drain, Scale, VictimPolicy
 from dynamo_local.core.fleet.fleet import Fleet, Intent, Template, Worker
-from dynamo_local.core.fleet.moves import (
-    BeginDrain,
-    CancelDrain,
-    Move,
-    PutToSleep,
-    Revive,
-    SpawnWorker,
-    TakeBack,
-)
+from dynamo_local.core.fleet.moves import Move
+from dynamo_local.core.fleet.moves import MoveKind as M
 from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.gpus import GpuAsk, shortage
 from dynamo_local.core.types import Load, Missing, WorkerState
@@ -142,11 +135,11 @@ def decide_drain(view: Fleet, command: Drain) -> tuple[Move, ...]:
     """
     worker = view.worker(command.name)
     if worker.state is WorkerState.FAULTED:
-        return (TakeBack(worker.name, "drain of a faulted worker"),)
+        return (Move(M.TAKE_BACK, worker.name, "drain of a faulted worker"),)
     if (
         worker.leave.silent_at_expiry and worker.state is WorkerState.DRAINING
     ):  # it might come back; from now on it may not
-        return (BeginDrain(worker.name, "drain"),)
+        return (Move(M.DRAIN, worker.name, "drain"),)
     if not (worker.counts or worker.stands_by):
         return ()
     if worker.flip is not None:
@@ -166,7 +159,7 @@ def decide_cancel(view: Fleet, command: Drain) -> tuple[Move, ...]:
     restarts = worker.drains_from_service and worker.intent is Intent.RESTARTING
     if not worker.cancellable and not restarts:
         raise DrainNotCancellable(_why_not_cancellable(worker))
-    return (CancelDrain(worker.name, "drain --cancel"), *_waiting_in_vain(view, [worker]))
+    return (Move(M.CANCEL_DRAIN, worker.name, "drain --cancel"), *_waiting_in_vain(view, [worker]))
 
 
 def flip_under_way(worker: Worker, what: str) -> FlipUnderWay:
@@ -178,7 +171,7 @@ def flip_under_way(worker: Worker, what: str) -> FlipUnderWay:
     )
 
 
-def one_more(view: Fleet, component: str, reason: str) -> SpawnWorker | Revive:
+def one_more(view: Fleet, component: str, reason: str) -> Move:
     """One more worker of the component, on devices that are free or will be: whoever leaves gives some back.
 
     No drain is taken back for it. Raises `TooManyWorkers` or `NotEnoughGpus`.
@@ -195,7 +188,7 @@ def _more(view: Fleet, template: Template, count: int, command: Scale, reason: s
     component = template.component
     _check_limit(template, view.capacity(component) + count)
     drains = sorted((w for w in view.of(component) if w.cancellable), key=lambda w: (-w.since_s, w.n))[:count]
-    back = tuple(CancelDrain(worker.name, f"{reason}: its drain is taken back") for worker in drains)
+    back = tuple(Move(M.CANCEL_DRAIN, worker.name, f"{reason}: its drain is taken back") for worker in drains)
     woken = sleeping.woken_first(view, component, count - len(back), reason) if command.wake else ()
     missing = count - len(back) - len(woken)
     faulted = [worker for worker in view.of(component) if worker.state is WorkerState.FAULTED]
@@ -229,7 +222,7 @@ def _starts(
     returning: Sequence[Worker],
     wait_for_gpus: bool,
     reason: str,
-) -> tuple[SpawnWorker | Revive, ...]:
+) -> tuple[Move, ...]:
     """New processes under the lowest names that have none, each with its devices."""
     reserved, every = view.reserved(), view.names_from_lowest(template.component)
     names = (found for found in every if found[0] not in reserved and _startable(found[2]))
@@ -249,15 +242,13 @@ def _starts(
         hint = f"; {coming} of them come back when the workers that leave are gone" if coming > 0 else ""
         hint += f"; {awaited} that an earlier process still holds are kept for others that wait" if awaited else ""
         raise NotEnoughGpus(shortage(view.gpus, asks, promised) + hint)
-    made: list[SpawnWorker | Revive] = []
-    used, component, size = 0, template.component, template.gpus_per_worker
+    made: list[Move] = []
+    used = 0
     for (name, n, entry), ask in zip(chosen, asks, strict=True):
         used += ask.gpu
         waits = bool(ask.gpu) and used > free
-        if entry is None:
-            made.append(SpawnWorker(name, component, n, size, waits, reason))
-        else:
-            made.append(Revive(name, component, size, waits, f"{reason}: it was {entry.state}"))
+        why = reason if entry is None else f"{reason}: it was {entry.state}"
+        made.append(Move(M.SPAWN, name, why, component=template.component, n=n, waits=waits))
     return tuple(made)
 
 
@@ -286,7 +277,7 @@ def _waiting_in_vain(view: Fleet, returning: Sequence[Worker]) -> tuple[Move, ..
             taken.append(worker)
             short -= promised[worker.name]
     why = f"the drain of {', '.join(worker.name for worker in returning)} was taken back, so its GPUs stay with it"
-    return tuple(TakeBack(worker.name, why) for worker in taken)
+    return tuple(Move(M.TAKE_BACK, worker.name, why) for worker in taken)
 
 
 # --- fewer -------------------------------------------------------------------------------------
@@ -310,17 +301,17 @@ def _fewer(view: Fleet, template: Template, count: int, command: Scale, reason: 
     return tuple(kept.get(worker.name) or _spared(worker, reason) for worker in chosen)
 
 
-def _spared(worker: Worker, reason: str) -> BeginDrain | TakeBack | PutToSleep:
+def _spared(worker: Worker, reason: str) -> Move:
     """One that is being woken, or waits to be, goes on sleeping."""
-    return PutToSleep(worker.name, reason=reason) if TRAITS[worker.state].standby else taken(worker, reason)
+    return Move(M.SLEEP, worker.name, reason) if TRAITS[worker.state].standby else taken(worker, reason)
 
 
-def taken(worker: Worker, reason: str) -> BeginDrain | TakeBack:
+def taken(worker: Worker, reason: str) -> Move:
     """How this one goes. One that is called back from a drain may serve already: it is drained again."""
     returns = worker.state is WorkerState.DRAINING and worker.intent is Intent.RETURNING
     if worker.ready or returns or TRAITS[worker.state].standby:
-        return BeginDrain(worker.name, reason)
-    return TakeBack(worker.name, f"{reason}: it was {worker.state}")
+        return Move(M.DRAIN, worker.name, reason)
+    return Move(M.TAKE_BACK, worker.name, f"{reason}: it was {worker.state}")
 
 
 def check_not_last(view: Fleet, going: Sequence[Worker], force: bool, what: str) -> None:

@@ -20,11 +20,12 @@ from typing import Any
 
 from dynamo_local.core.fleet import draining as leaving
 from dynamo_local.core.fleet.builder import STARTED_AGAIN, StepBuilder
-from dynamo_local.core.fleet.effects import OrderSleep, OrderWake, Tell
+from dynamo_local.core.fleet.effects import Order, Tell
 from dynamo_local.core.fleet.events import KeyPut, OrderAnswered, Sleep, Wake
 from dynamo_local.core.fleet.fleet import Fleet, Intent, RestartPlan, Standby, StandbyFacts, Template, Worker
 from dynamo_local.core.fleet.lifecycle import TransitionKind as K
-from dynamo_local.core.fleet.moves import PutToSleep, WakeUp
+from dynamo_local.core.fleet.moves import Move
+from dynamo_local.core.fleet.moves import MoveKind as M
 from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.gpus import Sleeper, gib
 from dynamo_local.core.notes import Ailing
@@ -45,7 +46,7 @@ KEEP = "standby"
 LEVELS = (1, 2)
 
 
-def decide_sleep(view: Fleet, command: Sleep) -> tuple[PutToSleep, ...]:
+def decide_sleep(view: Fleet, command: Sleep) -> tuple[Move, ...]:
     """None for a worker that sleeps, or will, at that level.
 
     Raises `UnknownWorker`, `NotSleepable` or `NotEnoughMemory`. The caller checks whether it is the last that serves
@@ -54,7 +55,7 @@ def decide_sleep(view: Fleet, command: Sleep) -> tuple[PutToSleep, ...]:
     return tuple(_to_sleep(view, view.worker(command.name), command.level))
 
 
-def _to_sleep(view: Fleet, worker: Worker, level: int) -> Iterator[PutToSleep]:
+def _to_sleep(view: Fleet, worker: Worker, level: int) -> Iterator[Move]:
     if level not in LEVELS:
         raise NotSleepable(f"there is no sleep level {level}; 1 keeps the weights in main memory, 2 reads them again")
     if worker.stands_by and not TRAITS[worker.state].standby:
@@ -76,7 +77,7 @@ def _to_sleep(view: Fleet, worker: Worker, level: int) -> Iterator[PutToSleep]:
     if worker.standby.cannot is not None:
         raise NotSleepable(f"{worker.name} cannot sleep: {worker.standby.cannot}")
     _check_host_memory(view, worker, level)
-    yield PutToSleep(worker.name, level, "sleep")
+    yield Move(M.SLEEP, worker.name, "sleep", level=level)
 
 
 def _check_host_memory(view: Fleet, worker: Worker, level: int) -> None:
@@ -89,7 +90,7 @@ def _check_host_memory(view: Fleet, worker: Worker, level: int) -> None:
     )
 
 
-def decide_wake(view: Fleet, command: Wake) -> tuple[WakeUp, ...]:
+def decide_wake(view: Fleet, command: Wake) -> tuple[Move, ...]:
     """None for a worker that serves or is being woken.
 
     Raises `UnknownWorker`, or `NotWakeable` that names the holder of the worker's devices.
@@ -99,22 +100,12 @@ def decide_wake(view: Fleet, command: Wake) -> tuple[WakeUp, ...]:
         return ()
     if not worker.stands_by:
         raise NotWakeable(f"{worker.name} is {worker.state}, and not asleep: there is nothing to wake")
-    return (wake_of(view, worker, "wake"),)
-
-
-def wake_of(view: Fleet, worker: Worker, reason: str) -> WakeUp:
-    """The move that wakes this one. Raises `NotWakeable`."""
-    if not TRAITS[worker.state].asleep:
-        return WakeUp(worker.name, reason=reason)
-    why = view.gpus.why_not_woken(worker.name, view.template_of(worker).vram_share)
-    if why is None:
-        return WakeUp(worker.name, reason=reason)
-    if _holders_leave(view, worker):
-        return WakeUp(worker.name, waits=True, reason=reason)
-    raise NotWakeable(
-        f"{worker.name} cannot be woken on its GPUs, to which its process is pinned: {why}; free them, or start "
-        f"another worker elsewhere (`dynamo scale {worker.component} +1 --no-wake`)"
-    )
+    if TRAITS[worker.state].asleep and (why := waits_in_vain(view, worker)) is not None:
+        raise NotWakeable(
+            f"{worker.name} cannot be woken on its GPUs, to which its process is pinned: {why}; free them, or start "
+            f"another worker elsewhere (`dynamo scale {worker.component} +1 --no-wake`)"
+        )
+    return (Move(M.WAKE, worker.name, "wake"),)
 
 
 def waits_in_vain(view: Fleet, worker: Worker) -> str | None:
@@ -130,13 +121,13 @@ def _holders_leave(view: Fleet, worker: Worker) -> bool:
     return bool(holders) and not any(each.counts or each.stands_by for each in holders)
 
 
-def kept_asleep(view: Fleet, template: Template, going: Sequence[Worker], reason: str) -> dict[str, PutToSleep]:
+def kept_asleep(view: Fleet, template: Template, going: Sequence[Worker], reason: str) -> dict[str, Move]:
     """Ready workers that sleep instead of being given up, by name: as many as the component lacks on standby.
 
     `_keep` would start others for that.
     """
     there = sum(worker.stands_by for worker in view.of(template.component))
-    moves: dict[str, PutToSleep] = {}
+    moves: dict[str, Move] = {}
     for worker in going:
         if len(moves) + there >= (template.standby or 0):
             break
@@ -145,16 +136,16 @@ def kept_asleep(view: Fleet, template: Template, going: Sequence[Worker], reason
         except DynamoError:
             able = False
         if able:
-            moves[worker.name] = PutToSleep(worker.name, LEVELS[0], reason)
+            moves[worker.name] = Move(M.SLEEP, worker.name, reason, level=LEVELS[0])
     return moves
 
 
-def woken_first(view: Fleet, component: str, count: int, reason: str) -> tuple[WakeUp, ...]:
+def woken_first(view: Fleet, component: str, count: int, reason: str) -> tuple[Move, ...]:
     """At most so many workers on standby that can serve soon: the ones nearest to it first."""
     order = {S.FALLING_ASLEEP: 0, S.SLEEPING: 1, S.STARTING: 2}
     there = [worker for worker in view.of(component) if worker.stands_by]
     there.sort(key=lambda w: (order.get(w.state, 3), w.standby.level, w.n))
-    moves: list[WakeUp] = []
+    moves: list[Move] = []
     ledger, share = view.gpus, view.template(component).vram_share
     for worker in there:
         if len(moves) == count:
@@ -163,7 +154,7 @@ def woken_first(view: Fleet, component: str, count: int, reason: str) -> tuple[W
             if ledger.why_not_woken(worker.name, share) is not None:
                 continue
             ledger = ledger.wake(worker.name, share)
-        moves.append(WakeUp(worker.name, reason=f"{reason}: it was {worker.state}"))
+        moves.append(Move(M.WAKE, worker.name, f"{reason}: it was {worker.state}"))
     return tuple(moves)
 
 
@@ -218,11 +209,8 @@ def give(builder: StepBuilder, name: str) -> None:
     if worker.pid is None:
         return
     builder.change(name, standby=replace(worker.standby, ask_s=builder.now_s + ASK_AGAIN_S))
-    order = worker.standby.order
-    if worker.state is S.WAKING:
-        builder.do(OrderWake(name, worker.pid, order))
-    else:
-        builder.do(OrderSleep(name, worker.pid, order, worker.standby.level))
+    level = None if worker.state is S.WAKING else worker.standby.level
+    builder.do(Order(name, worker.pid, worker.standby.order, level))
 
 
 def answered(builder: StepBuilder, seen: OrderAnswered) -> None:
@@ -379,8 +367,8 @@ def _first_sleep(builder: StepBuilder, worker: Worker) -> None:
     else:
         builder.change(worker.name, standby=replace(worker.standby, wanted=False))
         builder.set(no_standby={**builder.fleet.no_standby, worker.component: cannot})
-        told = f"{worker.component}: no worker can be kept on standby: {cannot}"
-        builder.do(Tell(f"{told}; {worker.name} leaves"))
+        text = f"{worker.component}: no worker can be kept on standby: {cannot}"
+        builder.do(Tell(f"{text}; {worker.name} leaves"))
         why = f"it cannot sleep: {cannot}"
         builder.apply(worker.name, K.DRAIN_REQUESTED, {"reason": why}, by=KEEP, reason=why)
         leaving.ask(builder, worker.name)

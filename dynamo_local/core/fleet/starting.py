@@ -251,8 +251,8 @@ def after_failure(builder: StepBuilder, name: str) -> None:
     if isinstance(verdict, Fault):
         faulted: dict[str, Any] = {"intent": Intent.STEADY, "history": history, "reason": verdict.reason}
         builder.apply(name, K.FAULTED, {"reason": verdict.reason}, by=RESTART_POLICY, **faulted)
-        told = f"{name} is faulted: {verdict.reason}; `dynamo restart {name}` tries again"
-        builder.do(Tell(told, Ailing(name)))
+        text = f"{name} is faulted: {verdict.reason}; `dynamo restart {name}` tries again"
+        builder.do(Tell(text, Ailing(name)))
         give_back(builder, name, keep=False)
         return
     waits = isinstance(verdict, WaitForInfra)
@@ -352,8 +352,8 @@ def _end_quarantines(builder: StepBuilder) -> None:
         if uuid in ledger.vanished or ledger.occupant(uuid) is not None:
             continue
         ledger = ledger.restore(uuid)
-        told = f"GPU {ledger.by_uuid[uuid].index} ({uuid}) is seen to be empty: its quarantine ends"
-        builder.do(Tell(told, Elsewhere()))
+        text = f"GPU {ledger.by_uuid[uuid].index} ({uuid}) is seen to be empty: its quarantine ends"
+        builder.do(Tell(text, Elsewhere()))
     builder.set(gpus=ledger)
 
 

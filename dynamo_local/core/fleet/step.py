@@ -96,9 +96,7 @@ def step(fleet: Fleet, event: Event, now_s: float) -> tuple[Fleet, tuple[Effect,
         sleeping.advance(builder)
     if builder.fleet.look_s is not None and builder.fleet.look_s <= now_s:
         starting.look(builder)
-    due_s = next_due_s(builder.fleet)
-    fleet_after, effects = builder.result(event.kind, due_s if due_s != next_due_s(fleet) else None)
-    return fleet_after, effects, answer
+    return *builder.result(event.kind), answer
 
 
 def next_due_s(fleet: Fleet) -> float | None:

@@ -334,11 +334,11 @@ class DecodeSide:
         pause (expected). A prompt that is computed in one pass with it has its first token no sooner."""
         if self._targets.itl_s is None:
             return 0.0
-        room = self._pass_tokens - len(self._running) - (ask.prompt_tokens - ask.cached_tokens)
+        left = self._pass_tokens - len(self._running) - (ask.prompt_tokens - ask.cached_tokens)
         count = len(self._prompts)
         for request in reversed(self._prompts.values()):
-            room -= request.local_tokens or 0
-            if room < 0 or (count == 1 and now_s > self._head_since_s):  # the first is being computed already
+            left -= request.local_tokens or 0
+            if left < 0 or (count == 1 and now_s > self._head_since_s):  # the first is being computed already
                 break
             count -= 1
         for request in self._coming.values():
@@ -357,8 +357,8 @@ class DecodeSide:
         uncached = ask.prompt_tokens - ask.cached_tokens
         own_s = timing.prefill_s(ask.prompt_tokens, ask.cached_tokens)
         tokens = uncached + sum(each.local_tokens or 0 for each in self._prompts.values())
-        room = max(1, self._pass_tokens - len(self._running))
-        passes = math.ceil(tokens / room) + (0.5 if self._running else 0.0)
+        left = max(1, self._pass_tokens - len(self._running))
+        passes = math.ceil(tokens / left) + (0.5 if self._running else 0.0)
         decoding_s = self.itl_s() * passes if self._running else 0.0
         return Here((before_s + own_s) * factor + decoding_s, before_s * factor, own_s * factor)
 

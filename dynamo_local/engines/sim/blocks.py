@@ -155,8 +155,7 @@ class BlockPool:
                     cached[block] = None
 
 
-# --- sequence_cache
-# The KV blocks of sequences: looked up in the cache, allocated, filled and freed.
+# --- The KV blocks of sequences: looked up in the cache, allocated, filled and freed.
 
 _HIT_RATE_REQUESTS = 1000
 """The prefix hit rate covers the last thousand requests, as vLLM's does."""

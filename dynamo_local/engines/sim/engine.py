@@ -38,8 +38,7 @@ from dynamo_local.ports import EngineInfo, EngineOutput, EngineRequest, KvEventP
 from dynamo_local.profile.interpolation import PerfModel, ProfileModel
 from dynamo_local.system.executors import ended
 
-# --- told_passes
-# Tells a sink of the simulated engine's passes, and each second without one, that the engine is alive.
+# --- Reports the simulated engine's passes to a sink, and a heartbeat in each second without one.
 
 HEARTBEAT_S = 1.0
 
@@ -85,8 +84,7 @@ class EnginePasses:
         self._sink.record(ForwardPass(EngineId(""), self._count, wall_time_s, scheduled, queued, at_s))
 
 
-# --- sleeping
-# The simulated engine's sleep: it takes the time, and keeps the memory, that its options say.
+# --- The simulated engine's sleep: its options give the time and the memory.
 
 SIM_MEMORY_BYTES = 80 * 1024**3
 """Memory of a simulated device (`system.gpus`). An awake engine takes `SIM_SHARE` of it."""
@@ -366,7 +364,10 @@ class SimEngine(EngineBase):
         return self._scheduler.matched_tokens(keys) / len(prompt_token_ids)
 
     def counters(self) -> Mapping[str, float]:
-        return {"prefix_queries": self._queried, "prefix_hits": self._found}
+        counted = {"prefix_queries": self._queried, "prefix_hits": self._found}
+        if self._scheduler is not None and self.options.accept_length > 1:
+            counted |= {"drafts": self._scheduler.drafts, "accepted": self._scheduler.accepted}
+        return counted
 
     def _passing(self) -> Passing | None:
         """The current pass. None before the start and after the end."""

@@ -30,6 +30,7 @@ def shape_of(options: SimOptions, perf: PerfModel, faults: Faults | None = None)
         speed=options.speed,
         kv_lease_duration_s=options.kv_lease_duration_s,
         faults=faults,
+        accept_length=options.accept_length,
     )
     return config, max_model_len
 

@@ -50,6 +50,8 @@ class SimOptions:
     token_high: int = DEFAULT_TOKEN_HIGH
     """Output ids lie in [token_low, token_high): choose ids that the tokenizer in use turns into plain text."""
     mean_output_tokens: int = DEFAULT_MEAN_OUTPUT_TOKENS
+    accept_length: float = 1.0
+    """Speculative decoding: mean number of tokens per decode pass and sequence. 1: no speculation."""
     seed: int = 0
     kv_bytes_per_token: int = 131_072
     """Llama-3.1-8B: 32 layers x (K and V) x 8 heads x 128 x 2 bytes."""
@@ -95,6 +97,7 @@ class SimOptions:
         rates = ("speed", "kv_transfer_bytes_per_s", "kv_pull_timeout_s", "kv_lease_duration_s")
         for name in (*rates, "slow_factor", "neighbour_factor"):
             _require(name, getattr(self, name), getattr(self, name) > 0, "above 0")
+        _require("accept_length", self.accept_length, 1 <= self.accept_length <= 16, "1 to 16")
         _require("slow_gpu", self.slow_gpu, self.slow_gpu is None or self.slow_gpu >= 0, "the index of a GPU")
         for name in (
             "block_size",

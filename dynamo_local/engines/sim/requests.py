@@ -10,8 +10,7 @@ from typing import Literal, NamedTuple
 from dynamo_local.core.passes import Requests
 from dynamo_local.engines.sim.options import Faults
 
-# --- handoffs
-# KV that was computed here and waits to be pulled by another engine, each under a lease. Pure.
+# --- KV that another engine will pull, each under a lease. Pure.
 
 
 @dataclass(slots=True)
@@ -91,6 +90,13 @@ class SchedulerConfig:
     kv_lease_duration_s: float = 30.0
     coalesce: bool = True
     faults: Faults | None = None
+    accept_length: float = 1.0
+    """Mean number of tokens that a decode pass gives a sequence: its own, and accepted draft tokens."""
+
+    @property
+    def draft_tokens(self) -> int:
+        """Tokens that are drafted for a sequence in a decode pass; 0 without speculation."""
+        return math.ceil(self.accept_length) - 1
 
     def speed_at(self, at_s: float) -> float:
         """Factor by which a pass that begins at that moment is faster."""
@@ -194,6 +200,10 @@ class Seq:
     """Leading blocks whose content the pool knows."""
     step: int = 0
     """Tokens that the current pass computes."""
+    drafts: int = 0
+    """Draft tokens that the current pass verifies."""
+    accepts: float = 0.0
+    """Draft tokens that are still to be accepted, to keep the mean."""
     starts: bool = False
     """The current pass is the first one since it was admitted."""
     announced: bool = False

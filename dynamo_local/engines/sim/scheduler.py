@@ -38,8 +38,7 @@ from dynamo_local.engines.sim.requests import (
 )
 from dynamo_local.profile.interpolation import PerfModel
 
-# --- queue
-# Requests that do not run: in order of arrival, preempted ones first, and those whose KV comes from another engine.
+# --- Requests that do not run: preempted ones, then in order of arrival. Those with KV from another engine are apart.
 
 
 class Queue:
@@ -117,8 +116,7 @@ class Queue:
         tally.remove(tokens)
 
 
-# --- passes
-# The passes of a run: when they end, and the tokens that each gives its sequences.
+# --- The passes of a run: when they end, and the tokens that each gives its sequences.
 
 
 def cost(rows: Sequence[Seq], perf: PerfModel) -> tuple[float, int, bool]:
@@ -153,15 +151,23 @@ def extend(run: Pass, passes: int, perf: PerfModel, *, speed: float, expiry_s: f
     ends += later[1 : begun + 1]
 
 
-def end_rows(run: Pass, end_s: float) -> list[Tokens]:
-    """The end of a pass with prompts in it: each sequence whose tokens are all computed gets one more."""
-    times = (end_s,)
+def end_rows(run: Pass, end_s: float, accept_length: float) -> list[Tokens]:
+    """The end of one pass: each sequence whose tokens are all computed gets one more, and its accepted draft tokens.
+
+    How many drafts are accepted follows from `accept_length` alone: as many as keep each sequence near the mean.
+    """
     events: list[Tokens] = []
     for seq in run.rows:
         seq.computed += seq.step
         if seq.computed == seq.total:
-            events.append(Tokens(seq.request.request_id, seq.generated, times))
-            seq.generated += 1
+            accepted = 0
+            if seq.drafts:
+                seq.accepts += accept_length - 1
+                accepted = min(int(seq.accepts), seq.drafts)
+                seq.accepts -= int(seq.accepts)
+                seq.computed += accepted
+            events.append(Tokens(seq.request.request_id, seq.generated, (end_s,) * (1 + accepted)))
+            seq.generated += 1 + accepted
     return events
 
 
@@ -188,8 +194,7 @@ def advance_rows(run: Pass, count: int, cache: SequenceCache, *, over: bool) -> 
     return events
 
 
-# --- quiet
-# How long a batch runs without a change. Pure.
+# --- How long a batch runs without a change. Pure.
 
 
 def quiet_passes(rows: Sequence[Seq], block_size: int, free_blocks: int) -> int:
@@ -297,6 +302,8 @@ class SimScheduler:
         self._itl_s: float | None = None
         self.preemptions = 0
         self.passes = 0
+        self.drafts = self.accepted = 0
+        """Speculation: how often a sequence's tokens were drafted, and the draft tokens that were accepted."""
 
     # --- what can be seen (as of the last call that took a time) -------------------------------
 
@@ -488,6 +495,7 @@ class SimScheduler:
             return
         took_s, kv_tokens, decodes = cost(rows, self._perf)
         quiet = decodes and len(rows) == len(self._running) and self.preemptions == preemptions
+        quiet = quiet and not self.config.draft_tokens
         end_s = start_s + took_s / self.config.speed_at(start_s)
         limit = 1
         if quiet and self.config.coalesce:
@@ -505,24 +513,31 @@ class SimScheduler:
             seq = self._running[position]
             step = seq.step = min(seq.request.num_prompt_tokens + seq.generated - seq.computed, budget)
             seq.starts = False
+            seq.drafts = self._drafts(seq, budget)
             ahead, held = seq.computed + step, len(seq.blocks)
-            if ahead > held * size and not self._grow(seq, -(-ahead // size) - held, now_s):
+            if (most := ahead + seq.drafts) > held * size and not self._grow(seq, -(-most // size) - held, now_s):
                 break
             if seq.stored < len(seq.keys):
                 self._cache.store(seq, ahead)
             rows.append(seq)
-            budget -= step
+            budget -= step + seq.drafts
             position += 1
         for seq in self._running[position:]:
             seq.step = 0
         return rows, budget
+
+    def _drafts(self, seq: Seq, budget: int) -> int:
+        """Draft tokens of the pass, within the budget and the rest of the answer. The first token has none."""
+        if not self.config.draft_tokens or not seq.generated or seq.step != 1:
+            return 0
+        return min(self.config.draft_tokens, budget - 1, seq.request.num_output_tokens - seq.generated - 1)
 
     def _grow(self, seq: Seq, need: int, now_s: float) -> bool:
         """Give the sequence `need` more blocks, preempting those admitted last; False if it was preempted itself."""
         while self._cache.pool.free < need:
             victim = self._running.pop()
             self._cache.free(victim)
-            victim.computed = victim.stored = victim.step = 0
+            victim.computed = victim.stored = victim.step = victim.drafts = 0
             self._queue.put_back(victim)
             self.preemptions += 1
             self._events.append(Preempted(victim.request.request_id, now_s))
@@ -590,7 +605,10 @@ class SimScheduler:
         if run.quiet:
             self._events += advance_rows(run, count, self._cache, over=over)
         else:
-            self._events += end_rows(run, end_s)
+            ended = end_rows(run, end_s, self.config.accept_length)
+            self._events += ended
+            if self.config.draft_tokens and ended:
+                self._count_drafts(run.rows, ended)
         if over:
             self._pass, self._start_at_s = None, end_s
             if whole:
@@ -602,6 +620,14 @@ class SimScheduler:
             run.kv_tokens += len(run.rows) * count
             run.scheduled = None if run.scheduled is None else one_later(run.scheduled, count)
         return True
+
+    def _count_drafts(self, rows: list[Seq], ended: list[Tokens]) -> None:
+        """A pass that gives a sequence several tokens counts as several waits between tokens."""
+        tokens = sum(len(event.times_s) for event in ended)
+        self.drafts += sum(seq.drafts > 0 for seq in rows)
+        self.accepted += tokens - len(ended)
+        if self._itl_s is not None:
+            self._itl_s *= len(ended) / tokens
 
     def _finish(self, rows: list[Seq], now_s: float) -> None:
         done = [seq for seq in rows if seq.generated >= seq.request.num_output_tokens]

@@ -138,8 +138,7 @@ def expected_output(
     return list(stream.take(0, count)), reason
 
 
-# --- keys
-# Content keys of the blocks of an output: `kv_hashes`, as everywhere. Pure; the same in every process.
+# --- Content keys of an output's blocks (`kv_hashes`). Pure; the same in every process.
 
 
 class OutputKeys:

@@ -218,8 +218,7 @@ def _gone(host: str, port: int, request: PullRequest, why: str) -> KvTransferErr
     )
 
 
-# --- streams
-# The output of one request, for which a `generate` of the simulated engine waits.
+# --- The output of one request, for which `generate` waits.
 
 
 class OutputStream:

@@ -156,7 +156,9 @@ class MachineWorld:
             proc.asked = False
             self.revoke(proc.lease)
             self.register(proc)
-        return st.CalledBack(stimulus_id="control", name=act.name, pid=act.pid, error=error, asked_by=act.asked_by)
+        return st.CalledBack(
+            stimulus_id="control", name=act.name, pid=act.pid, error=error, requested_by=act.requested_by
+        )
 
     def _flipped(self, act: ins.FlipRole, well: bool) -> st.Event:
         """Its new key may be seen before its answer, after it, or instead of it."""
@@ -217,7 +219,6 @@ class MachineWorld:
         self.exits.append(gone)
 
     def memory_returns(self, *, all_of_it: bool = False) -> None:
-        """What is not lost."""
         self.memory &= set() if all_of_it else self.lost
 
     def etcd_goes(self) -> None:

@@ -8,7 +8,7 @@ import os
 import signal
 from collections.abc import Mapping
 
-from dynamo_local.system.process_host import ExitCallback, ProcessSpec
+from dynamo_local.system.process_host import ExitCallback, LaunchSpec
 
 
 class FakeProcessHost:
@@ -20,13 +20,12 @@ class FakeProcessHost:
     def __init__(self, endings: Mapping[tuple[str, ...], int | None] | None = None, *, first_pid: int = 1000) -> None:
         self.on_exit: ExitCallback | None = None
         self.watchers: dict[str, int | None] = {}
-        self.specs: dict[int, ProcessSpec] = {}
+        self.specs: dict[int, LaunchSpec] = {}
         self.refuse_next: list[OSError] = []
         self._endings = dict(endings or {})
         self._pids = itertools.count(first_pid)
 
-    async def start_process(self, spec: ProcessSpec) -> int:
-        """See `ProcessHost`."""
+    async def start_process(self, spec: LaunchSpec) -> int:
         await asyncio.sleep(0)  # as a real one: others run meanwhile
         if self.refuse_next:
             raise self.refuse_next.pop(0)
@@ -42,7 +41,6 @@ class FakeProcessHost:
         return pid
 
     async def forget(self, name: str) -> None:
-        """See `ProcessHost`."""
         self.watchers.pop(name, None)
 
     def runs(self, pid: int) -> bool:

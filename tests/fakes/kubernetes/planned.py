@@ -29,6 +29,8 @@ class Planned:
     connector: KubernetesConnector
     clock: AsyncioClock
     told: Told
+    #: One entry for each time that the connector noticed somebody else's change.
+    manual: list[bool]
 
     @property
     def graph(self) -> dict[str, Any]:
@@ -76,10 +78,13 @@ async def planned(
         if "scalingAdapter" in one:
             made = adapter(one["name"], one.get("replicas", 1))
             await admin.request("POST", f"{base}/dynamographdeploymentscalingadapters", made)
+    manual: list[bool] = []
     works = Operator(admin, clock, NAME, version=version, **operator)
-    connector = KubernetesConnector(KubeApi(kube.client(), "default", NAME), clock, expected, tell=told)
+    connector = KubernetesConnector(
+        KubeApi(kube.client(), "default", NAME), clock, expected, tell=told, on_manual=lambda: manual.append(True)
+    )
     await works.start()
-    world = Planned(kube, works, connector, clock, told)
+    world = Planned(kube, works, connector, clock, told, manual)
     try:
         if ready:
             await world.until(lambda: world.graph["status"]["state"] == "successful")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,7 +50,6 @@ class Arbiter:
         self.tasks: set[asyncio.Task[Any]] = set()
         self.etcd = FakeEtcd()
         self.links = SimpleNamespace(etcd_answers=True, answer=True, kv=self.etcd)
-        self.on_manual: list[Callable[[str], None]] = []
         self.planning = self.made(PlannerConfig())
 
     def made(self, options: PlannerConfig, plugins: PlannerPlugins | None = None, **more: Any) -> ArbiterPlanner:

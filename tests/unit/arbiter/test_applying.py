@@ -12,7 +12,7 @@ import pytest
 
 from dynamo_local.arbiter.adoption import retired
 from dynamo_local.arbiter.apply import ApplyCommand
-from dynamo_local.arbiter.commands import Commands
+from dynamo_local.arbiter.commands import ApplyDeployment, Commands
 from dynamo_local.arbiter.deployment import Launcher
 from dynamo_local.arbiter.deployment_spec import DeploymentSpec
 from dynamo_local.arbiter.statefile import restart_of_entry
@@ -98,8 +98,7 @@ class Run:
         words = {name: more.pop(name) for name in ("dry_run", "force") if name in more}
         plain: dict[str, Any] = {"host": {}, "sections": {}, "planner": None, "planner_starts": False}
         wish = DeploymentSpec(**{"graph": replace(GRAPH, services=services or GRAPH.services), **plain, **more})
-        options = {"dry_run": False, "force": False, **words}
-        return await self.applying.apply(wish.as_json(), stimulus_id="apply:1", **options)
+        return await self.applying.apply(ApplyDeployment(stimulus_id="apply:1", deployment=wish.as_json(), **words))
 
 
 async def test_the_new_deployment_is_what_runs_from_then_on() -> None:
@@ -185,7 +184,7 @@ async def test_what_an_apply_that_had_stopped_left_is_gone_on_with() -> None:
 
 async def test_what_is_no_deployment_is_refused() -> None:
     with pytest.raises(BadInput, match="this is no deployment"):
-        await Run().applying.apply({"graph": 3}, dry_run=False, force=False, stimulus_id="apply:1")
+        await Run().applying.apply(ApplyDeployment(stimulus_id="apply:1", deployment={"graph": 3}))
 
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "statefile"

@@ -102,7 +102,7 @@ class House:
 
 def _called_back(act: Act) -> Event:
     assert isinstance(act, CallBack)
-    return CalledBack(stimulus_id="t", name=act.name, pid=act.pid, asked_by=act.asked_by)
+    return CalledBack(stimulus_id="t", name=act.name, pid=act.pid, requested_by=act.requested_by)
 
 
 @pytest.fixture

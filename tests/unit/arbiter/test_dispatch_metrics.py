@@ -24,9 +24,9 @@ def test_all_that_a_decode_worker_tells_has_a_family() -> None:
     counts.decided(remote=True, why=Why.FEWER_MISSES)
     counts.decided(remote=False, why=Why.QUEUE_UNKNOWN, fallback=True)
     counts.came_back()
-    told = counts.told()
-    found = scraped(WorkerCounters("VllmWorker", "dynamo_VllmWorker", told))
-    assert len(found) == len(told)
+    reported = counts.status()
+    found = scraped(WorkerCounters("VllmWorker", "dynamo_VllmWorker", reported))
+    assert len(found) == len(reported)
     assert by_label(found, "dynamo_dispatch_prefills_total") == {
         ("VllmWorker", "remote", "fewer_misses", "dynamo_VllmWorker"): 1,
         ("VllmWorker", "local", "queue_unknown", "dynamo_VllmWorker"): 1,

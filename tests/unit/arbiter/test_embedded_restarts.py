@@ -21,7 +21,7 @@ from dynamo_local.arbiter.servers import (
 from dynamo_local.clock import AsyncioClock, run_virtual
 from dynamo_local.errors import StateError
 from dynamo_local.system.paths import Paths
-from dynamo_local.system.process_host import ExitCallback, ProcessSpec
+from dynamo_local.system.process_host import ExitCallback, LaunchSpec
 
 NAME = "test_etcd"
 GONE = 2**22 + 1
@@ -36,7 +36,7 @@ class Host:
         self.starts: list[float] = []
         self.on_exit: ExitCallback | None = None
 
-    async def start_process(self, spec: ProcessSpec) -> int:
+    async def start_process(self, spec: LaunchSpec) -> int:
         """See `ProcessHost`."""
         self.starts.append(asyncio.get_running_loop().time())
         if self.refuses:

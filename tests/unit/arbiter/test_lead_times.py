@@ -13,7 +13,7 @@ from dynamo_local.core.fleet import events as st
 from dynamo_local.core.fleet.events import Change
 from dynamo_local.core.fleet.fleet import Fleet, StandbyFacts, Template
 from dynamo_local.core.fleet.step import step
-from dynamo_local.core.lead_times import LeadTimes, Rung
+from dynamo_local.core.lead_times import LeadTimes, OptionKind
 from tests.fakes.arbiter.fleet_views import DECODE, PREFILL, lease_of, name, on_ledger, pid_of, worker
 
 D, P = DECODE.component, PREFILL.component
@@ -120,10 +120,10 @@ def standby_templates() -> tuple[Template, ...]:
 
 def test_each_rung_that_was_measured_has_its_statistics_and_no_other_a_sample() -> None:
     """This run's and this host's together; what was never measured is absent, not 0."""
-    leads = LeadTimes(host={"VllmWorker": {Rung.COLD: [30.0, 50.0]}})
+    leads = LeadTimes(host={"VllmWorker": {OptionKind.COLD: [30.0, 50.0]}})
     for seconds in (0.2, 0.1, 0.3):
-        leads = leads.noted(Rung.FLIP_TO_DECODE, "VllmWorker", seconds)
-    leads = leads.noted(Rung.COLD, "VllmWorker", 40.0)
+        leads = leads.noted(OptionKind.FLIP_TO_DECODE, "VllmWorker", seconds)
+    leads = leads.noted(OptionKind.COLD, "VllmWorker", 40.0)
     registry = CollectorRegistry()
     LeadTimeMetrics(registry, lambda: LeadTimesNow(leads, {("vllm", "warm"): 2}))
 

@@ -15,19 +15,17 @@ from tests.simulation.world import NoLocks
 
 
 @pytest.fixture
-def commands() -> Commands:
+def commands(told: list[str]) -> Commands:
     """To two ready decode workers and a ready prefill worker on eight devices."""
     workers = [*fleet("ready", "ready").workers.values(), worker(0, "ready", PREFILL)]
     pool = GpuPool("dynamo", SimInventory(8), NoLocks())  # type: ignore[arg-type]
-    return Commands(shell_of(on_ledger(workers, 8)), pool.look)
+    return Commands(shell_of(on_ledger(workers, 8)), pool.look, on_manual=told.append)
 
 
 @pytest.fixture
-def told(commands: Commands) -> list[str]:
+def told() -> list[str]:
     """The causes of the changes that it told of."""
-    causes: list[str] = []
-    commands.on_manual.append(causes.append)
-    return causes
+    return []
 
 
 async def test_scale_drain_and_restart_of_a_person_are_told(commands: Commands, told: list[str]) -> None:

@@ -183,7 +183,7 @@ def answering(error: str | None) -> Callable[[Act], CalledBack]:
 
     def answer(act: Act) -> CalledBack:
         assert isinstance(act, CallBack)
-        return CalledBack(stimulus_id="control", name=act.name, pid=act.pid, error=error, asked_by=act.asked_by)
+        return CalledBack(stimulus_id="control", name=act.name, pid=act.pid, error=error, requested_by=act.requested_by)
 
     return answer
 
@@ -214,8 +214,8 @@ async def test_the_answer_to_another_command_is_not_this_ones() -> None:
     async with asyncio.timeout(10.0):
         while not house.effects.asked:
             await asyncio.sleep(0)
-    house.controller.feed(late(error="it has exited", asked_by="drain:1"))
-    house.controller.feed(late(asked_by="drain:2"))
+    house.controller.feed(late(error="it has exited", requested_by="drain:1"))
+    house.controller.feed(late(requested_by="drain:2"))
     assert (await waiting)["state"] == "ready"
 
 
@@ -227,7 +227,7 @@ def test_a_worker_that_does_not_answer_is_a_refusal_after_a_bounded_time() -> No
         with pytest.raises(DrainNotCancellable, match=f"it did not answer within {CALL_BACK_TIMEOUT_S:g} s"):
             await house.commands.run(Drain(stimulus_id="drain:1", name=name(1), cancel=True))
         waited_s = AsyncioClock().now_s() - began_s
-        house.controller.feed(CalledBack(stimulus_id="late", name=name(1), pid=pid_of(1), asked_by="drain:1"))
+        house.controller.feed(CalledBack(stimulus_id="late", name=name(1), pid=pid_of(1), requested_by="drain:1"))
         assert house.controller.fleet.workers[name(1)].ready
         return waited_s
 

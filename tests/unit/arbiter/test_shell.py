@@ -98,7 +98,7 @@ def test_acts_on_one_worker_wait_for_each_other_and_for_their_own_commit() -> No
     bench.effects.act(ins.Revoke).finish()
     assert bench.effects.begun == [], "not written yet"
     bench.effects.write()
-    assert bench.effects.act(ins.CallBack).act.asked_by
+    assert bench.effects.act(ins.CallBack).act.requested_by
 
 
 def test_acts_on_different_workers_go_side_by_side() -> None:

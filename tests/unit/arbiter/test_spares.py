@@ -12,10 +12,10 @@ from typing import Any
 
 from dynamo_local.arbiter.prewarmed import PrewarmedHost, PrewarmedKind, PrewarmedProcesses, PrewarmedRules
 from dynamo_local.clock import AsyncioClock
-from dynamo_local.core.prewarmed import early, is_spare
+from dynamo_local.core.prewarmed import early, is_prewarmed
 from dynamo_local.system import fd_messages
 from dynamo_local.system.paths import Paths
-from dynamo_local.system.process_host import ExitCallback, ProcessSpec
+from dynamo_local.system.process_host import ExitCallback, LaunchSpec
 from tests.drivers.eventually import eventually
 
 KIND = PrewarmedKind("sim", "/", (("PATH", "/bin"),))
@@ -36,7 +36,7 @@ class Host:
         self.orders: list[dict[str, Any]] = []
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start_process(self, spec: ProcessSpec) -> int:
+    async def start_process(self, spec: LaunchSpec) -> int:
         self.started.append(spec.name)
         if spec.inherited_fds:
             theirs = socket.socket(fileno=os.dup(spec.inherited_fds[0]))
@@ -47,7 +47,7 @@ class Host:
     async def forget(self, name: str) -> None:
         self.forgotten.append(name)
 
-    def rename_process(self, name: str, spec: ProcessSpec) -> int:
+    def rename_process(self, name: str, spec: LaunchSpec) -> int:
         self.renamed.append((name, spec.name))
         return GONE_PID
 
@@ -106,8 +106,8 @@ async def pool(
         await asyncio.gather(*tasks)
 
 
-def spec(tmp_path: Path) -> ProcessSpec:
-    return ProcessSpec("dynamo_W", ("python",), {"DYN_WATCHER_NAME": "dynamo_W"}, "/", tmp_path / "w.log")
+def spec(tmp_path: Path) -> LaunchSpec:
+    return LaunchSpec("dynamo_W", ("python",), {"DYN_WATCHER_NAME": "dynamo_W"}, "/", tmp_path / "w.log")
 
 
 async def test_a_spare_becomes_the_worker_and_the_next_one_is_started(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ async def test_one_of_another_kind_is_not_taken(tmp_path: Path) -> None:
         starting = PrewarmedHost(host, spares, lambda name: OTHER)
         pid = await starting.start_process(spec(tmp_path))
         assert (host.renamed, host.started[-1]) == ([], "dynamo_W")
-        assert not starting.was_spare(pid)
+        assert not starting.was_prewarmed(pid)
 
 
 async def test_one_that_refuses_is_ended_and_the_worker_is_started_anew(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ async def test_one_that_refuses_is_ended_and_the_worker_is_started_anew(tmp_path
     async with pool(tmp_path, host) as (spares, told):
         await eventually(lambda: spares.counts()["sim", "warm"])
         starting = PrewarmedHost(host, spares, lambda name: KIND)
-        assert not starting.was_spare(await starting.start_process(spec(tmp_path)))
+        assert not starting.was_prewarmed(await starting.start_process(spec(tmp_path)))
         assert (host.renamed, host.started) == ([], ["dynamo_spare", "dynamo_W"])
         assert "9999 bytes" in told[0]
 
@@ -169,7 +169,7 @@ def test_what_may_come_late_and_what_must_be_there_from_the_beginning() -> None:
 
 
 def test_a_spare_is_known_by_its_name() -> None:
-    assert [is_spare(name, "a") for name in ("a_spare", "a_spare_12", "a_spare_x", "a_spares", "b_spare")] == [
+    assert [is_prewarmed(name, "a") for name in ("a_spare", "a_spare_12", "a_spare_x", "a_spares", "b_spare")] == [
         True,
         True,
         False,

@@ -148,19 +148,17 @@ async def test_nothing_is_asked_for_beyond_the_budget() -> None:
 @on_virtual_time
 async def test_a_persons_number_is_kept_and_planned_from() -> None:
     async with planned(beta()) as world:
-        manual: list[bool] = []
-        world.connector.on_manual = lambda: manual.append(True)
         world.person(DECODE, 3)
         await world.until(lambda: world.graph["status"]["observedGeneration"] == 2)
         answer = await world.connector.set_component_replicas({DECODE: 2})
         assert isinstance(answer, Refused)
         assert answer.code == "changed_by_person"
-        assert manual == [True]
+        assert world.manual == [True]
         assert world.asked()[DECODE] == 3
         await world.settled()
         assert world.connector.worker_pools().decode.capacity == 3
         assert isinstance(await world.connector.set_component_replicas({DECODE: 2}), Committed)
-        assert manual == [True]
+        assert world.manual == [True]
 
 
 @on_virtual_time
@@ -199,8 +197,6 @@ async def test_a_write_that_meets_another_one_is_made_again_on_what_is_there() -
 @on_virtual_time
 async def test_a_write_whose_answer_was_lost_is_ours_all_the_same() -> None:
     async with planned(beta()) as world:
-        manual: list[bool] = []
-        world.connector.on_manual = lambda: manual.append(True)
         world.operator.stopped = True
         world.kube.lose_answers = True
         answer = await world.connector.set_component_replicas({DECODE: 2})
@@ -208,7 +204,7 @@ async def test_a_write_whose_answer_was_lost_is_ours_all_the_same() -> None:
         assert answer.retryable
         world.kube.lose_answers = world.operator.stopped = False
         await world.settled()
-        assert manual == []
+        assert world.manual == []
         assert world.connector.worker_pools().decode.ready == 2
 
 

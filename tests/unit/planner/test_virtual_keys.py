@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from dynamo_local.core.virtual import Layout, PlannerDecision
+from dynamo_local.core.virtual import KeysState, Layout, PlannerDecision
 from dynamo_local.errors import EtcdUnavailable
 from dynamo_local.planner.connectors import VirtualKeys
 from tests.fakes.infra.etcd import FakeEtcd
@@ -20,9 +20,14 @@ def etcd() -> FakeEtcd:
 
 
 @pytest.fixture
-async def keys(etcd: FakeEtcd) -> AsyncIterator[VirtualKeys]:
-    """Followed."""
-    found = VirtualKeys(etcd, "dynamo")
+def changes() -> list[KeysState]:
+    """What the keys held whenever they may have changed."""
+    return []
+
+
+@pytest.fixture
+async def keys(etcd: FakeEtcd, changes: list[KeysState]) -> AsyncIterator[VirtualKeys]:
+    found = VirtualKeys(etcd, "dynamo", on_change=lambda: changes.append(found.reported))
     task = asyncio.ensure_future(found.follow())
     async with asyncio.timeout(5.0):
         await found.until(lambda _: found.current)
@@ -55,14 +60,12 @@ async def test_none_leaves_a_number_as_it_is(etcd: FakeEtcd) -> None:
     assert await etcd.get("v1/dynamo/planner/num_prefill_workers") is None
 
 
-async def test_what_somebody_writes_is_seen(etcd: FakeEtcd, keys: VirtualKeys) -> None:
-    calls = []
-    keys.on_change = lambda: calls.append(keys.reported)
+async def test_what_somebody_writes_is_seen(etcd: FakeEtcd, keys: VirtualKeys, changes: list[KeysState]) -> None:
     await ForeignPlanner(etcd).decide(prefill=1, decode=3)
     async with asyncio.timeout(5.0):
         told = await keys.until(lambda told: told.decision.decision_id == 0)
     assert told.decision == PlannerDecision(1, 3, 0)
-    assert calls[-1] == told
+    assert changes[-1] == told
 
 
 async def test_etcd_going_away_and_coming_back_is_noticed(etcd: FakeEtcd, keys: VirtualKeys) -> None:

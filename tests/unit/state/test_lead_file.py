@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_local.core.lead_times import KEPT, Lead, LeadTimes, Rung
+from dynamo_local.core.lead_times import KEPT, LeadTimes, LeadTimeSummary, OptionKind
 from dynamo_local.errors import StateError
 from dynamo_local.state.leads import NAMESPACES_MAX, LeadFile
 from dynamo_local.state.raw import namespaces
@@ -20,10 +20,10 @@ OF = {"W": "vllm:/m:1"}
 def test_what_one_run_measured_the_next_one_knows(tmp_path: Path) -> None:
     file = LeadFile(tmp_path)
     for seconds in (3.0, 1.0, 2.0):
-        file.add("dynamo", "W", OF["W"], Rung.SPARE, seconds)
+        file.add("dynamo", "W", OF["W"], OptionKind.PREWARMED, seconds)
     found = LeadFile(tmp_path).read("dynamo", OF)
     assert found == {"W": {"spare": (3.0, 1.0, 2.0)}}
-    assert LeadTimes({}, found).of(Rung.SPARE, "W") == Lead(3, 2.0, 2.0, 3.0)
+    assert LeadTimes({}, found).of(OptionKind.PREWARMED, "W") == LeadTimeSummary(3, 2.0, 2.0, 3.0)
     assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
     assert namespaces({"DYN_LOCAL_STATE_DIR": str(tmp_path)}) == []
 
@@ -82,15 +82,17 @@ def test_a_file_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_run_counts_what_earlier_ones_measured_and_says_its_own() -> None:
-    leads = LeadTimes(host={"W": {"cold": (10.0, 30.0), "a_rung_of_tomorrow": (1.0,)}}).noted(Rung.COLD, "W", 20.0)
+    leads = LeadTimes(host={"W": {"cold": (10.0, 30.0), "a_rung_of_tomorrow": (1.0,)}}).noted(
+        OptionKind.COLD, "W", 20.0
+    )
     rows = {(row["component"], row["rung"]): row for row in leads.as_json()}
     assert rows["W", "cold"]["run"] == {"count": 1, "last_s": 20.0, "median_s": 20.0, "p90_s": 20.0}
     assert rows["W", "cold"]["host"] == {"count": 3, "last_s": 20.0, "median_s": 20.0, "p90_s": 30.0}
     assert rows["W", "a_rung_of_tomorrow"]["run"] is None
-    assert leads.of(Rung.SPARE, "W") is None
+    assert leads.of(OptionKind.PREWARMED, "W") is None
 
 
 @pytest.mark.parametrize("seconds", [-0.1, float("nan"), float("inf")])
 def test_a_time_that_none_can_be_is_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match="lead"):
-        LeadTimes().noted(Rung.COLD, "W", seconds)
+        LeadTimes().noted(OptionKind.COLD, "W", seconds)

@@ -47,8 +47,8 @@ ORDER_PRICE: Mapping[str, float] = {COLD_START: 2.0, WAKE: 1.5, FLIP: 1.0}
 and may be needed for a short while only."""
 LEAD_S: Mapping[str, float] = {WAKE: 5.0, FLIP: 1.0}
 """Until one was seen."""
-WAKES = (lead_times.Rung.WAKE_1, lead_times.Rung.WAKE_2)
-FLIPS = (lead_times.Rung.FLIP_TO_PREFILL, lead_times.Rung.FLIP_TO_DECODE)
+WAKES = (lead_times.OptionKind.WAKE_1, lead_times.OptionKind.WAKE_2)
+FLIPS = (lead_times.OptionKind.FLIP_TO_PREFILL, lead_times.OptionKind.FLIP_TO_DECODE)
 
 
 @dataclass(frozen=True, slots=True)

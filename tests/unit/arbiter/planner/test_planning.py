@@ -209,8 +209,7 @@ async def test_a_persons_change_reaches_the_planner(arbiter: Arbiter) -> None:
     async with asyncio.timeout(10.0):
         while arbiter.planning.status()["next_decision_s"] > first - 0.05:
             await asyncio.sleep(0.005)
-    for told in arbiter.on_manual:
-        told("scale:1f0c9a3e")
+    arbiter.planning.on_manual_change()
     assert arbiter.planning.status()["next_decision_s"] == pytest.approx(first, abs=0.04)
 
 

@@ -95,16 +95,6 @@ async def test_streamed_calls_are_the_same(client: AsyncOpenAI):
     assert reason == "tool_calls"
 
 
-async def test_one_call_at_a_time_where_several_are_not_wanted(client: AsyncOpenAI):
-    several = set()
-    for parallel in (True, False):
-        answer = await client.chat.completions.create(
-            model=MODEL, messages=HI, tools=TOOLS, n=8, seed=3, parallel_tool_calls=parallel
-        )
-        several.add((parallel, max(len(choice.message.tool_calls or ()) for choice in answer.choices)))
-    assert several == {(True, 2), (False, 1)}
-
-
 async def test_an_answer_is_parsed(client: AsyncOpenAI):
     answer = await client.chat.completions.parse(model=MODEL, messages=HI, response_format=Person)
     assert isinstance(answer.choices[0].message.parsed, Person)

@@ -11,20 +11,25 @@ import pytest
 
 from dynamo_local.components.prefill_worker import PrefillWorker, PrefillWorkerConfig
 from dynamo_local.components.processor import Processor, ProcessorConfig
-from dynamo_local.components.sim_api.choices import Choice, Choices
+from dynamo_local.components.sim_api.choices import Choice, Choices, Script
 from dynamo_local.components.sim_api.requests import Extras, Form, FunctionTool, Tools
 from dynamo_local.components.text.prepare import Prepared
 from dynamo_local.components.text.tokenizer import load_tokenizer
 from dynamo_local.components.vllm_worker import VllmWorker, VllmWorkerConfig
 from dynamo_local.errors import EngineDead
 from dynamo_local.ports import SamplingParams
+from dynamo_local.transport.requests.stream import MAX_WAITING
 from tests.fakes.data_plane.worker_context import FakeCluster
 
 FAST = {"speed": 200.0, "num_gpu_blocks": 4096, "block_size": 16}
 LONG = "A prompt that is long enough for another worker to prefill. " * 4
 REQUESTS = [
     Extras(n=3, logprobs=2),
-    Extras(form=Form("response_format", json={"type": "object", "properties": {"a": {"type": "string"}}})),
+    Extras(
+        form=Form(
+            "response_format", json={"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+        )
+    ),
     Extras(tools=Tools([FunctionTool("f", parameters={"type": "object"})], "required")),
     Extras(prompts=[LONG, LONG + "And another."], echo=True, logprobs=1),
 ]
@@ -49,7 +54,7 @@ async def ask(cluster: FakeCluster, extras: Extras) -> list[Any]:
     async for item in stream:
         choice = said.setdefault(item["index"], ["", "", [], None])
         choice[0] += item["text"]
-        choice[1] += "".join(piece for *_, piece in item.get("calls", ()))
+        choice[1] += item.get("call", ("",))[-1]
         choice[2] += item.get("logprobs", ())
         choice[3] = item["finish_reason"] or choice[3]
         usage = item["usage"] or usage
@@ -89,14 +94,17 @@ async def test_a_consumer_that_was_full_when_a_worker_was_lost_is_given_the_next
         return room if len(taken) == 1 else None
 
     async def generate(_payload: Any, _answer: Any, take: Any) -> None:
-        first = asyncio.ensure_future(take([{"usage": None}]))
+        while (full := take([{"usage": None}])) is None:
+            pass
+        first = asyncio.ensure_future(full)
         await asyncio.sleep(0)
         first.cancel()  # the first worker is lost, and its stream ends
         await asyncio.wait([first])
+        room.set_result(None)
         if (second := take([{"usage": None}])) is not None:
             await asyncio.wait_for(second, 1.0)
 
     prepared = Prepared("r", [1], SamplingParams(max_tokens=1), ())
-    choice = Choice(0, True, prepared, (), "", False)
+    choice = Choice(0, True, prepared, Script(), "")
     await Choices([choice], Extras(), "r", load_tokenizer(None), generate).pump(full_once)
-    assert len(taken) == 3
+    assert len(taken) == MAX_WAITING + 2

@@ -92,7 +92,8 @@ async def test_what_responses_do_not_know_is_named(client: AsyncOpenAI):
 
 
 USER = {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]}
-CLAUDE_TOOL = {"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+CLAUDE_TOOL = {"name": "weather", "input_schema": CITY}
 
 
 async def test_messages_of_anthropic(http: httpx.AsyncClient):

@@ -28,7 +28,6 @@ SCHEMAS: list[Any] = [
     {"$ref": "#/$defs/a~1b%25", "$defs": {"a/b%": {"const": 5}}},
     {"anyOf": [{"type": "integer", "minimum": 3}, {"type": "null"}]},
     {"type": ["string", "null"], "maxLength": 3},
-    {"type": "array", "items": {"enum": ["x", "y", "z"]}, "uniqueItems": True, "minItems": 3},
     {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "items": False},
     {"type": "array", "maxItems": 0},
     {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
@@ -39,8 +38,6 @@ SCHEMAS: list[Any] = [
     {"type": "string", "minLength": 50, "maxLength": 51},
     {"type": "string", "pattern": r"^[A-Z]{2}-\d{4}$"},
     {"type": "string", "pattern": r"^(a|bc)+$", "minLength": 2},
-    {"enum": [1, "a", None], "type": "string"},
-    {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 3},
     {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a", "zz"], "maxProperties": 2},
     {"allOf": [{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, {"required": ["b"]}]},
     {"allOf": [{"minimum": 3}, {"type": "number", "maximum": 4}]},
@@ -72,7 +69,6 @@ names = st.text(alphabet="abcdef", min_size=1, max_size=3)
 schemas = st.recursive(
     leaves,
     lambda inner: st.one_of(
-        st.builds(lambda members: {"type": "object", "properties": members}, st.dictionaries(names, inner, max_size=4)),
         st.builds(
             lambda members: {"type": "object", "properties": members, "required": sorted(members)},
             st.dictionaries(names, inner, max_size=4),
@@ -100,6 +96,7 @@ HOSTILE = {
         "$defs": {str(n): {"type": "array", "minItems": 10, "items": {"$ref": f"#/$defs/{n + 1}"}} for n in range(30)},
     },
     "an object within itself": {"type": "object", "required": ["a"], "properties": {"a": LOOP}},
+    "classes of a pattern, often": {"type": "string", "pattern": "[\u024f]?" * 800, "minLength": 1},
     "many items": {"type": "array", "minItems": 10**8},
     "large items": {"type": "array", "minItems": 4000, "items": {"const": "x" * 60_000}},
     "a long string": {"type": "string", "minLength": 10**7},
@@ -157,8 +154,8 @@ def test_a_hostile_schema_ends_with_its_budget(schema: Any):
         ({"if": {}}, "`if`"),
         ({"propertyNames": {"pattern": "a"}}, "`propertyNames`"),
         ({"type": "array", "contains": {}}, "`contains`"),
-        ({"$ref": "https://example.com/x"}, "into the schema itself"),
-        ({"$ref": "#/$defs/none"}, "points to nothing"),
+        ({"$ref": "https://example.com/x"}, "`$ref`"),
+        ({"$ref": "#/$defs/none"}, "`$ref` points to nothing"),
         ({"properties": []}, "is not of type 'object'"),
         ({"type": "integer", "minimum": 5, "maximum": 4}, "`minimum`"),
         ({"type": "integer", "minimum": "a"}, "'a'"),
@@ -167,6 +164,9 @@ def test_a_hostile_schema_ends_with_its_budget(schema: Any):
         ({"type": "string", "pattern": "(?=a)b"}, "ASSERT"),
         ({"type": "string", "pattern": r"(a)\1"}, "GROUPREF"),
         ({"allOf": [{"const": 1}, {"const": 2}]}, "`const`"),
+        ({"allOf": [{"pattern": "a"}, {"pattern": "b"}]}, "`pattern`"),
+        ({"type": "string", "pattern": "ab", "maxLength": 1}, "`pattern`"),
+        ({"type": "object", "minProperties": 1}, "`minProperties`"),
         ({"type": "array", "items": {"enum": [1]}, "uniqueItems": True, "minItems": 2}, "uniqueItems"),
     ],
 )
@@ -180,11 +180,13 @@ def test_what_cannot_be_made_says_why(schema: Any, words: str):
     ["", "abc", "a|b|cd", r"\d{3}-\w+", "[^a-z]+", "(ab)?c*", "[A-Z][a-z]{2,5}", r"^\s\S$", "a{2}.?", "é+", "[^\\d]"],
 )
 def test_a_text_is_matched_by_its_pattern(pattern: str):
-    for more in range(4):
-        assert re.fullmatch(pattern, text_matching(pattern, more, 100)) is not None
+    for repetitions in range(4):
+        assert re.fullmatch(pattern, text_matching(pattern, repetitions)) is not None
 
 
-@pytest.mark.parametrize("pattern", ["a$b", "a^b", r"a\bb", "a{200}", "(?<=a)b", r"(x|y)\1", "[" * 50, "x" * 5000])
+@pytest.mark.parametrize(
+    "pattern", ["a$b", "a^b", r"a\bb", "a{20000}", "(?<=a)b", r"(x|y)\1", "[" * 50, "x" * 5000, r"\ud800"]
+)
 def test_a_pattern_that_is_not_known_is_refused(pattern: str):
     with pytest.raises(Unfit):
-        text_matching(pattern, 0, 100)
+        text_matching(pattern)

@@ -43,8 +43,8 @@ async def test_tokens_are_told_with_the_bytes_that_they_became():
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         exchange = current.get()
         assert [exchange.next_id(), exchange.next_id()] == ["r1", "r1.2"]
-        exchange.asked(7)
-        exchange.asked(5)
+        exchange.sent(7)
+        exchange.sent(5)
         await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
         exchange.came([{"token_ids": [1, 2], "num_cached_tokens": 4}])
         await send({"type": "http.response.body", "body": b"data: a\n\n", "more_body": True})

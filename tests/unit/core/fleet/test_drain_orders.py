@@ -9,7 +9,8 @@ import pytest
 from dynamo_local.core.fleet import step as machine
 from dynamo_local.core.fleet.events import Drain, Scale, parse_target
 from dynamo_local.core.fleet.fleet import Fleet
-from dynamo_local.core.fleet.moves import BeginDrain, Move
+from dynamo_local.core.fleet.moves import Move
+from dynamo_local.core.fleet.moves import MoveKind as M
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.errors import DrainNotCancellable, LastReadyWorker, UnknownWorker
 from tests.fakes.arbiter.decided import Decided, cancelled, drained, scaled_to
@@ -29,7 +30,7 @@ def scaled(view: Fleet, text: str, now_s: float, **more: Any) -> Fleet:
 
 def brief(moves: tuple[Move, ...]) -> list[tuple[str, str]]:
     """Kind and worker of each."""
-    return [(type(each).__name__, each.name.removeprefix("dynamo_")) for each in moves]
+    return [(str(each.kind), each.name.removeprefix("dynamo_")) for each in moves]
 
 
 # --- drains by name ----------------------------------------------------------------------------
@@ -37,7 +38,7 @@ def brief(moves: tuple[Move, ...]) -> list[tuple[str, str]]:
 
 def test_a_named_worker_is_drained() -> None:
     decision = drained(fleet("ready", "ready"), name())
-    assert decision.or_raise() == (BeginDrain(name(), "drain"),)
+    assert decision.or_raise() == (Move(M.DRAIN, name(), "drain"),)
 
 
 @pytest.mark.parametrize("state", ["draining", "drain_timed_out", "exited", "crashed/leaving"])
@@ -48,19 +49,19 @@ def test_a_drain_of_what_leaves_already_does_nothing(state: str) -> None:
 @pytest.mark.parametrize("state", ["pending", "starting", "backing_off", "crashed", "faulted", "draining/restarting"])
 def test_a_drain_of_what_does_not_serve_takes_it_back(state: str) -> None:
     decision = drained(fleet("ready", state), name(1))
-    assert brief(decision.or_raise()) == [("TakeBack", "VllmWorker_1")]
+    assert brief(decision.or_raise()) == [("take_back", "VllmWorker_1")]
 
 
 def test_the_last_ready_worker_is_drained_by_force_only() -> None:
     view = fleet("ready")
     assert isinstance(drained(view, name()).refused, LastReadyWorker)
-    assert brief(drained(view, name(), force=True).or_raise()) == [("BeginDrain", "VllmWorker")]
+    assert brief(drained(view, name(), force=True).or_raise()) == [("drain", "VllmWorker")]
 
 
 def test_the_bare_worker_is_found_without_its_namespace() -> None:
     """`dynamo drain VllmWorker`, as `dynamo drain VllmWorker_1`."""
     moves = drained(fleet("ready", "ready"), "VllmWorker").or_raise()
-    assert brief(moves) == [("BeginDrain", "VllmWorker")]
+    assert brief(moves) == [("drain", "VllmWorker")]
 
 
 def test_an_unknown_worker_is_refused_with_those_there_are() -> None:
@@ -75,7 +76,7 @@ def test_an_unknown_worker_is_refused_with_those_there_are() -> None:
 @pytest.mark.parametrize("state", ["draining", "draining/restarting"])
 def test_a_drain_is_taken_back(state: str) -> None:
     decision = cancelled(fleet("ready", state), name(1))
-    assert brief(decision.or_raise()) == [("CancelDrain", "VllmWorker_1")]
+    assert brief(decision.or_raise()) == [("cancel_drain", "VllmWorker_1")]
 
 
 @pytest.mark.parametrize("state", ["ready", "draining/returning"])
@@ -106,8 +107,8 @@ def test_a_decision_on_the_committed_intent_goes_on_from_it() -> None:
     view = fleet("ready", "ready", "ready")
     twice = scaled(scaled(view, "-1", 1.0), "-1", 2.0)
     assert [w.state for w in twice.of("VllmWorker")] == [S.READY, S.DRAINING, S.DRAINING]
-    assert brief(scale(twice, "+1").or_raise()) == [("CancelDrain", "VllmWorker_1")]
-    assert brief(scale(scaled(twice, "+1", 3.0), "+1").or_raise()) == [("CancelDrain", "VllmWorker_2")]
+    assert brief(scale(twice, "+1").or_raise()) == [("cancel_drain", "VllmWorker_1")]
+    assert brief(scale(scaled(twice, "+1", 3.0), "+1").or_raise()) == [("cancel_drain", "VllmWorker_2")]
 
 
 def test_a_worker_that_never_was_ready_is_gone_at_once_where_it_has_no_process() -> None:

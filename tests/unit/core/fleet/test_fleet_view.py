@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from dynamo_local.core.fleet.builder import StepBuilder
+from dynamo_local.core.fleet.commands import carry_out
 from dynamo_local.core.fleet.fleet import Intent
-from dynamo_local.core.fleet.lifecycle import NEXT
 from dynamo_local.core.fleet.lifecycle import TransitionKind as K
-from dynamo_local.core.fleet.moves import (
-    BeginDrain,
-    CancelDrain,
-    Revive,
-    SpawnWorker,
-    TakeBack,
-    intent_after,
-    transition_for,
-)
+from dynamo_local.core.fleet.moves import Move
+from dynamo_local.core.fleet.moves import MoveKind as M
 from dynamo_local.core.gpus import GpuAsk, GpuLedger, shortage
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.system.gpus import SimInventory
@@ -66,33 +60,27 @@ def test_a_worker_is_found_by_its_name_with_and_without_the_namespace() -> None:
 
 
 @pytest.mark.parametrize(
-    ("move", "state", "event", "course"),
+    ("move", "state", "kind", "intent"),
     [
-        (Revive(name(), "VllmWorker", 1), S.FAULTED, K.RESTART_REQUESTED, Intent.STEADY),
-        (BeginDrain(name(), "why"), S.READY, K.DRAIN_REQUESTED, Intent.STEADY),
-        (BeginDrain(name(), restart=True), S.READY, K.DRAIN_REQUESTED, Intent.RESTARTING),
-        (BeginDrain(name()), S.DRAINING, None, Intent.STEADY),
-        (CancelDrain(name()), S.DRAINING, None, Intent.RETURNING),
-        (TakeBack(name()), S.STARTING, K.DRAIN_REQUESTED, Intent.STEADY),
-        (TakeBack(name()), S.PENDING, K.REMOVED, Intent.STEADY),
-        (TakeBack(name()), S.BACKING_OFF, K.REMOVED, Intent.STEADY),
-        (TakeBack(name()), S.FAULTED, K.REMOVED, Intent.STEADY),
-        (TakeBack(name()), S.CRASHED, None, Intent.LEAVING),
-        (TakeBack(name()), S.START_TIMED_OUT, None, Intent.LEAVING),
-        (TakeBack(name()), S.DRAINING, None, Intent.STEADY),
-        (SpawnWorker(name(), "VllmWorker", 0, 1), S.PENDING, None, Intent.STEADY),
+        (Move(M.SPAWN, name()), S.FAULTED, K.RESTART_REQUESTED, Intent.STEADY),
+        (Move(M.DRAIN, name(), "why"), S.READY, K.DRAIN_REQUESTED, Intent.STEADY),
+        (Move(M.DRAIN, name(), restart=True), S.READY, K.DRAIN_REQUESTED, Intent.RESTARTING),
+        (Move(M.DRAIN, name()), S.DRAINING, None, Intent.STEADY),
+        (Move(M.CANCEL_DRAIN, name()), S.DRAINING, None, Intent.RETURNING),
+        (Move(M.TAKE_BACK, name()), S.STARTING, K.DRAIN_REQUESTED, Intent.STEADY),
+        (Move(M.TAKE_BACK, name()), S.PENDING, K.REMOVED, Intent.STEADY),
+        (Move(M.TAKE_BACK, name()), S.BACKING_OFF, K.REMOVED, Intent.STEADY),
+        (Move(M.TAKE_BACK, name()), S.FAULTED, K.REMOVED, Intent.STEADY),
+        (Move(M.TAKE_BACK, name()), S.CRASHED, None, Intent.LEAVING),
+        (Move(M.TAKE_BACK, name()), S.START_TIMED_OUT, None, Intent.LEAVING),
+        (Move(M.TAKE_BACK, name()), S.DRAINING, None, Intent.STEADY),
     ],
 )
-def test_a_move_has_one_event_and_one_course(
-    move: SpawnWorker | Revive | BeginDrain | CancelDrain | TakeBack,
-    state: S,
-    event: K | None,
-    course: Intent,
-) -> None:
-    """It is committed before it is acted on, and legal in that state."""
-    assert transition_for(move, state) == event
-    assert intent_after(worker(0, state), move) is course
-    assert event is None or (state, event) in NEXT
+def test_a_move_commits_one_transition_and_one_intent(move: Move, state: S, kind: K | None, intent: Intent) -> None:
+    builder = StepBuilder(on_ledger([worker(0, state)], 1), 0.0, "t")
+    carry_out(builder, [move])
+    assert [each.kind for each in builder.transitions[:1]] == ([] if kind is None else [kind])
+    assert builder.worker(name()).intent is intent
 
 
 def test_capacity_is_what_serves_or_will() -> None:

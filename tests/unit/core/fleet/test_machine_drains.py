@@ -52,7 +52,7 @@ def test_a_drain_from_the_word_to_the_end() -> None:
     """Committed, told, left alone until it is gone; then swept, its device seen to be empty, its entry removed."""
     life = Life(fleet("ready", "ready"))
     assert life.feed(drain()) == [ONE]
-    assert [type(each).__name__ for each in life.last] == ["Commit", "Revoke", "WaitUntil"]
+    assert [type(each).__name__ for each in life.last] == ["Commit", "Revoke"]
     assert (life.events(), life.state(1)) == (["DrainRequested"], "draining")
     assert (life.worker(1).leave.requested_at_s, life.worker(1).due_s) == (life.now_s, life.now_s + 600.0)
     assert life.key_gone(1) == []
@@ -227,10 +227,10 @@ def test_a_drain_is_taken_back() -> None:
     life = draining()
     before = life.worker(1)
     assert life.feed(cancel()) == ["call back VllmWorker_1"]
-    assert life.did(ins.CallBack) == [ins.CallBack(name(1), PID, signalled=True, asked_by="cancel:1")]
+    assert life.did(ins.CallBack) == [ins.CallBack(name(1), PID, signalled=True, requested_by="cancel:1")]
     assert life.state(1) == "draining/returning"
     life.key_gone(1)
-    assert life.called_back(1, asked_by="cancel:1") == []
+    assert life.called_back(1, requested_by="cancel:1") == []
     assert (life.events(), life.state(1)) == (["DrainCancelled"], "ready")
     after = life.worker(1)
     assert (after.pid, after.gpus, after.leave.requested_at_s, after.due_s, after.leave.signalled) == (
@@ -270,7 +270,7 @@ def test_a_person_who_takes_a_drain_back_too_late_is_told_and_nothing_starts() -
     """`dynamo drain --cancel` says no."""
     life = draining()
     life.feed(cancel())
-    assert life.called_back(1, "it has exited", asked_by="cancel:1") == []
+    assert life.called_back(1, "it has exited", requested_by="cancel:1") == []
     assert life.state(1) == "draining"
     life.leaves(1)
     assert life.states() == ["ready"]
@@ -281,7 +281,7 @@ def test_a_late_no_to_a_person_does_not_start_what_is_gone() -> None:
     life = draining()
     life.feed(cancel())
     life.gone(1)
-    life.called_back(1, "no such worker", asked_by="cancel:1")
+    life.called_back(1, "no such worker", requested_by="cancel:1")
     assert life.state(1) == "exited"
     life.swept(1)
     life.gpus()
@@ -308,7 +308,7 @@ def test_one_that_was_called_back_twice_is_ready_when_it_has_come_back_twice(las
     life.feed(drain())
     life.feed(scale(1))
     life.registered(1, "beef")
-    assert life.called_back(1, asked_by="cancel:1") == []
+    assert life.called_back(1, requested_by="cancel:1") == []
     assert life.state(1) == "draining/returning"
     life.key_gone(1, "beef")
     if last == "key":
@@ -346,7 +346,7 @@ def test_a_sign_that_could_not_be_given_does_not_follow_a_call_back() -> None:
     life.feed(cancel())
     failed = st.RevokeFailed(stimulus_id="etcd", name=name(1), lease=lease_of(1), why="etcd is away")
     assert life.feed(failed) == []
-    assert life.called_back(1, asked_by="cancel:1") == []
+    assert life.called_back(1, requested_by="cancel:1") == []
     assert life.state(1) == "ready"
 
 
@@ -356,8 +356,8 @@ def test_one_that_could_neither_be_told_nor_called_back_is_told_then(order: st.E
     life = draining()
     life.feed(order)
     life.feed(st.RevokeFailed(stimulus_id="etcd", name=name(1), lease=lease_of(1), why="etcd is away"))
-    asked_by = order.stimulus_id if isinstance(order, st.Drain) and order.cancel else None
-    assert life.called_back(1, "NATS is away", asked_by=asked_by)[0] == f"SIGTERM {PID} VllmWorker_1"
+    requested_by = order.stimulus_id if isinstance(order, st.Drain) and order.cancel else None
+    assert life.called_back(1, "NATS is away", requested_by=requested_by)[0] == f"SIGTERM {PID} VllmWorker_1"
     assert life.state(1) == after
     assert f"SIGTERM {PID} VllmWorker_1" not in life.called_back(1, "NATS is away"), "once is enough"
 

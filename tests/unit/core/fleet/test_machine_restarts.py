@@ -122,7 +122,7 @@ def test_a_restart_that_a_person_calls_off_is_skipped(how: str) -> None:
     life.feed(restart())
     if how == "cancelled":
         life.feed(st.Drain(cancel=True, stimulus_id="c", name=name(2)))
-        life.called_back(2, asked_by="t")
+        life.called_back(2, requested_by="t")
         assert life.states() == ["ready", "draining/restarting", "ready"]
     else:
         life.feed(st.Drain(stimulus_id="d", name=name(2)))

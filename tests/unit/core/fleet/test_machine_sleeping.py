@@ -20,7 +20,7 @@ def test_a_sleep_from_the_word_to_the_end() -> None:
     """Committed, ordered; its GPU is its own until it says that it sleeps, and then somebody else's to have."""
     life = some("ready", "ready")
     assert life.feed(sleep()) == ["order to sleep at level 1 VllmWorker_1"]
-    assert [type(each).__name__ for each in life.last] == ["Commit", "OrderSleep", "WaitUntil"]
+    assert [type(each).__name__ for each in life.last] == ["Commit", "Order"]
     assert (life.events(), life.state(1)) == (["SleepRequested"], "falling_asleep")
     assert life.fleet.capacity("VllmWorker") == 1
     assert life.worker(1).due_s == life.now_s + 600.0 + ENGINE_S
@@ -69,7 +69,7 @@ def test_an_order_of_which_nobody_knows_is_given_again() -> None:
     life.feed(sleep())
     answered(life, error="no answer within 2 s")
     assert life.after(ASK_AGAIN_S) == ["order to sleep at level 1 VllmWorker_1"]
-    (again,) = life.did(ins.OrderSleep)
+    (again,) = life.did(ins.Order)
     assert again.order == order(life)
     answered(life)
     assert life.worker(1).standby.ask_s is None

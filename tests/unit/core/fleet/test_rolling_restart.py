@@ -8,7 +8,8 @@ import pytest
 
 from dynamo_local.core.fleet.events import Restart
 from dynamo_local.core.fleet.fleet import Fleet, Intent, RestartPlan
-from dynamo_local.core.fleet.moves import BeginDrain, Revive, SpawnWorker, TakeBack
+from dynamo_local.core.fleet.moves import Move
+from dynamo_local.core.fleet.moves import MoveKind as M
 from dynamo_local.core.fleet.restarting import Done, Stopped, Wait, next_step, plan_restart
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.errors import LastReadyWorker, NotRestartable, UnknownWorker
@@ -43,7 +44,7 @@ def served(*states: str) -> Fleet:
 def test_workers_are_restarted_one_after_the_other() -> None:
     view = served("ready", "ready")
     step, left = next_step(view, plan(view, "VllmWorker"))
-    assert step == BeginDrain(name(1), "restart", restart=True)
+    assert step == Move(M.DRAIN, name(1), "restart", restart=True)
     view = drained(view, 1)
     assert next_step(view, left) == (Wait(name(1), "it is draining"), left)
     view = put(view, 1, state=S.EXITED)
@@ -53,7 +54,7 @@ def test_workers_are_restarted_one_after_the_other() -> None:
     view = anew(view, 1, S.STARTING)
     assert next_step(view, left) == (Wait(name(1), "it is starting, started anew"), left)
     step, left = next_step(anew(view, 1), left)
-    assert step == BeginDrain(name(), "restart", restart=True)
+    assert step == Move(M.DRAIN, name(), "restart", restart=True)
     assert left.done == (name(1),)
     view = anew(anew(view, 1), 0)
     step, left = next_step(view, left)
@@ -68,12 +69,12 @@ def test_one_worker_is_restarted_by_its_name() -> None:
 def test_the_only_worker_is_replaced_by_one_that_is_started_first() -> None:
     view = served("ready")
     step, left = next_step(view, plan(view, "VllmWorker"))
-    assert step == SpawnWorker(name(1), "VllmWorker", 1, 1, reason=f"restart of {name()}")
+    assert step == Move(M.SPAWN, name(1), f"restart of {name()}", component="VllmWorker", n=1)
     view = fleet(worker(0, "ready", starts=1), worker(1, "starting", starts=1))
     assert next_step(view, left) == (Wait(name(1), f"it is starting, and takes the place of {name()}"), left)
     view = put(view, 1, state=S.READY)
     step, left = next_step(view, left)
-    assert step == BeginDrain(name(), f"restart: {name(1)} serves in its place")
+    assert step == Move(M.DRAIN, name(), f"restart: {name(1)} serves in its place")
     step, left = next_step(put(view, 0, state=S.DRAINING), left)
     assert (step, left.done) == (Done(), (name(),))
 
@@ -81,7 +82,7 @@ def test_the_only_worker_is_replaced_by_one_that_is_started_first() -> None:
 def test_a_substitute_waits_for_a_gpu_that_comes_back() -> None:
     view = fleet(worker(0, "ready", starts=1), worker(1, "draining"), gpus=2)
     step, _ = next_step(view, plan(view, name()))
-    assert step == SpawnWorker(name(2), "VllmWorker", 2, 1, waits=True, reason=f"restart of {name()}")
+    assert step == Move(M.SPAWN, name(2), f"restart of {name()}", component="VllmWorker", n=2, waits=True)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_the_only_worker_is_not_restarted_where_it_cannot_be_replaced(component:
         plan(view, component)
     made = plan(view, component, force=True)
     assert f"{name(0, component)} is the only worker of {component}" in made.warnings[0]
-    assert next_step(view, made)[0] == BeginDrain(name(0, component), "restart", restart=True)
+    assert next_step(view, made)[0] == Move(M.DRAIN, name(0, component), "restart", restart=True)
 
 
 def test_no_gpu_for_a_substitute_any_more_stops_the_sequence() -> None:
@@ -110,7 +111,7 @@ def test_a_substitute_that_is_faulted_is_taken_away_again() -> None:
     _, left = next_step(view, plan(view, "VllmWorker"))
     view = fleet(worker(0, "ready", starts=1), worker(1, "faulted", starts=5, reason="5 failures"))
     step, left = next_step(view, left)
-    assert step == TakeBack(name(1), f"restart of {name()}: 5 failures")
+    assert step == Move(M.TAKE_BACK, name(1), f"restart of {name()}: 5 failures")
     assert next_step(served("ready"), left)[0] == Stopped(name(1), "5 failures")
 
 
@@ -130,7 +131,7 @@ def test_the_last_ready_worker_waits_for_a_sibling_that_comes() -> None:
     view = served("ready", "starting")
     step, _ = next_step(view, plan(view, name()))
     assert step == Wait(name(1), f"{name()} is the last ready worker until {name(1)} is ready")
-    assert next_step(view, plan(view, name(), force=True))[0] == BeginDrain(name(), "restart", restart=True)
+    assert next_step(view, plan(view, name(), force=True))[0] == Move(M.DRAIN, name(), "restart", restart=True)
 
 
 def test_what_does_not_serve_is_restarted_first() -> None:
@@ -138,19 +139,21 @@ def test_what_does_not_serve_is_restarted_first() -> None:
     made = plan(view, "VllmWorker")
     assert [n for n, _ in made.todo] == [name(3), name(1), name(2), name()]
     step, made = next_step(view, made)
-    assert step == Revive(name(3), "VllmWorker", 1, reason="restart: it was backing_off")
+    assert step == Move(M.SPAWN, name(3), "restart: it was backing_off", component="VllmWorker", n=3)
     step, _ = next_step(anew(view, 3), made)
-    assert step == Revive(name(1), "VllmWorker", 1, reason="restart: it was faulted")
+    assert step == Move(M.SPAWN, name(1), "restart: it was faulted", component="VllmWorker", n=1)
 
 
 def test_a_worker_that_starts_is_started_again() -> None:
     view = served("ready", "starting")
-    assert next_step(view, plan(view, name(1)))[0] == BeginDrain(name(1), "restart", restart=True)
+    assert next_step(view, plan(view, name(1)))[0] == Move(M.DRAIN, name(1), "restart", restart=True)
 
 
 def test_a_template_comes_back_by_name_only() -> None:
     view = served("exited", "ready")
-    assert next_step(view, plan(view, name()))[0] == Revive(name(), "VllmWorker", 1, reason="restart: it was exited")
+    assert next_step(view, plan(view, name()))[0] == Move(
+        M.SPAWN, name(), "restart: it was exited", component="VllmWorker"
+    )
     assert plan(view, "VllmWorker").todo == ((name(1), 1),)
 
 
@@ -198,14 +201,14 @@ def test_a_worker_that_disappeared_is_skipped() -> None:
     made = plan(view, "VllmWorker", force=True)
     step, left = next_step(view.with_workers({name(): view.workers[name()]}), made)
     assert left.skipped == (name(1),)
-    assert step == BeginDrain(name(), "restart", restart=True)
+    assert step == Move(M.DRAIN, name(), "restart", restart=True)
 
 
 def test_a_process_that_was_replaced_meanwhile_is_done() -> None:
     view = served("ready", "ready")
     step, left = next_step(anew(view, 1), plan(view, "VllmWorker"))
     assert left.done == (name(1),)
-    assert step == BeginDrain(name(), "restart", restart=True)
+    assert step == Move(M.DRAIN, name(), "restart", restart=True)
 
 
 def test_what_leaves_for_good_is_not_restarted() -> None:

@@ -12,7 +12,7 @@ def test_options_say_which_one_is_wrong_and_why() -> None:
     assert SimOptions.from_mapping({"max-num-seqs": 4, "speed": 10}) == SimOptions(max_num_seqs=4, speed=10)
     for mapping, message in [
         ({"max-num-seq": 4}, "no option 'max-num-seq'; did you mean 'max_num_seqs'"),
-        ({"zzz": 4}, "the options are: block_size"),
+        ({"zzz": 4}, "the options are: accept_length"),
         ({"speed": 0}, "'speed' must be above 0, not 0"),
         ({"speed": "fast"}, "'speed' must be a number, not 'fast'"),
         ({"speed": True}, "'speed' must be a number, not True"),

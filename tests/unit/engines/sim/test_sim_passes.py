@@ -179,3 +179,22 @@ def test_prefix_hits_are_counted() -> None:
         return counted
 
     assert run_virtual(scenario()) == {"prefix_queries": 80, "prefix_hits": 32}
+
+
+def test_the_accept_length_is_measured_from_what_was_emitted() -> None:
+    """The planner gets 1 + accepted / drafts. The answer is that of an engine without speculation."""
+
+    async def scenario(accept_length: float) -> tuple[list[int], dict[str, float]]:
+        options = SimOptions(num_gpu_blocks=400, accept_length=accept_length)
+        engine = SimEngine(options, perf_model=PERF, transport=InMemoryTransport())
+        await engine.start()
+        request = EngineRequest("r", list(range(40)), SamplingParams(max_tokens=101, ignore_eos=True))
+        tokens = [token async for output in engine.generate(request) for token in output.token_ids]
+        counted = dict(engine.counters())
+        await engine.close()
+        return tokens, counted
+
+    plain, _ = run_virtual(scenario(1.0))
+    tokens, counted = run_virtual(scenario(2.5))
+    assert tokens == plain
+    assert 1 + counted["accepted"] / counted["drafts"] == 2.5

@@ -271,3 +271,22 @@ def test_a_matched_block_that_is_free_is_not_counted_twice() -> None:
     assert pool.can_take(matched, 1)
     assert not pool.can_take(matched, 2)
     assert pool.can_take([], 2)
+
+
+def test_accepted_drafts_come_with_their_pass_and_are_counted() -> None:
+    """Two and a half tokens a pass; the last pass has room for one draft only, and a first token is not drafted."""
+    engine = scheduler(accept_length=2.5)
+    engine.submit(request("a", 4, 10), 0)
+    events = play(engine)
+    assert [len(e.times_s) for e in events if isinstance(e, Tokens)] == [1, 2, 3, 2, 2]
+    assert token_times(events, "a")[-1] == 44
+    assert (engine.drafts, engine.accepted, engine.passes) == (4, 5, 5)
+    assert engine.itl_s == 5
+    assert engine.pool.used == 0
+
+
+def test_without_speculation_nothing_is_drafted() -> None:
+    engine = scheduler()
+    engine.submit(request("a", 4, 10), 0)
+    play(engine)
+    assert (engine.drafts, engine.accepted) == (0, 0)

@@ -121,9 +121,9 @@ async def asked(etcd: FakeEtcd, argv: tuple[str, ...] = (sys.executable,)) -> Be
         argv,
         {"PATH": "/usr/bin"},
     )
-    assert made.told() is None
-    await auntil(lambda: made.told() is not None)
-    found = made.told()
+    assert made.result() is None
+    await auntil(lambda: made.result() is not None)
+    found = made.result()
     await made.close()
     await etcd.close()
     assert found is not None
