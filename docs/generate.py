@@ -210,7 +210,7 @@ def _listed(module: types.ModuleType, names: set[str]) -> str:
 
 
 def _episode(name: str) -> Callable[[], str]:
-    """The machine's steps in an episode of `docs/scenarios.py`, below its docstring."""
+    """The machine's steps in an episode of `docs/scenarios.py`, below its docstring. Timers are left out."""
 
     def render() -> str:
         script = _sibling("scenarios").EPISODES[name]
@@ -221,7 +221,7 @@ def _episode(name: str) -> Callable[[], str]:
                 f"{row.at_s:.2f}",
                 row.event,
                 "<br>".join(_unrepeated(row.event, line) for line in row.transitions),
-                "<br>".join(_unrepeated(row.event, line) for line in row.effects),
+                "<br>".join(_unrepeated(row.event, line) for line in row.effects if not line.startswith("wait until ")),
             )
             for row in script().rows
         )
@@ -325,40 +325,31 @@ def _names(names: Iterable[str]) -> str:
 
 
 def vllm_oracle() -> str:
-    """The findings of tests/vllm/test_vllm_oracle*.py: by path, the parameters of the requests, and what differs."""
+    """The findings of tests/vllm/test_vllm_oracle*.py: what differs, and requests by graph and path."""
     oracle = json.loads((ROOT / "docs" / "vllm_oracle.json").read_text(encoding="utf-8"))
     graphs, models = oracle["graphs"], oracle["models"]
     every = [*graphs.values(), *models.values()]
     differs = sorted(
-        {f"{name}: {how}" for found in every for row in found.values() for name, how in row["differs"].items()}
+        {f"- {name}: {how}" for found in every for row in found.values() for name, how in row["differs"].items()}
     )
-    said = [f"Against `vllm serve` {oracle['vllm']}, graphs: {', '.join(graphs)}. What differs:"]
-    said.append("\n".join(f"- {each}" for each in differs))
-    first = {path: row for found in reversed(graphs.values()) for path, row in found.items()}
-    paths = dict.fromkeys(path for found in graphs.values() for path in found)
-    said.append(_oracle_table("Path", {path: {path: first[path]} for path in paths}))
-    said.append("With other options, and other models:")
     kinds: dict[str, dict[str, Any]] = {}
     for name, found in models.items():  # "adapters, aggregated"
         kinds.setdefault(name.partition(",")[0], {}).update(found)
-    said.append(_oracle_table("Graph", kinds))
-    return "\n\n".join(said)
+    first = {path: row for found in reversed(graphs.values()) for path, row in found.items()}
+    paths = {path: first[path] for found in graphs.values() for path in found}
+    compared = [f"- {name}: {_counts(found)}" for name, found in ({", ".join(graphs): paths} | kinds).items()]
+    return "\n\n".join(
+        [
+            f"Against `vllm serve` {oracle['vllm']}. What differs:",
+            "\n".join(differs),
+            "What was compared (requests, in brackets the streamed ones):",
+            "\n".join(compared),
+        ]
+    )
 
 
-def _oracle_table(what: str, found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Requests (streamed ones) of each path, and the parameters of all paths of a row."""
-    rows, above = [], []
-    for name, paths in found.items():
-        counts = ", ".join(f"`{path}` {row['requests']} ({row['streamed']})" for path, row in paths.items())
-        listed = (word for row in paths.values() for entry in row["parameters"] for word in entry.split(", "))
-        words = list(dict.fromkeys(f"`{word}`" if " " not in word else word for word in listed))
-        new, gone = [each for each in words if each not in above], [each for each in above if each not in words]
-        about = ", ".join(words)
-        if len(gone) + len(new) < len(words) / 2:
-            about = f"as above, also {', '.join(new)}; not {', '.join(gone)}"
-        rows.append((counts if name in paths else f"{name}: {counts}", about))
-        above = words
-    return table((f"{what}: requests (streamed)", "About"), rows)
+def _counts(paths: Mapping[str, Mapping[str, Any]]) -> str:
+    return ", ".join(f"`{path}` {row['requests']} ({row['streamed']})" for path, row in paths.items())
 
 
 PARTS: Mapping[str, Callable[[], str]] = {

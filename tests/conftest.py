@@ -76,34 +76,26 @@ def short_folder() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEtcd]:
     """One real etcd for the whole run: do not stop it; use `own_etcd` for that."""
-    server = RealEtcd(tmp_path_factory.mktemp("etcd"))
-    server.start_now()
-    yield server
-    server.stop_now()
+    with RealEtcd(tmp_path_factory.mktemp("etcd")) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
 def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealNats]:
     """One real NATS with JetStream for the whole run: do not stop it; use `own_nats` for that."""
-    server = RealNats(tmp_path_factory.mktemp("nats"))
-    server.start_now()
-    yield server
-    server.stop_now()
+    with RealNats(tmp_path_factory.mktemp("nats")) as server:
+        yield server
 
 
 @pytest.fixture
 def own_etcd(tmp_path: Path) -> Iterator[RealEtcd]:
     """An etcd of this test's own, started; free to be killed and restarted."""
-    server = RealEtcd(tmp_path)
-    server.start_now()
-    yield server
-    server.stop_now()
+    with RealEtcd(tmp_path) as server:
+        yield server
 
 
 @pytest.fixture
 def own_nats(tmp_path: Path) -> Iterator[RealNats]:
     """A NATS of this test's own, started; free to be killed and restarted."""
-    server = RealNats(tmp_path)
-    server.start_now()
-    yield server
-    server.stop_now()
+    with RealNats(tmp_path) as server:
+        yield server

@@ -28,7 +28,7 @@ from dynamo_local.state.raw import prepare_folder
 from dynamo_local.system import collector
 from dynamo_local.system import liveness as living
 from dynamo_local.system import liveness as lock
-from dynamo_local.system.ending import end_at_the_latest
+from dynamo_local.system.executors import end_at_the_latest
 from dynamo_local.system.gpu_locks import GpuLocks, lock_folders
 from dynamo_local.system.gpu_pool import GpuPool
 from dynamo_local.system.gpus import Inventory, open_inventory

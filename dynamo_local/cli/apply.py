@@ -122,9 +122,6 @@ def _plans(request: Request) -> bool:
     return "Planner" in request.config.sections and all(spec.name != "Planner" for spec in request.graph.services)
 
 
-# --- telling -----------------------------------------------------------------------------------------
-
-
 def words(reply: Mapping[str, Any]) -> list[str]:
     """The difference, a line each, then what becomes of workers."""
     if not _is_due(reply):
@@ -156,18 +153,15 @@ def _value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-# --- watching ----------------------------------------------------------------------------------------
-
-
 def _follow(paths: Paths, reply: Mapping[str, Any], timeout_s: float, *, quiet: bool) -> list[str]:
     """Tell what becomes of each worker until all is done; what went wrong. Raises `TimedOut`, `NotRunning`."""
     deadline_s = time.monotonic() + timeout_s
-    told: dict[str, str] = {}
+    printed: dict[str, str] = {}
     known: list[Mapping[str, Any]] | None = None
     while True:
         graph = _graph(paths)
         known = graph["notes"] if known is None else known
-        lines = [*_news(graph, reply, told), *(str(note["text"]) for note in graph["notes"] if note not in known)]
+        lines = [*_news(graph, reply, printed), *(str(note["text"]) for note in graph["notes"] if note not in known)]
         known = graph["notes"]
         for line in lines:
             click.echo(line, err=quiet)
@@ -193,17 +187,17 @@ def _touched(graph: Mapping[str, Any], reply: Mapping[str, Any]) -> list[Mapping
     return [row for row in graph["workers"] if row["component"] in names]
 
 
-def _news(graph: Mapping[str, Any], reply: Mapping[str, Any], told: dict[str, str]) -> Iterator[str]:
+def _news(graph: Mapping[str, Any], reply: Mapping[str, Any], printed: dict[str, str]) -> Iterator[str]:
     rows = {row["watcher_name"]: row for row in _touched(graph, reply)}
     places = {new: old for change in graph["changes"] for old, new in change["substitutes"].items()}
-    for name in [name for name in told if name not in rows]:
-        del told[name]
+    for name in [name for name in printed if name not in rows]:
+        del printed[name]
         yield f"{name}: gone"
     for name, row in rows.items():
         state = f"{row['state']}{' with its old configuration' if row['outdated'] and row['pid'] else ''}"
-        if told.get(name) == state:
+        if printed.get(name) == state:
             continue
-        told[name] = state
+        printed[name] = state
         yield f"{name}: {state}{f', in the place of {places[name]}' if name in places else ''}"
 
 

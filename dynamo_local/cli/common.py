@@ -8,7 +8,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -144,7 +144,12 @@ class ArbiterRefused(DynamoError):
         self.exit_code = int(answer.get("exit_code", EXIT_FAILED))  # type: ignore[misc]  # of this one refusal
 
 
-# --- numbers
+def aligned(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The cells, padded to the width of their column. All rows have the same number of cells."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+
+
 # Numbers on the command line. `nan` is within every range that click knows: it compares with nothing.
 
 

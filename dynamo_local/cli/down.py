@@ -48,13 +48,13 @@ def _leave(paths: Paths, *, now: bool, deadline_s: float, timeout_s: float) -> N
     run = living.recorded(paths)
     pid = _ask(paths, now=now)
     started_s = start_time_s(pid)
-    told: set[str] = set()
+    printed: set[str] = set()
     tell_at_s = 0.0
     while is_alive(pid, started_s):
         if time.monotonic() > deadline_s:
             raise _too_long(paths.namespace, timeout_s, living.who(paths))
         if time.monotonic() >= tell_at_s:
-            _show_progress(paths, told)
+            _show_progress(paths, printed)
             tell_at_s = time.monotonic() + TELL_EVERY_S
         time.sleep(POLL_S)
     after = living.recorded(paths)
@@ -113,7 +113,7 @@ def end_leftovers(paths: Paths, *, now: bool) -> None:
         release(held)
 
 
-def _show_progress(paths: Paths, told: set[str]) -> None:
+def _show_progress(paths: Paths, printed: set[str]) -> None:
     """Print each worker's state once. Prints nothing if the arbiter is already closing its endpoint."""
     if not paths.control_socket.exists():
         return
@@ -126,8 +126,8 @@ def _show_progress(paths: Paths, told: set[str]) -> None:
         active = load.get("request_active_slots")
         left = f", {active} in flight" if active else ""
         line = f"{row['watcher_name']}: {row['state']}{left}"
-        if traits_of(row["state"]).drains and line not in told:
-            told.add(line)
+        if traits_of(row["state"]).drains and line not in printed:
+            printed.add(line)
             click.echo(line)
 
 

@@ -145,8 +145,8 @@ def _boundary(record: Record) -> str:
         facts.append(f"the one before (pid {record['killed_pid']}) wrote no end: it was killed")
     if record.get("exit_code"):
         facts.append(f"exit code {record['exit_code']}")
-    told = ", ".join(fact for fact in facts if fact)
-    return f"---- run {record.get('run_id', '?')} {BOUNDARIES[record['event']]}: {told} ----"
+    listed = ", ".join(fact for fact in facts if fact)
+    return f"---- run {record.get('run_id', '?')} {BOUNDARIES[record['event']]}: {listed} ----"
 
 
 def _fact(key: str, value: object) -> str:

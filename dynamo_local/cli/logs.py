@@ -68,11 +68,11 @@ def _files(paths: Paths) -> dict[str, Path]:
 
 def choose(files: Mapping[str, Path], namespace: str, names: Iterable[str]) -> dict[str, Path]:
     """The files of these processes and components; without a name all. Raises `BadInput` for one that is not there."""
-    asked = list(names)
-    if not asked:
+    chosen_names = list(names)
+    if not chosen_names:
         return dict(files)
     found: dict[str, Path] = {}
-    for name in asked:
+    for name in chosen_names:
         chosen = [name] if name in files else [watcher for watcher in files if _is_of(watcher, namespace, name)]
         if not chosen:
             raise BadInput(f"no process named {name!r}; there are: {', '.join(files)}")

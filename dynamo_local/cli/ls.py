@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from dynamo_local.cli.common import DEFAULT_NAMESPACE, ask_arbiter, json_option
+from dynamo_local.cli.common import DEFAULT_NAMESPACE, aligned, ask_arbiter, json_option
 from dynamo_local.core.types import namespace_fault
 from dynamo_local.errors import DynamoError, StateError
 from dynamo_local.state.raw import namespaces, read_raw
@@ -140,11 +140,7 @@ def _in_order(gpus: Iterator[str]) -> list[str]:
 
 def render(runs: Sequence[Run]) -> str:
     """The table."""
-    rows = [COLUMNS, *(_row(run) for run in runs)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return "\n".join("  ".join(row).rstrip() for row in aligned([COLUMNS, *map(_row, runs)]))
 
 
 def _row(run: Run) -> tuple[str, ...]:

@@ -125,12 +125,12 @@ def _traces(words: dict[str, Any]) -> Traces:
 
 def _candidate_line(each: Candidate) -> str:
     """`64seqs (agg: max_num_seqs 64): 0P+3D on 3 GPUs, 96.2% within the targets (94.8% to 97.1%)`"""
-    planned, told = each.planned, f" ({each.words})" if each.words else ""
+    planned, described = each.planned, f" ({each.words})" if each.words else ""
     attained = (
         f"{planned.best.metrics.attainment:.1%} within the targets ({planned.lowest:.1%} to {planned.highest:.1%})"
     )
     kept = "" if planned.attained else ", which does not keep them"
-    return f"{each.engines.profile}{told}: {planned.best.shape} on {_gpus(planned.best.gpus)}, {attained}{kept}"
+    return f"{each.engines.profile}{described}: {planned.best.shape} on {_gpus(planned.best.gpus)}, {attained}{kept}"
 
 
 def _gpus(count: int) -> str:

@@ -4,76 +4,28 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from dynamo_local.cli.common import ask_arbiter, find_paths, json_option, namespace_option
-from dynamo_local.cli.planner_profile import profile
-from dynamo_local.cli.planner_replay import replay
+from dynamo_local.cli.common import FiniteRange, aligned, ask_arbiter, find_paths, json_option, namespace_option
 from dynamo_local.cli.planner_words import history_row, status_lines
-from dynamo_local.errors import NotRunning
+from dynamo_local.errors import BadInput, NotRunning
 from dynamo_local.system.paths import Paths
 
-# --- planner_plugins
-# `dynamo planner plugins`: who else has a say in the planner's decisions.
-
-ANSWER_TIMEOUT_S = 10.0
-_COLUMNS = ("plugin", "stage", "priority", "circuit", "calls", "last", "at")
-
-
-@click.command()
-@json_option
-@namespace_option
-def plugins(as_json: bool, namespace: str | None) -> None:
-    """List the planner's plugins.
-
-    Their stages, their state, and the address for registrations.
-    """
-    answer = ask_arbiter(find_paths(namespace), "dynamo_planner_status", ANSWER_TIMEOUT_S)
-    reported = answer["planner"]["plugins"]
-    click.echo(json.dumps(reported) if as_json else "\n".join(plugin_lines(reported)))
-
-
-def plugin_lines(reported: Mapping[str, Any]) -> Iterator[str]:
-    """A table, then what is wrong, then where plugins register."""
-    rows = [_COLUMNS, *(_row(plugin) for plugin in reported["plugins"])]
-    if len(rows) > 1:
-        widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
-        for row in rows:
-            yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-    else:
-        yield "no plugins"
-    for plugin in reported["plugins"]:
-        if plugin["trouble"]:
-            yield f"{plugin['plugin_id']}: {plugin['trouble']}"
-    for name, reason in reported["not_taken"].items():
-        yield f"{name}: not taken: {reason}"
-    if reported["gateway"]:
-        yield f"register at {reported['gateway']}"
-    last = reported["last_tick"]
-    if last is not None and last["why"]:
-        yield f"last tick: {last['action']}: {last['why']}"
-
-
-def _row(plugin: Mapping[str, Any]) -> tuple[str, ...]:
-    ago = plugin["last_call_seconds_ago"]
-    return (
-        plugin["plugin_id"],
-        plugin["plugin_type"],
-        str(plugin["priority"]),
-        plugin["circuit_state"].lower(),
-        str(plugin["evaluations_total"]),
-        "-" if ago is None else f"{ago:.1f} s ago",
-        f"{plugin['endpoint']} ({plugin['origin']})",
-    )
-
+if TYPE_CHECKING:
+    from dynamo_local.config.planner import PlannerConfig
+    from dynamo_local.planner.records.ticks import Decided, Replay, Replayed
+    from dynamo_local.system.json_lines import Record
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+ANSWER_TIMEOUT_S = 10.0
+_COLUMNS = ("plugin", "stage", "priority", "circuit", "calls", "last", "at")
 PLANNER_ANSWER_TIMEOUT_S = 30.0
 """A change waits for the tick that may be under way, and for its commit."""
 EITHER_SPELLING = {"token_normalize_func": lambda token: token.replace("_", "-")}
@@ -92,11 +44,6 @@ def planner() -> None:
 
     `dynamo serve --planner`, or a `Planner` section in the configuration, starts it with the graph.
     """
-
-
-planner.add_command(profile)
-planner.add_command(plugins)
-planner.add_command(replay)
 
 
 def planner_options(command: F) -> F:
@@ -256,8 +203,8 @@ def report(since: str | None, output: Path | None, log: Path | None, as_json: bo
     decisions = write_report(log or decision_log_path(paths.logs), to, since_s=since_s, title=title)
     size = to.stat().st_size
     reported = {"report": str(to), "decisions": decisions, "bytes": size}
-    said = f"report: {to} ({decisions:,} decisions, {size / 1000:,.0f} kB)"
-    click.echo(json.dumps(reported) if as_json else said)
+    line = f"report: {to} ({decisions:,} decisions, {size / 1000:,.0f} kB)"
+    click.echo(json.dumps(reported) if as_json else line)
 
 
 def _change(namespace: str | None, as_json: bool, command: str, **properties: Any) -> None:
@@ -307,3 +254,232 @@ def _logged(paths: Paths, last: int | None) -> list[dict[str, Any]]:
 def _head(record: Mapping[str, Any]) -> str:
     at = datetime.fromtimestamp(record["wall_s"]).astimezone()
     return f"decision {record['seq']}, {at:%Y-%m-%d %H:%M:%S}"
+
+
+@planner.command()
+@json_option
+@namespace_option
+def plugins(as_json: bool, namespace: str | None) -> None:
+    """List the planner's plugins.
+
+    Their stages, their state, and the address for registrations.
+    """
+    answer = ask_arbiter(find_paths(namespace), "dynamo_planner_status", ANSWER_TIMEOUT_S)
+    reported = answer["planner"]["plugins"]
+    click.echo(json.dumps(reported) if as_json else "\n".join(plugin_lines(reported)))
+
+
+def plugin_lines(reported: Mapping[str, Any]) -> Iterator[str]:
+    """A table, then what is wrong, then where plugins register."""
+    rows = [_COLUMNS, *(_row(plugin) for plugin in reported["plugins"])]
+    if len(rows) > 1:
+        yield from ("  ".join(row).rstrip() for row in aligned(rows))
+    else:
+        yield "no plugins"
+    for plugin in reported["plugins"]:
+        if plugin["trouble"]:
+            yield f"{plugin['plugin_id']}: {plugin['trouble']}"
+    for name, reason in reported["not_taken"].items():
+        yield f"{name}: not taken: {reason}"
+    if reported["gateway"]:
+        yield f"register at {reported['gateway']}"
+    last = reported["last_tick"]
+    if last is not None and last["why"]:
+        yield f"last tick: {last['action']}: {last['why']}"
+
+
+def _row(plugin: Mapping[str, Any]) -> tuple[str, ...]:
+    ago = plugin["last_call_seconds_ago"]
+    return (
+        plugin["plugin_id"],
+        plugin["plugin_type"],
+        str(plugin["priority"]),
+        plugin["circuit_state"].lower(),
+        str(plugin["evaluations_total"]),
+        "-" if ago is None else f"{ago:.1f} s ago",
+        f"{plugin['endpoint']} ({plugin['origin']})",
+    )
+
+
+POSITIVE = FiniteRange(min=0, min_open=True, max=1e9)
+ITL_MS = (10.0, 20.0, 50.0)
+
+
+@planner.group()
+def profile() -> None:
+    """Show the engine profiles that planners size by."""
+
+
+@profile.command()
+@click.argument("folder", metavar="DIR")
+@click.option("--itl", "itl_ms", type=POSITIVE, multiple=True, help="Targets, ms.  [default: 10, 20 and 50]")
+@click.option("--isl", type=POSITIVE, help="Also for requests with prompts of so many tokens …")
+@click.option("--osl", type=POSITIVE, help="… and answers of so many.")
+@click.option("--report", type=click.Path(path_type=Path, dir_okay=False), help="Write an HTML page (extra `report`).")
+@json_option
+def show(
+    folder: str, itl_ms: tuple[float, ...], isl: float | None, osl: float | None, report: Path | None, as_json: bool
+) -> None:
+    """Show what was measured, the curves that planners go by, and where they guess.
+
+    DIR is a folder as Dynamo's profiler writes it, or the name of a profile that ships.
+    """
+    from dynamo_local.profile.reading import read_profile
+    from dynamo_local.profile.summary import facts_of
+    from dynamo_local.system.pages import check_plots
+
+    if osl is not None and isl is None:
+        raise BadInput("--osl says how long answers are to prompts of --isl tokens; give both")
+    if report is not None:
+        check_plots()
+    read = read_profile(folder)
+    facts = facts_of(read, itl_ms or ITL_MS, isl, osl)
+    if report is not None:
+        from dynamo_local.profile.report import write_report
+
+        write_report(report, read, facts)
+    if as_json:
+        click.echo(json.dumps(facts, indent=2))
+        return
+    _print(facts)
+    if report is not None:
+        click.echo(f"report: {report}")
+
+
+def _print(facts: Mapping[str, Any]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    # A fixed width, so that the same command always prints the same bytes.
+    console = Console(width=120, highlight=False)
+    isl, context = facts["measured"]["isl"], facts["measured"]["context_length"]
+    console.print(
+        f"{facts['profile']}: KV cache of {facts['max_kv_tokens']:,} tokens; measured with prompts of {isl[0]:g} to "
+        f"{isl[1]:g} tokens, contexts of {context[0]:g} to {context[1]:g}",
+        markup=False,
+    )
+    prefill = Table("prompt", box=box.SIMPLE, title="prefill", title_justify="left")
+    for label in ("TTFT measured, ms", "TTFT, ms", "tokens/s/GPU measured", "tokens/s/GPU"):
+        prefill.add_column(label, justify="right")
+    for row in facts["prefill"]:
+        mark = "*" if row["extrapolated"] else ""
+        measured = (_number(row["measured_ttft_ms"], ".2f"), _number(row["measured_thpt_per_gpu"], ",.0f"))
+        taken = (f"{row['ttft_ms']:.2f}{mark}", f"{row['thpt_per_gpu']:,.0f}{mark}")
+        prefill.add_row(f"{row['isl']:g}", measured[0], taken[0], measured[1], taken[1])
+    decode = Table("context", box=box.SIMPLE, title="decode", title_justify="left")
+    for label in ("KV use", "requests", "ITL measured, ms", "ITL, ms", "tokens/s/GPU measured", "tokens/s/GPU"):
+        decode.add_column(label, justify="right")
+    for row in facts["decode"]:
+        load = (f"{row['context_length']:g}", f"{row['kv_usage']:.4f}", f"{row['concurrency']:,.1f}")
+        itl = (f"{row['measured_itl_ms']:.2f}", f"{row['itl_ms']:.2f}")
+        decode.add_row(*load, *itl, f"{row['measured_thpt_per_gpu']:,.0f}", f"{row['thpt_per_gpu']:,.0f}")
+    best = Table("context", box=box.SIMPLE, title="the most that a GPU decodes within an ITL", title_justify="left")
+    for label in ("ITL target, ms", "tokens/s/GPU", "requests at once", "ITL, ms"):
+        best.add_column(label, justify="right")
+    for row in facts["best"]:
+        mark = "!" if not row["attainable"] else "*" if row["extrapolated"] else ""
+        found = (f"{row['thpt_per_gpu']:,.0f}{mark}", f"{row['concurrency']:,.1f}", f"{row['itl_ms']:.2f}")
+        best.add_row(f"{row['context_length']:g}", f"{row['itl_target_ms']:g}", *found)
+    for table in (prefill, decode, best):
+        console.print(table)
+    for note in facts["notes"]:
+        console.print(f"note: {note}", markup=False)
+    console.print("* extrapolated   ! not attainable: what a single request gets", markup=False)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+POLICIES = ("load", "sla", "slo", "throughput-load")
+
+
+@planner.command()
+@click.argument("file", required=False, type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--policy", type=click.Choice(POLICIES), help="Another policy than the recorded one.")
+@click.option(
+    "--set",
+    "settings",
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="An option of that policy; may be repeated.",
+)
+@json_option
+@namespace_option
+def replay(
+    file: Path | None, policy: str | None, settings: tuple[str, ...], as_json: bool, namespace: str | None
+) -> None:
+    """Decide once more from what the planner was shown, and compare.
+
+    FILE is a log of ticks (by default the namespace's `ticks.jsonl`). With `--policy`, that policy's options are its
+    defaults, the log's GPU budgets, and what `--set` says. Works when the graph is gone, too.
+    """
+    from dynamo_local.planner.records.ticks import Replay, oldest_first, tick_log_path
+
+    log = file or tick_log_path(find_paths(namespace).logs)
+    records = iter(oldest_first(log))
+    first = next(records, None)
+    if first is None:
+        raise NotRunning(f"there is no tick of a planner in {log}; a running planner writes them beside its decisions")
+    if settings and policy is None:
+        raise BadInput("say --policy, too: --set gives options to another policy than the recorded one")
+    found = [first] if policy is None else list(chain([first], records))
+    again = Replay(None if policy is None else _options(policy, settings, found))
+    decisions = list(again.run(chain(found, records)))
+    click.echo(json.dumps(_reported(again, decisions)) if as_json else "\n".join(_describe(again, decisions)))
+
+
+def _options(policy: str, settings: tuple[str, ...], records: Iterable[Record]) -> PlannerConfig:
+    """The budgets are those that were recorded last."""
+    from dynamo_local.config.planner_section import parse_settings, planner_section
+
+    recorded: Mapping[str, Any] = {}
+    for record in records:
+        recorded = record.get("options", recorded)
+    budgets = {name: recorded[name] for name in ("max_gpu_budget", "min_gpu_budget") if recorded.get(name, -1) >= 0}
+    given = {key.replace("-", "_"): value for key, value in parse_settings(settings).items()}
+    return planner_section("replay", {**budgets, **given, "policy": policy})
+
+
+def _reported(again: Replay, decisions: Iterable[Replayed]) -> dict[str, Any]:
+    rows = [
+        {"seq": one.seq, "at_s": one.at_s, "agrees": one.agrees, "then": _plain(one.then), "now": _plain(one.now)}
+        for one in decisions
+    ]
+    return {
+        "policies": again.policies,
+        "ticks": again.ticks,
+        "ticks_without_what_is_wanted": again.without,
+        "whole": again.whole,
+        "decisions": len(rows),
+        "differ": sum(not row["agrees"] for row in rows),
+        "compared": rows,
+    }
+
+
+def _plain(decided: Decided | None) -> dict[str, Any] | None:
+    return None if decided is None else decided._asdict()
+
+
+def _describe(again: Replay, decisions: list[Replayed]) -> Iterable[str]:
+    others = [one for one in decisions if not one.agrees]
+    for one in others:
+        yield f"tick {one.seq}, at {one.at_s:.3f} s: then {_short(one.then)}; now {_short(one.now)}"
+    yield (
+        f"{again.ticks:,} ticks of {', '.join(again.policies) or 'nobody'}: {len(decisions):,} decisions, "
+        f"{len(decisions) - len(others):,} as then, {len(others):,} other"
+    )
+    if again.without:
+        yield f"in {again.without:,} ticks the log does not have what this policy wants to see: it held there"
+    if not again.whole:
+        yield "the log's beginning is gone: what the policy had learned before is not known, and it may differ at first"
+
+
+def _short(decided: Decided | None) -> str:
+    if decided is None:
+        return "no decision"
+    return ", ".join(
+        f"{component} {decided.targets.get(component, '–')} ({step:+d}, {decided.rules[component]})"
+        for component, step in decided.steps.items()
+    )

@@ -111,8 +111,10 @@ def _state(planner: Mapping[str, Any]) -> str:
 
 def _profile(profile: Mapping[str, Any]) -> str:
     """`profile (certified)`, `dynamo_H200_TP1P_TP1D (not measured on this host)`"""
-    said = profile["certificate"] or "not measured by `dynamo profile`: of other engines, and corrected by what is seen"
-    return f"{profile['name']} ({said})"
+    certificate = (
+        profile["certificate"] or "not measured by `dynamo profile`: of other engines, and corrected by what is seen"
+    )
+    return f"{profile['name']} ({certificate})"
 
 
 def _virtual(virtual: Mapping[str, Any]) -> str:

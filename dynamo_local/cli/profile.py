@@ -113,7 +113,7 @@ def profile(graph: str | None, as_json: bool, report: Path | None, **words: Any)
         words["start_deadline"],
         Given(words["kv_tokens"], words["context_length"], words["max_num_seqs"]),
     )
-    asked = ProfileRequest(
+    request = ProfileRequest(
         *(words["output"], words["budget"]),
         context_max=words["max_context"],
         small=words["small"],
@@ -124,27 +124,27 @@ def profile(graph: str | None, as_json: bool, report: Path | None, **words: Any)
     )
     view = _View()
     try:
-        told = asyncio.run(measure(target, asked, view.say, view.point))
+        measured = asyncio.run(measure(target, request, view.say, view.point))
     except KeyboardInterrupt:  # later on Ctrl-C ends the measurement itself
         click.echo("stopped while the graph was starting; nothing was measured", err=True)
         return STOPPED
     view.end()
-    if told.document is None:
-        done = sum(1 for point in told.progress.points if told.progress.of(point).samples)
-        why = "stopped" if told.stopped else f"no profile: {told.why}"
+    if measured.document is None:
+        done = sum(1 for point in measured.progress.points if measured.progress.of(point).samples)
+        why = "stopped" if measured.stopped else f"no profile: {measured.why}"
         click.echo(
-            f"{why}; {done} of {len(told.progress.points)} points are kept in {asked.folder}: --resume goes on",
+            f"{why}; {done} of {len(measured.progress.points)} points are kept in {request.folder}: --resume goes on",
             err=True,
         )
-        return STOPPED if told.stopped else EXIT_FAILED
+        return STOPPED if measured.stopped else EXIT_FAILED
     if report is not None:
-        _report(report, asked.folder, told.document)
+        _report(report, request.folder, measured.document)
     if as_json:
         import msgspec
 
-        click.echo(json.dumps(msgspec.to_builtins(told.document), indent=2))
+        click.echo(json.dumps(msgspec.to_builtins(measured.document), indent=2))
     else:
-        _print(told.document, asked.folder, report)
+        _print(measured.document, request.folder, report)
     return 0
 
 

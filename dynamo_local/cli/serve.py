@@ -184,7 +184,7 @@ def _passed_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _follow(child: subprocess.Popen[bytes], report: Path, output: Path) -> int:
-    told: dict[str, str] = {}
+    printed: dict[str, str] = {}
     failure: dict[str, Any] | None = None
     with report.open() as file:
         while True:
@@ -199,7 +199,7 @@ def _follow(child: subprocess.Popen[bytes], report: Path, output: Path) -> int:
                     return 0
                 if record["kind"] == "failed":
                     failure = record
-                _tell(record, told)
+                _tell(record, printed)
             if ended:
                 break
             time.sleep(POLL_S)
@@ -222,10 +222,10 @@ def _records(file: Any) -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
-def _tell(record: dict[str, Any], told: dict[str, str]) -> None:
+def _tell(record: dict[str, Any], printed: dict[str, str]) -> None:
     if record["kind"] == "event":
         click.echo(record["text"])
     for row in record.get("rows", ()):
-        if told.get(row["name"]) != row["state"]:
-            told[row["name"]] = row["state"]
+        if printed.get(row["name"]) != row["state"]:
+            printed[row["name"]] = row["state"]
             click.echo(f"{row['name']}: {row['state']}" + (f" on GPU {row['gpus']}" if row["gpus"] else ""))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -40,14 +40,14 @@ RUNGS: Mapping[str, tuple[Rung, ...]] = {
 }
 
 
-def leads_of(words: Sequence[str], start_up_s: float) -> LeadOptions:
+def leads_of(values: Sequence[str], start_up_s: float) -> LeadOptions:
     """Lead times by scaling option. `cold` is `--start-up-s`; the rest defaults to the simulator's own.
 
     A number given here replaces a measured one. The last value given for an option wins. Raises `BadInput`.
     """
     from dynamo_local.simulator.options import LeadOptions
 
-    parts = [part.strip() for word in words for part in word.split(",")]
+    parts = [part.strip() for value in values for part in value.split(",")]
     measured = [_measured(part) for part in parts if part.partition(":")[0] == MEASURED]
     given = dict(_given(part) for part in parts if part.partition(":")[0] != MEASURED)
     found = {**(measured[-1] if measured else {}), **given}
@@ -87,14 +87,13 @@ def _measured(text: str) -> dict[str, float]:
     return found
 
 
-# --- simulated_profile
-# `dynamo simulate --profile FOLDER`: what a measured profile says of its engines beside their times.
+# `dynamo simulate --profile FOLDER`: facts of a measured profile that are not times.
 
 START_UP_S = 30.0
 """Start-up time of a new worker if nothing was measured."""
 
 
-def with_measured(words: Mapping[str, Any]) -> dict[str, Any]:
+def with_measured(params: Mapping[str, Any]) -> dict[str, Any]:
     """The command's words with `start_up_s` and `engines`: options of the simulated engine, each as it was measured.
 
     Options given by the user win. A profile without `profile.json` gives none. Raises `ConfigError`.
@@ -102,11 +101,11 @@ def with_measured(words: Mapping[str, Any]) -> dict[str, Any]:
     from dynamo_local.profile.document import read_document
     from dynamo_local.profile.reading import profile_folder
 
-    name, start_up_s = words["profile"], words["start_up_s"]
+    name, start_up_s = params["profile"], params["start_up_s"]
     document = None if name is None else read_document(profile_folder(name))
     engine = None if document is None else document.engines.get("agg", document.engines.get("decode"))
     if document is None or engine is None:
-        return {**words, "engines": {}, "start_up_s": START_UP_S if start_up_s is None else start_up_s}
+        return {**params, "engines": {}, "start_up_s": START_UP_S if start_up_s is None else start_up_s}
     cold_s = [rungs["cold"] for rungs in document.actions.values() if "cold" in rungs]
     kv = engine.max_kv_tokens
     engines = {
@@ -116,33 +115,16 @@ def with_measured(words: Mapping[str, Any]) -> dict[str, Any]:
         "max_model_len": min(engine.context_length, kv),
     }
     measured_s = max(cold_s, default=START_UP_S)
-    return {**words, "engines": engines, "start_up_s": measured_s if start_up_s is None else start_up_s}
+    return {**params, "engines": engines, "start_up_s": measured_s if start_up_s is None else start_up_s}
 
 
-# --- simulated_requests
-# Where the requests of `dynamo simulate` come from: a file, or the generator.
-
-
-class Source(Protocol):
-    """Requests by name. `what` says whether they were recorded in a file or made."""
-
-    @property
-    def what(self) -> str:
-        """ "trace" or "generated"."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """The file's name, or what the generator was given; for the report."""
-        ...
-
-    def requests(self, *, limit: int | None, speed: float) -> list[TraceRequest]:
-        """The first `limit` of them (None: all), their times divided by `speed`."""
-        ...
+# The requests of `dynamo simulate`: read from a file, or generated.
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class RecordedRequests:
+    """Requests of a trace. `name` is the file's, for the report."""
+
     path: Path
     what: str = "trace"
 
@@ -151,14 +133,16 @@ class _File:
         return self.path.name
 
     def requests(self, *, limit: int | None, speed: float) -> list[TraceRequest]:
-        """As `read_trace` returns them."""
+        """The first `limit` of them (None: all), their times divided by `speed`."""
         from dynamo_local.simulator.trace import read_trace
 
         return read_trace(self.path, limit=limit, speed=speed)
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class GeneratedRequests:
+    """Requests of the generator. `name` is what it was given, for the report."""
+
     generated: Generated
     write_to: Path | None
     what: str = "generated"
@@ -168,7 +152,7 @@ class _Made:
         return str(self.generated)
 
     def requests(self, *, limit: int | None, speed: float) -> list[TraceRequest]:
-        """As generated. The file `write_to` has the first `limit` of them, with times not divided by `speed`."""
+        """As for `RecordedRequests`. The times in the file `write_to` are not divided by `speed`."""
         from dynamo_local.simulator.generator import generate
         from dynamo_local.simulator.trace import write_trace
 
@@ -176,6 +160,9 @@ class _Made:
         if self.write_to is not None:
             write_trace(self.write_to, made)
         return made if speed == 1.0 else [replace(request, at_s=request.at_s / speed) for request in made]
+
+
+Source = RecordedRequests | GeneratedRequests
 
 
 def source_of(trace: Path | None, generate: str | None, write_to: Path | None) -> Source:
@@ -186,18 +173,17 @@ def source_of(trace: Path | None, generate: str | None, write_to: Path | None) -
     if trace is not None:
         if write_to is not None:
             raise BadInput(f"--write-trace {write_to} keeps what --generate made; --trace {trace} is a file already")
-        return _File(trace)
+        return RecordedRequests(trace)
     from dynamo_local.simulator.generator import parse_generated
 
-    return _Made(parse_generated(generate or ""), write_to)
+    return GeneratedRequests(parse_generated(generate or ""), write_to)
 
 
-# --- simulated
 # The runs of `dynamo simulate` as tables.
 
 
 def print_tables(
-    facts: Sequence[tuple[str, str]], rows: Sequence[tuple[str, Metrics]], words: Mapping[str, Any]
+    facts: Sequence[tuple[str, str]], rows: Sequence[tuple[str, Metrics]], params: Mapping[str, Any]
 ) -> None:
     """Tables of the runs: attainment and cost, dropped requests with reasons, scaling actions, latencies."""
     from rich import box
@@ -231,7 +217,7 @@ def print_tables(
     console.print(worth)
     for name, m in rows:
         for reason, count in m.dropped_by.items():
-            console.print(f"{name}: {count:,} dropped: {_explained(reason, words)}", markup=False)
+            console.print(f"{name}: {count:,} dropped: {_explained(reason, params)}", markup=False)
         if {"flips", "wakes", "sleeps"} & m.done_by.keys():
             console.print(
                 f"{name}: {', '.join(f'{count:,} {what}' for what, count in m.done_by.items())}", markup=False
@@ -240,16 +226,16 @@ def print_tables(
     console.print(times)
 
 
-def _explained(reason: str, words: Mapping[str, Any]) -> str:
+def _explained(reason: str, params: Mapping[str, Any]) -> str:
     """Why requests were dropped, and what changes it."""
     from dynamo_local.simulator.process import Dropped
 
     explanations = {
-        Dropped.FRONTEND_FULL: f"the Frontend had {words['max_inflight']} requests already (429): more workers, or a "
+        Dropped.FRONTEND_FULL: f"the Frontend had {params['max_inflight']} requests already (429): more workers, or a "
         "higher --max-inflight, with which they wait until their deadline",
-        Dropped.WORKERS_FULL: f"{words['max_num_waiting']} requests waited for each worker already (429): more "
+        Dropped.WORKERS_FULL: f"{params['max_num_waiting']} requests waited for each worker already (429): more "
         "workers, or a higher --max-num-waiting, with which they wait until their deadline",
-        Dropped.DEADLINE: f"not done within {words['request_timeout_s']:g} s (504): more workers, or a longer "
+        Dropped.DEADLINE: f"not done within {params['request_timeout_s']:g} s (504): more workers, or a longer "
         "--request-timeout-s",
         Dropped.TOO_LONG: "prompt and answer are longer than the model's context (400)",
     }
@@ -324,7 +310,7 @@ DEFAULT_INITIAL = "1,1"
 @click.option("--report", type=click.Path(path_type=Path, dir_okay=False), help="Write an HTML page (extra `report`).")
 @json_option
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--planner.KEY=VALUE …] [--sim.KEY=VALUE …]")
-def simulate(as_json: bool, report: Path | None, jobs: int | None, **words: Any) -> None:
+def simulate(as_json: bool, report: Path | None, jobs: int | None, **params: Any) -> None:
     """Run requests through this graph's engine, queue, router and planner on a virtual clock, without processes.
 
     Any planner option: --planner.adjustment-interval=10 (of several policies, for those that have it). Any option of
@@ -338,51 +324,48 @@ def simulate(as_json: bool, report: Path | None, jobs: int | None, **words: Any)
     from dynamo_local.simulator.simulation import run_cases
     from dynamo_local.system.pages import check_plots
 
-    source = source_of(words["trace"], words["generate"], words["write_trace"])
+    source = source_of(params["trace"], params["generate"], params["write_trace"])
     if report is not None:
         check_plots()
-    words = with_defaults(with_measured(words))
-    cases = cases_of(words)
-    requests = source.requests(limit=words["limit"], speed=words["trace_speed"])
-    slo = Slo(words["ttft_ms"], words["itl_ms"])
+    params = with_defaults(with_measured(params))
+    cases = cases_of(params)
+    requests = source.requests(limit=params["limit"], speed=params["trace_speed"])
+    slo = Slo(params["ttft_ms"], params["itl_ms"])
     runs = run_cases(requests, cases, jobs)
     rows = [(case.name, measure(run, slo)) for case, run in zip(cases, runs, strict=True)]
     if report is not None:
-        told = [ReportedRun(case.name, run, row[1]) for case, run, row in zip(cases, runs, rows, strict=True)]
-        write_report(report, f"dynamo simulate: {source.name}", _facts(source, words), told, slo)
+        reported = [ReportedRun(case.name, run, row[1]) for case, run, row in zip(cases, runs, rows, strict=True)]
+        write_report(report, f"dynamo simulate: {source.name}", _facts(source, params), reported, slo)
     if as_json:
-        found = [_json(name, metrics) for name, metrics in rows]
-        click.echo(json.dumps(found if len(found) > 1 or words["sweeps"] else found[0], indent=2))
+        found = [{**metrics.to_dict(), "name": name} for name, metrics in rows]
+        click.echo(json.dumps(found if len(found) > 1 or params["sweeps"] else found[0], indent=2))
         return
-    print_tables(_facts(source, words), rows, words)
+    print_tables(_facts(source, params), rows, params)
     if report is not None:
         click.echo(f"report: {report}")
 
 
-# --- what is to be run -------------------------------------------------------------------------
-
-
-def cases_of(words: Mapping[str, Any]) -> list[Case]:
+def cases_of(params: Mapping[str, Any]) -> list[Case]:
     """The planned runs, then the fixed ones. Raises `BadInput` for options that cannot be run."""
-    given = _overrides(words["overrides"])
-    if words["profile"] is not None:
-        given["sim"] = {**words["engines"], **given["sim"], "profile": words["profile"]}
-    combinations = _combinations(words["sweeps"])
-    asked = bool(given["planner"] or words["sweeps"] or words["initial"] or words["policies"])
-    planned = not words["statics"] or asked
-    shape = words["initial"] or Shape().convert(DEFAULT_INITIAL, None, None)
+    given = _overrides(params["overrides"])
+    if params["profile"] is not None:
+        given["sim"] = {**params["engines"], **given["sim"], "profile": params["profile"]}
+    combinations = _combinations(params["sweeps"])
+    has_planner_options = bool(given["planner"] or params["sweeps"] or params["initial"] or params["policies"])
+    planned = not params["statics"] or has_planner_options
+    shape = params["initial"] or Shape().convert(DEFAULT_INITIAL, None, None)
     cases = []
     for name, changes in combinations if planned else []:
         merged = {section: {**given[section], **changes.get(section, {})} for section in given}
-        if words["policies"] is None:
-            cases.append(_case(name or f"planner from {_shape(shape)}", words, merged, shape, planned=True))
+        if params["policies"] is None:
+            cases.append(_case(name or f"planner from {_shape(shape)}", params, merged, shape, planned=True))
             continue
-        for policy, options in _by_policy(words["policies"], merged["planner"]).items():
+        for policy, options in _by_policy(params["policies"], merged["planner"]).items():
             label = f"{policy}, {name}" if name else f"{policy} from {_shape(shape)}"
-            cases.append(_case(label, words, {**merged, "planner": options}, shape, planned=True))
+            cases.append(_case(label, params, {**merged, "planner": options}, shape, planned=True))
     engines = {name: value for name, value in given["planner"].items() if name.endswith("_engine_num_gpu")}
-    for fixed in words["statics"]:
-        cases.append(_case(f"static {_shape(fixed)}", words, {**given, "planner": engines}, fixed, planned=False))
+    for fixed in params["statics"]:
+        cases.append(_case(f"static {_shape(fixed)}", params, {**given, "planner": engines}, fixed, planned=False))
     return cases
 
 
@@ -404,13 +387,13 @@ def _by_policy(names: str, options: Mapping[str, Any]) -> dict[str, dict[str, An
     return found
 
 
-def with_defaults(words: Mapping[str, Any]) -> dict[str, Any]:
+def with_defaults(params: Mapping[str, Any]) -> dict[str, Any]:
     """The command's words with the defaults of `dynamo serve`: dispatch and router decide by the targets, if any."""
-    targets = words["ttft_ms"] is not None or words["itl_ms"] is not None
+    targets = params["ttft_ms"] is not None or params["itl_ms"] is not None
     return {
-        **words,
-        "disagg_policy": words["disagg_policy"] or ("slo" if targets and not words["always_remote"] else "threshold"),
-        "router": words["router"] or ("slo" if targets else "least-loaded"),
+        **params,
+        "disagg_policy": params["disagg_policy"] or ("slo" if targets and not params["always_remote"] else "threshold"),
+        "router": params["router"] or ("slo" if targets else "least-loaded"),
     }
 
 
@@ -420,7 +403,7 @@ def _shape(shape: tuple[int, int]) -> str:
 
 def _case(
     name: str,
-    words: Mapping[str, Any],
+    params: Mapping[str, Any],
     given: Mapping[str, Mapping[str, Any]],
     shape: tuple[int, int],
     *,
@@ -438,39 +421,39 @@ def _case(
     from dynamo_local.simulator.options import FleetShape, SimulationOptions
     from dynamo_local.simulator.simulation import Case
 
-    config = planner_section("--planner", _with_targets(given, words))
+    config = planner_section("--planner", _with_targets(given, params))
     sim = SimOptions.from_mapping(given["sim"])
-    targets = Targets.of_ms(words["ttft_ms"], words["itl_ms"])
+    targets = Targets.of_ms(params["ttft_ms"], params["itl_ms"])
     allowed = actuators(config)
     options = SimulationOptions(
         shape=FleetShape(*shape),
         sim=sim,
-        gpus=_gpus(words["gpus"]),
+        gpus=_gpus(params["gpus"]),
         prefill_gpus=config.prefill_engine_num_gpu or 1,
         decode_gpus=config.decode_engine_num_gpu or 1,
-        start_up_s=words["start_up_s"],
-        spares=words["spares"],
-        flips=words["flips"] and (config.actuators is None or Actuator.FLIP in allowed),
-        standby=FleetShape(*words["standby"]) if words["standby"] and Actuator.WAKE in allowed else None,
-        leads=leads_of(words["lead"], words["start_up_s"]),
-        disagg=DisaggSettings(words["max_local_prefill_length"], words["max_prefill_queue_size"]),
-        conditional=not words["always_remote"],
-        disagg_policy=words["disagg_policy"],
+        start_up_s=params["start_up_s"],
+        spares=params["spares"],
+        flips=params["flips"] and (config.actuators is None or Actuator.FLIP in allowed),
+        standby=FleetShape(*params["standby"]) if params["standby"] and Actuator.WAKE in allowed else None,
+        leads=leads_of(params["lead"], params["start_up_s"]),
+        disagg=DisaggSettings(params["max_local_prefill_length"], params["max_prefill_queue_size"]),
+        conditional=not params["always_remote"],
+        disagg_policy=params["disagg_policy"],
         targets=targets,
-        max_inflight=words["max_inflight"],
-        max_num_waiting=words["max_num_waiting"],
-        request_timeout_s=words["request_timeout_s"],
+        max_inflight=params["max_inflight"],
+        max_num_waiting=params["max_num_waiting"],
+        request_timeout_s=params["request_timeout_s"],
     )
     return Case(
         name,
         options,
         planner=config if planned and config.enabled else None,
         no_operation=config.no_operation,
-        make_picker=partial(sim_picker, words["router"], words["seed"], sim, targets),
+        make_picker=partial(sim_picker, params["router"], params["seed"], sim, targets),
     )
 
 
-def _with_targets(given: Mapping[str, Mapping[str, Any]], words: Mapping[str, Any]) -> dict[str, Any]:
+def _with_targets(given: Mapping[str, Mapping[str, Any]], params: Mapping[str, Any]) -> dict[str, Any]:
     """The planner's options. A policy with targets has those of the run, and the profile that the engines run by."""
     from dynamo_local.config.planner import POLICIES, options_of
     from dynamo_local.config.planner_section import chosen_policy, own_names
@@ -479,7 +462,7 @@ def _with_targets(given: Mapping[str, Mapping[str, Any]], words: Mapping[str, An
     policy = chosen_policy(given["planner"])
     found = own_names("--planner", given["planner"], policy)
     profile = given["sim"].get("profile", SimOptions().profile)
-    of_the_run = {"ttft_ms": words["ttft_ms"], "itl_ms": words["itl_ms"], "profile_results_dir": profile}
+    of_the_run = {"ttft_ms": params["ttft_ms"], "itl_ms": params["itl_ms"], "profile_results_dir": profile}
     for name, value in of_the_run.items():
         if policy in POLICIES and name in options_of(policy) and value is not None:
             found.setdefault(name, value)
@@ -496,19 +479,21 @@ def _gpus(option: str) -> int:
 SECTIONS = ("planner", "sim")
 
 
-def _overrides(words: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _overrides(arguments: Sequence[str]) -> dict[str, dict[str, Any]]:
     """`--planner.KEY=VALUE` and `--sim.KEY=VALUE`, keys with underscores."""
     from dynamo_local.config.loading import parse_overrides
     from dynamo_local.sdk.checks import nearest
 
-    for word in words:
-        section = word.removeprefix("--").partition(".")[0] if word.startswith("--") else None
+    for argument in arguments:
+        section = argument.removeprefix("--").partition(".")[0] if argument.startswith("--") else None
         if section is not None and section not in SECTIONS:
             known = [name.lstrip("-") for option in simulate.params for name in option.opts]
-            near = nearest(word.removeprefix("--").partition("=")[0], [*known, *(f"{name}.KEY" for name in SECTIONS)])
-            raise BadInput(f"unknown option {word!r}{near}; see dynamo simulate --help")
+            near = nearest(
+                argument.removeprefix("--").partition("=")[0], [*known, *(f"{name}.KEY" for name in SECTIONS)]
+            )
+            raise BadInput(f"unknown option {argument!r}{near}; see dynamo simulate --help")
     found: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-    for section, keys in parse_overrides(words).items():
+    for section, keys in parse_overrides(arguments).items():
         for key, value in keys.items():
             found[section][_known(section, key)] = value
     return found
@@ -558,36 +543,29 @@ def _with(changes: dict[str, dict[str, Any]], section: str, name: str, value: An
     return {**changes, section: {**changes.get(section, {}), name: value}}
 
 
-# --- what is told ------------------------------------------------------------------------------
-
-
-def _json(name: str, metrics: Metrics) -> dict[str, Any]:
-    return {**metrics.to_dict(), "name": name}
-
-
-def _facts(source: Source, words: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _facts(source: Source, params: Mapping[str, Any]) -> list[tuple[str, str]]:
     def target(value: float | None) -> str:
         return "none" if value is None else f"{value:g} ms"
 
-    speed = "" if words["trace_speed"] == 1.0 else f", times divided by {words['trace_speed']:g}"
+    speed = "" if params["trace_speed"] == 1.0 else f", times divided by {params['trace_speed']:g}"
     return [
         (source.what, f"{source.name}{speed}"),
-        ("targets", f"TTFT {target(words['ttft_ms'])}, ITL {target(words['itl_ms'])}"),
-        ("host", _host(words)),
-        ("seed", str(words["seed"])),
+        ("targets", f"TTFT {target(params['ttft_ms'])}, ITL {target(params['itl_ms'])}"),
+        ("host", _host(params)),
+        ("seed", str(params["seed"])),
         (
             "bounds",
-            f"max-inflight {words['max_inflight']}, max-num-waiting {words['max_num_waiting']} for each worker, "
-            f"request-timeout {words['request_timeout_s']:g} s",
+            f"max-inflight {params['max_inflight']}, max-num-waiting {params['max_num_waiting']} for each worker, "
+            f"request-timeout {params['request_timeout_s']:g} s",
         ),
     ]
 
 
-def _host(words: Mapping[str, Any]) -> str:
-    lead, spares = leads_of(words["lead"], words["start_up_s"]), words["spares"]
+def _host(params: Mapping[str, Any]) -> str:
+    lead, spares = leads_of(params["lead"], params["start_up_s"]), params["spares"]
     found = [f"start-up {lead.cold_s:g} s"]
     found += [f"{spares} spare{'s' * (spares != 1)} with {lead.spare_s:g} s"] if spares else []
-    found += [f"flips with {lead.flip_s:g} s"] if words["flips"] else []
-    if words["standby"]:
-        found.append(f"{_shape(words['standby'])} on standby with {lead.wake_s:g} s")
-    return ", ".join([words["gpus"], *found])
+    found += [f"flips with {lead.flip_s:g} s"] if params["flips"] else []
+    if params["standby"]:
+        found.append(f"{_shape(params['standby'])} on standby with {lead.wake_s:g} s")
+    return ", ".join([params["gpus"], *found])

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from dynamo_local.cli.common import ask_arbiter, find_paths, json_option, namespace_option
+from dynamo_local.cli.common import aligned, ask_arbiter, find_paths, json_option, namespace_option
 from dynamo_local.cli.planner_words import follow_line, status_line
 from dynamo_local.core.fleet.states import traits_of
 from dynamo_local.system.paths import Paths
@@ -73,13 +73,10 @@ def render(graph: Mapping[str, Any], *, colour: bool = False) -> str:
     for uuid, why in (graph.get("quarantined_gpus") or {}).items():
         head.append(f"GPU       {uuid} is quarantined: {why}")
     head += [f"note      {note_line(note)}" for note in graph.get("notes", ())]
-    rows = [COLUMNS, *(_row(worker) for worker in graph["workers"])]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
     lines = []
-    for n, row in enumerate(rows):
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+    for n, cells in enumerate(aligned([COLUMNS, *map(_row, graph["workers"])])):
         if colour and n:
-            cells[2] = click.style(cells[2], fg=traits_of(row[2]).colour)
+            cells[2] = click.style(cells[2], fg=traits_of(cells[2].rstrip()).colour)
         lines.append("  ".join(cells).rstrip())
     return "\n".join([*head, "", *lines])
 
@@ -103,14 +100,14 @@ def clock_time(at: float) -> str:
     return f"{day}{time_at:%H:%M:%S}"
 
 
-def _spares(told: Mapping[str, Any] | None) -> list[str]:
+def _spares(reported: Mapping[str, Any] | None) -> list[str]:
     """`spares    vllm: dynamo_spare warm, 596 MiB, pid 4711`, and why the latest failed."""
-    if told is None:
+    if reported is None:
         return []
-    lines = [f"spares    {each['engine']}: {_spare(each)}" for each in told["spares"]]
-    if told["reason"] is not None:
-        again = "now" if told["next_try_s"] is None else f"in {duration(told['next_try_s'])}"
-        lines.append(f"spares    the last one failed ({told['reason']}); the next is started {again}")
+    lines = [f"spares    {each['engine']}: {_spare(each)}" for each in reported["spares"]]
+    if reported["reason"] is not None:
+        again = "now" if reported["next_try_s"] is None else f"in {duration(reported['next_try_s'])}"
+        lines.append(f"spares    the last one failed ({reported['reason']}); the next is started {again}")
     return lines or ["spares    none yet: the first is started when no worker is coming up"]
 
 

@@ -104,8 +104,8 @@ def render(frame: Frame, width: int, height: int | None = None, *, ascii_only: b
     marks = ASCII_MARKS if ascii_only else MARKS
     above, below = _head(frame), _below(frame, width, marks)
     rows = _rows(frame.graph)
-    room = len(rows) if height is None else max(1, height - _lines(Group(above, below), width) - 2)
-    hidden = len(rows) - room if len(rows) > room else 0
+    fitting = len(rows) if height is None else max(1, height - _lines(Group(above, below), width) - 2)
+    hidden = len(rows) - fitting if len(rows) > fitting else 0
     table = _table(frame, rows[: len(rows) - hidden], width, marks)
     more = [Text(f"{hidden} more do not fit; `dynamo status` lists all", style="bright_black")] if hidden else []
     return Group(above, table, *more, below)
@@ -151,9 +151,6 @@ def shorten(name: str, cells: int, cut: str = MARKS.cut) -> str:
     return name[: max(0, cells - tail - 1)] + cut + name[len(name) - tail :]
 
 
-# --- the head ----------------------------------------------------------------------------------
-
-
 def _head(frame: Frame) -> RenderableType:
     graph = frame.graph
     line = Text(no_wrap=True, overflow="crop")
@@ -175,9 +172,6 @@ def _gpu_count(gpus: Sequence[Mapping[str, Any]]) -> str:
     return f"{used} of {len(gpus)} GPUs held"
 
 
-# --- workers and GPUs --------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Row:
     """One row of the table. `worker` is None for a device without a worker of ours: `state` is then the device's."""
@@ -195,16 +189,16 @@ def _rows(graph: Graph) -> list[_Row]:
     for gpu in gpus:
         if gpu["worker"] is not None:
             held.setdefault(gpu["worker"], []).append(str(gpu["index"]))
-    rows, told = [], set()
+    rows, listed = [], set()
     for gpu in gpus:
         name = gpu["worker"]
         if name is None:
             rows.append(_Row(str(gpu["index"]), gpu["state"]))
-        elif name not in told:
-            told.add(name)
+        elif name not in listed:
+            listed.add(name)
             worker = workers.get(name) or {"watcher_name": name, "state": "gone"}
             rows.append(_Row(",".join(held[name]), worker["state"], worker))
-    rows += [_Row(gpus_of(worker), worker["state"], worker) for name, worker in workers.items() if name not in told]
+    rows += [_Row(gpus_of(worker), worker["state"], worker) for name, worker in workers.items() if name not in listed]
     return rows
 
 
@@ -272,18 +266,15 @@ def _running(load: Mapping[str, Any]) -> str:
     return f"{load['request_active_slots']}/{total}" if total else str(load["request_active_slots"])
 
 
-# --- below the table ---------------------------------------------------------------------------
-
-
 def _below(frame: Frame, width: int, marks: Marks) -> RenderableType:
     """The lines below the table, each after a word that says what it is about."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, style="bold")
     grid.add_column(overflow="fold")
-    told = ""
+    previous = ""
     for about, text in _news(frame, width, marks):
-        grid.add_row("" if about == told else about, text)
-        told = about
+        grid.add_row("" if about == previous else about, text)
+        previous = about
     return Group(Text(""), grid) if grid.row_count else Text("")
 
 
@@ -341,9 +332,6 @@ def _planner(planner: Mapping[str, Any] | None, words: Iterable[str]) -> Iterato
     if planner.get("trouble"):
         yield Text(str(planner["trouble"]), style="red")
     yield from map(Text, words)
-
-
-# --- as JSON -----------------------------------------------------------------------------------
 
 
 def view_as_json(frame: Frame) -> dict[str, Any]:

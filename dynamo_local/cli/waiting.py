@@ -170,7 +170,7 @@ class Wait:
         self._now_s = now_s
         self._sleep = sleep
         self._logs: dict[str, str] = {}
-        self._told: dict[str, tuple[str, str, float]] = {}
+        self._printed: dict[str, tuple[str, str, float]] = {}
         self.outcomes: dict[str, WaitResult] = {}
 
     def run(self, timeout_s: float) -> None:
@@ -214,9 +214,9 @@ class Wait:
 
     def _progress(self, name: str, row: Mapping[str, Any] | None) -> None:
         state, line, now_s = row["state"] if row else "", _doing(row), self._now_s()
-        told = self._told.get(name)
-        if told is None or told[0] != state or (told[1] != line and now_s - told[2] >= TELL_EVERY_S):
-            self._told[name] = (state, line, now_s)
+        printed = self._printed.get(name)
+        if printed is None or printed[0] != state or (printed[1] != line and now_s - printed[2] >= TELL_EVERY_S):
+            self._printed[name] = (state, line, now_s)
             self._tell(f"{name}: {line}")
 
     def raise_failures(self, paths: Paths) -> None:

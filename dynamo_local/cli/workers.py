@@ -82,18 +82,18 @@ def scale(
     that many workers change their role, or none does.
     """
     manner, paths = Manner(as_json, wait, timeout_s), find_paths(namespace)
-    how: dict[str, Any] = {"force": force, "victim_policy": victim_policy}
+    properties_of_all: dict[str, Any] = {"force": force, "victim_policy": victim_policy}
     if flip:
         gives, takes, count = exchanged((component, target, *more))
-        asked = {"gives": gives, "takes": takes, "count": str(count), **how}
-        ask_and_tell(paths, manner, "dynamo_scale_flip", asked, goals=traded_goals, words=describe_trade)
+        properties = {"gives": gives, "takes": takes, "count": str(count), **properties_of_all}
+        ask_and_tell(paths, manner, "dynamo_scale_flip", properties, goals=traded_goals, words=describe_trade)
         return
     if more:
         raise click.UsageError("several components change together only with --flip")
     if no_wake:
-        how["no_wake"] = True  # an arbiter of an older version does not know it
-    asked = {"component": component, "target": target, **how}
-    ask_and_tell(paths, manner, "dynamo_scale", asked, goals=scale_goals, words=describe_scale)
+        properties_of_all["no_wake"] = True  # an arbiter of an older version does not know it
+    properties = {"component": component, "target": target, **properties_of_all}
+    ask_and_tell(paths, manner, "dynamo_scale", properties, goals=scale_goals, words=describe_scale)
 
 
 def exchanged(given: tuple[str, ...]) -> tuple[str, str, int]:
@@ -137,10 +137,6 @@ def describe_scale(reply: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-# --- drain
-# `dynamo drain NAME`: one worker takes nothing new, finishes what it streams, and leaves.
-
-
 @click.command()
 @click.argument("name")
 @click.option("--cancel", is_flag=True, help="Take the drain back: the same process serves on.")
@@ -161,10 +157,6 @@ def drain(
         goals=lambda reply: [(reply["watcher_name"], goal)],
         words=lambda reply: f"{reply['watcher_name']}: {reply['state']}" + (", to be taken back" if cancel else ""),
     )
-
-
-# --- flip
-# `dynamo flip NAME`: a prefill worker becomes a decode worker, or the other way round; the process stays.
 
 
 @click.command()
@@ -204,10 +196,6 @@ def describe_flip(reply: dict[str, Any], cancel: bool) -> str:
     if cancel:
         return f"{reply['watcher_name']}: {reply['state']}, its flip was taken back"
     return f"{reply['watcher_name']}: becomes {reply['becomes']}"
-
-
-# --- restart
-# `dynamo restart NAME|COMPONENT`: drain, and start again with the current configuration.
 
 
 @click.command()
@@ -255,10 +243,6 @@ def describe_restart(reply: dict[str, Any]) -> str:
 def names(reply: dict[str, Any]) -> list[str]:
     """The workers' names, in the order of their restart; the reply has names, or objects with a name."""
     return [worker if isinstance(worker, str) else worker["watcher_name"] for worker in reply["workers"]]
-
-
-# --- sleep
-# `dynamo sleep NAME` and `dynamo wake NAME`: a worker's GPU is let go, and had again, under its process.
 
 
 @click.command()

@@ -52,7 +52,7 @@ class EngineBase:
         return {}
 
     def cannot_sleep(self) -> str | None:
-        """See `engines.sleep.CanSleep`: what an engine says that has no sleep of its own."""
+        """The answer of an engine without a sleep mode (`engines.sleep.CanSleep`)."""
         return f"the engine {self.info.engine} has no sleep mode"
 
     async def sleep(self, level: int) -> None:
@@ -96,7 +96,7 @@ class EngineBase:
             raise InvalidRequest(f"max_tokens must be 1 or more, not {request.sampling.max_tokens}", param="max_tokens")
 
 
-# --- Memory of this worker's processes: main memory from `/proc`, GPU memory from NVML. Blocks, so call it in a thread.
+# Memory of this worker's processes: main memory from `/proc`, GPU memory from NVML. Blocks, so call it in a thread.
 
 
 def of_this_session() -> EngineMemory:
@@ -106,7 +106,7 @@ def of_this_session() -> EngineMemory:
 
 
 def host_bytes(pids: Iterable[int]) -> int | Missing:
-    """Main memory, shared pages divided among those that share them (PSS)."""
+    """Main memory of these processes, in bytes. Shared pages are divided among the processes that share them (PSS)."""
     total = 0
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has ended meanwhile

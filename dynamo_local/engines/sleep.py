@@ -91,8 +91,11 @@ class _Cycle:
 
 
 class EngineStandby:
-    """One engine's standby. `cannot` says why it cannot sleep; `asleep` what it keeps while it does; `recycle` why its
-    process should be replaced, once its memory has grown by more than `growth_max_bytes`."""
+    """One engine's standby.
+
+    `cannot`: why the engine cannot sleep. `asleep`: the memory that it keeps while it sleeps. `recycle`: why its
+    process should be replaced, once its memory has grown by more than `growth_max_bytes`.
+    """
 
     def __init__(self, engine: CanSleep, *, growth_max_bytes: int = GROWTH_MAX_BYTES) -> None:
         self._engine = engine

@@ -192,17 +192,17 @@ class KubeApi:
 def _checked(answer: Answer, what: str, namespace: str) -> Mapping[str, Any]:
     if answer.status < 300:
         return answer.body
-    said = answer.body.get("message") or f"status {answer.status}"
+    message = answer.body.get("message") or f"status {answer.status}"
     where = f"{what} in namespace {namespace}"
     if answer.status == 404:
-        raise NotThere(f"there is no {where}: {said}")
+        raise NotThere(f"there is no {where}: {message}")
     if answer.status in (401, 403):
-        raise Forbidden(f"the planner may not use {where}: {said}")
+        raise Forbidden(f"the planner may not use {where}: {message}")
     if answer.status in (409, 422):
-        raise Conflict(f"{where} has changed meanwhile: {said}")
+        raise Conflict(f"{where} has changed meanwhile: {message}")
     if answer.status == 429 or answer.status >= 500:
-        raise ApiAway(f"the API server cannot serve {where} now: {said}")
-    raise ApiRefused(f"the API server refuses {where}: {said}")
+        raise ApiAway(f"the API server cannot serve {where} now: {message}")
+    raise ApiRefused(f"the API server refuses {where}: {message}")
 
 
 def all_texts(texts: Iterable[str]) -> str:
@@ -290,9 +290,6 @@ def _service(name: str, one: Service, status: ComponentStatus | None) -> GraphCo
     )
 
 
-# --- roles -----------------------------------------------------------------------------------------
-
-
 def _with_roles(components: tuple[GraphComponent, ...]) -> tuple[GraphComponent, ...]:
     workers = [one for one in components if one.kind in WORKERS]
     alone = len(workers) == 1
@@ -300,23 +297,20 @@ def _with_roles(components: tuple[GraphComponent, ...]) -> tuple[GraphComponent,
 
 
 def _role(one: GraphComponent, alone: bool) -> Role | None:
-    said = one.kind if one.kind != ComponentType.WORKER else one.disaggregation or ""
+    role = one.kind if one.kind != ComponentType.WORKER else one.disaggregation or ""
     name = one.name.lower()
-    if said == "prefill" or (not _said_role(said) and "prefill" in name):
+    if role == "prefill" or (not _is_role(role) and "prefill" in name):
         return Role.PREFILL
-    if alone and said != "decode":
+    if alone and role != "decode":
         return Role.AGGREGATED
-    if said == "decode" or "decode" in name or not alone:
+    if role == "decode" or "decode" in name or not alone:
         return Role.DECODE
     return Role.AGGREGATED
 
 
-def _said_role(word: str) -> bool:
+def _is_role(word: str) -> bool:
     """Whether a word names one of the two roles."""
     return word in ("prefill", "decode")
-
-
-# --- commands --------------------------------------------------------------------------------------
 
 
 def _words(main: Container | None) -> tuple[str, ...]:
@@ -329,9 +323,6 @@ def _words(main: Container | None) -> tuple[str, ...]:
 def _model(words: Sequence[str], named: ModelRef | None) -> str | None:
     given = (option(words, name) for name in MODEL_OPTIONS)
     return next(filter(None, given), None if named is None else named.name)
-
-
-# --- GPUs ------------------------------------------------------------------------------------------
 
 
 def _per_replica(gpus: int | None, multinode: Multinode | None, status: ComponentStatus | None) -> int | None:

@@ -584,15 +584,15 @@ def pod_process(process: Process, where: str, secret: str) -> PodProcess:
 
 def with_mode(words: tuple[str, ...], role: Role, where: str) -> tuple[tuple[str, ...], tuple[Note, ...], str | None]:
     """The worker's words with its role in the graph (vLLM #13238), notes, and a reason if that is impossible."""
-    said = mode_of(words)
+    mode = mode_of(words)
     if module_of(words) not in WORKERS:
         return words, (), f"its command must be one of Dynamo's workers (python -m {', '.join(WORKERS)})"
-    if role is Role.PREFILL and said is None:
+    if role is Role.PREFILL and mode is None:
         note = Note(Kind.CHANGED, where, f"{MODE} prefill was added: without it, it would register as a decode worker")
         return (*words, MODE, "prefill"), (note,), None
     allowed = {Role.PREFILL: ("prefill",), Role.DECODE: ("decode", None), Role.AGGREGATED: ("agg", None)}[role]
-    if said not in allowed:
-        return words, (), f"its role is {role}, but its command says {MODE} {said}; make them agree"
+    if mode not in allowed:
+        return words, (), f"its role is {role}, but its command says {MODE} {mode}; make them agree"
     return words, (), None
 
 

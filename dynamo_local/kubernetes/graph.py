@@ -447,13 +447,16 @@ def _of_gpus(seen: ObservedGraph, expected: Requirements) -> Iterator[Fault]:
     given = expected.gpus or {}
     for one in seen.planned:
         option = f"{'prefill' if one.role is Role.PREFILL else 'decode'}_engine_num_gpu"
-        said = given_for(one, given)
-        if one.gpus is None and said is None:
+        configured = given_for(one, given)
+        if one.gpus is None and configured is None:
             by = " (its devices come by resource claims)" if one.claims else ""
             why = f"how many GPUs a replica of {one.name} holds is not known{by}: say {option}"
             yield Fault(FaultCode.GPUS_UNKNOWN, why)
-        elif one.gpus is not None and said is not None and one.gpus != said:
-            why = f"{option} is {said}, but a replica of {one.name} holds {one.gpus}; leave it out, or make them agree"
+        elif one.gpus is not None and configured is not None and one.gpus != configured:
+            why = (
+                f"{option} is {configured}, but a replica of {one.name} holds {one.gpus}; "
+                "leave it out, or make them agree"
+            )
             yield Fault(FaultCode.GPUS_DIFFER, why)
 
 

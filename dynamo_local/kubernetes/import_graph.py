@@ -177,11 +177,11 @@ def _role(component: Component, command: HostCommand, *, disaggregated: bool) ->
     parts = [word for word in words if _MULTIMODAL.fullmatch(word)]
     if parts:
         raise CannotRun(f"it is one part of a multimodal worker ({parts[0]}), and dynamo serve knows no such role")
-    said = mode_of(words)
-    if said is not None:
-        if said not in _MODES:
-            raise CannotRun(f"its --disaggregation-mode {said} is unknown to dynamo serve")
-        return _MODES[said]
+    mode = mode_of(words)
+    if mode is not None:
+        if mode not in _MODES:
+            raise CannotRun(f"its --disaggregation-mode {mode} is unknown to dynamo serve")
+        return _MODES[mode]
     if component.type is ComponentType.PREFILL:
         raise CannotRun("its type is prefill, but its command has no --disaggregation-mode prefill")
     return Role.DECODE if disaggregated else Role.AGGREGATED

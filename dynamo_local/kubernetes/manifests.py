@@ -139,22 +139,6 @@ class Resources(Model):
     requests: dict[str, Quantity] | None = None
 
 
-class VolumeMount(Model):
-    """The path of a volume in a container."""
-
-    name: str
-    mount_path: str
-    read_only: bool | None = None
-
-
-class ContainerPort(Model):
-    """A port that a container opens."""
-
-    container_port: int
-    name: str | None = None
-    protocol: str | None = None
-
-
 class Container(Model):
     """One process of a pod. In v1alpha1 the main one has no name."""
 
@@ -165,20 +149,13 @@ class Container(Model):
     env: list[EnvVar] | None = None
     env_from: list[EnvFrom] | None = None
     resources: Resources | None = None
-    ports: list[ContainerPort] | None = None
-    volume_mounts: list[VolumeMount] | None = None
-    working_dir: str | None = None
 
 
 class PodSpec(Model):
     """The processes of a pod."""
 
     containers: list[Container] = []
-    init_containers: list[Container] | None = None
-    volumes: list[dict[str, Any]] | None = None
     service_account_name: str | None = None
-    node_selector: dict[str, str] | None = None
-    tolerations: list[dict[str, Any]] | None = None
     termination_grace_period_seconds: int | None = None
 
 

@@ -34,7 +34,6 @@ from dynamo_local.simulator.options import FleetShape, SimulationOptions
 from dynamo_local.simulator.simulation import Simulation
 from dynamo_local.simulator.trace import TraceRequest
 
-# --- requests
 # Requests as a user sends them: over HTTP, streamed, with the times at which their tokens came.
 
 TIMEOUT_S = 120.0
@@ -135,8 +134,11 @@ def mixed_trace(
 
 
 def slower_over(path: Sequence[PathFacts]) -> float:
-    """So many times as long as at the engine a token takes over HTTP, 1 or more. On a host whose processors are busy
-    engines that need them are fed late, and half of what their passes could do is more than the host can."""
+    """The time of a token over HTTP, divided by its time at the engine; at least 1.
+
+    On a host with busy processors, engines that need them get their work late. There, half of the engines' rate may be
+    more than the host can carry.
+    """
     found = [each.itl_ms / each.engine_itl_ms for each in path if each.itl_ms and each.engine_itl_ms]
     return max(1.0, median(found)) if found else 1.0
 
@@ -145,7 +147,7 @@ def twin_options(target: Target, folder: Path, limits: Mapping[str, Limits], sha
     """The same graph in the simulator, its engines as the profile in that folder says."""
     role = AGG if target.standalone else DECODE
     config = next(s.config for s in target.spec.services if s.name == target.components[role])
-    decode, told = limits[role], _underscored(config)
+    decode, config_of_role = limits[role], _underscored(config)
     block = next((size for size in (64, 32, 16, 8, 4, 2) if decode.max_kv_tokens % size == 0), 1)
     sim = SimOptions(
         profile=str(folder),
@@ -159,17 +161,19 @@ def twin_options(target: Target, folder: Path, limits: Mapping[str, Limits], sha
         kv_transfer_bytes_per_s=1e18,
     )
     settings = DisaggSettings(
-        told.get("max_local_prefill_length", DisaggSettings().max_local_prefill_length),
-        told.get("max_prefill_queue_size", DisaggSettings().max_prefill_queue_size),
+        config_of_role.get("max_local_prefill_length", DisaggSettings().max_local_prefill_length),
+        config_of_role.get("max_prefill_queue_size", DisaggSettings().max_prefill_queue_size),
     )
-    targets = Targets.of_ms(told.get("ttft"), told.get("itl"))
-    by_slo = told.get("disagg_policy") == "slo" or (targets.given and told.get("disagg_policy") is None)
+    targets = Targets.of_ms(config_of_role.get("ttft"), config_of_role.get("itl"))
+    by_slo = config_of_role.get("disagg_policy") == "slo" or (
+        targets.given and config_of_role.get("disagg_policy") is None
+    )
     return SimulationOptions(
         shape=shape,
         sim=sim,
         gpus=shape.prefill + shape.decode,
         disagg=settings,
-        conditional=bool(told.get("conditional_disagg", False)),
+        conditional=bool(config_of_role.get("conditional_disagg", False)),
         disagg_policy="slo" if by_slo else "threshold",
         targets=targets,
         max_inflight=MAX_INFLIGHT,

@@ -28,10 +28,9 @@ from dynamo_local.transport.access import EtcdAccess, NatsAccess, run_environmen
 from dynamo_local.transport.etcd import EtcdStore
 from dynamo_local.transport.nats import close_quietly, connect_nats
 from dynamo_local.transport.observation import Observer, Question
-from dynamo_local.transport.requests.client import NatsEndpointClient
-from dynamo_local.transport.requests.plane import RequestPlane
+from dynamo_local.transport.requests.client import NatsEndpointClient, RequestPlane
 
-# --- Progress of a start. Engines take minutes to start, and silence would look like a hang.
+# Progress of a start. Engines take minutes to start, and silence would look like a hang.
 
 EVERY_S = 15.0
 
@@ -119,8 +118,8 @@ async def dynamo(*words: str, timeout_s: float = 900.0) -> str:
             await process.wait()
         raise
     if process.returncode:
-        said = err.decode(errors="replace").strip() or out.decode(errors="replace").strip()
-        raise GraphFailed(f"`dynamo {' '.join(words[:2])}` failed: {said.removeprefix('dynamo: ')}")
+        message = err.decode(errors="replace").strip() or out.decode(errors="replace").strip()
+        raise GraphFailed(f"`dynamo {' '.join(words[:2])}` failed: {message.removeprefix('dynamo: ')}")
     return out.decode(errors="replace")
 
 
@@ -220,12 +219,12 @@ class MeasuredGraph:
         found: Limits | Unknown = Unknown(())
         for _ in range(20):
             if runtime == HTTP:
-                told = await (await self._server(worker)).told(target.model_of(worker.component))
+                reported = await (await self._server(worker)).reported_limits(target.model_of(worker.component))
             else:
                 # A Dynamo worker reports its limits together with its counters.
                 answers = await self._observer.ask(Question(counters=runtime is not None, passes=True), expected)
-                told = dict(answers[worker.name].limits) if worker.name in answers else {}
-            found = limits_of(told, words, target.given)
+                reported = dict(answers[worker.name].limits) if worker.name in answers else {}
+            found = limits_of(reported, words, target.given)
             if isinstance(found, Limits):
                 return found
             await asyncio.sleep(0.25)  # it may still be starting to answer

@@ -133,24 +133,14 @@ def _busy_s() -> float:
     return (user + nice + system + irq + softirq + steal) / _TICKS_PER_S
 
 
-def host_bytes(pid: int) -> int:
-    """Main memory of a worker's whole session: its own pages, and its share of those that it has in common."""
-    total = 0
-    for member in family_of(pid):
-        with contextlib.suppress(OSError, StopIteration):
-            lines = Path(f"/proc/{member}/smaps_rollup").read_text().splitlines()
-            total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
-    return total
-
-
 def gpu_bytes(pid: int, devices: tuple[GpuDevice, ...]) -> int | None:
     """GPU memory of a worker's whole session; None where the driver does not tell it by process."""
     family = family_of(pid)
-    told = [
+    sizes = [
         process.memory_bytes
         for device in devices
         for process in (() if isinstance(device.processes, Missing) else device.processes)
         if process.pid in family
     ]
-    known = [number for number in told if not isinstance(number, Missing)]
-    return sum(known) if known and len(known) == len(told) else None
+    known = [number for number in sizes if not isinstance(number, Missing)]
+    return sum(known) if known and len(known) == len(sizes) else None

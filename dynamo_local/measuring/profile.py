@@ -19,11 +19,12 @@ from zlib import crc32
 
 from dynamo_local import __version__
 from dynamo_local.components.engine_facts import engine_version
-from dynamo_local.errors import DynamoError
-from dynamo_local.measuring.actions import Acted, measured_actions
+from dynamo_local.core.types import Missing
+from dynamo_local.engines.base import host_bytes
+from dynamo_local.errors import DynamoError, GpuError
 from dynamo_local.measuring.certification import Frontend, check
-from dynamo_local.measuring.graph import MeasuredGraph, Worker, running
-from dynamo_local.measuring.host import HostWatch, processors, share_processors
+from dynamo_local.measuring.graph import GraphFailed, MeasuredGraph, Worker, dynamo, running
+from dynamo_local.measuring.host import HostWatch, gpu_bytes, processors, share_processors
 from dynamo_local.measuring.repetition import TIMEOUT_S, request_of, sample_of
 from dynamo_local.measuring.target import AGG, DECODE, PREFILL, Target
 from dynamo_local.profile import judgement as certifying
@@ -33,6 +34,7 @@ from dynamo_local.profile.document import (
     Document,
     EngineFacts,
     GpuFacts,
+    MemoryFacts,
     PathFacts,
     PointFacts,
     configuration_hash,
@@ -63,7 +65,131 @@ from dynamo_local.profile.points import (
 )
 from dynamo_local.profile.reading import DecodePoints, PrefillPoints
 from dynamo_local.profile.repetitions import Measured, Noticed, Progress, Rules, Sample, measured, noticed
-from dynamo_local.system.gpus import open_inventory
+from dynamo_local.system.gpus import Inventory, open_inventory
+from dynamo_local.system.processes import family_of
+
+# How long a graph's own actions take on this host. The arbiter carries each out once, and times it.
+#
+# Cold starts are timed when the graph comes up. One more worker and one less of each component time spares and drains.
+# Flips and sleeps are tried where the configuration has them. The memory of a worker in each state is measured as well.
+
+ACTION_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Acted:
+    """Seconds, by component and by what was done; bytes, by component and state (`ready`, `asleep_1`, …)."""
+
+    seconds: dict[str, dict[str, float]]
+    memory: dict[str, dict[str, MemoryFacts]]
+
+
+async def measured_actions(
+    graph: MeasuredGraph, inventory: Inventory, tell: Callable[[str], None], until_s: float
+) -> Acted:
+    """Time each action once. A refused one (no free GPU) is reported and skipped.
+
+    A start that would end after `until_s` (monotonic, s) is skipped, too.
+    """
+    cold_s, drains = graph.cold_s(), dict[str, float]()
+    memory: dict[str, dict[str, MemoryFacts]] = {}
+    for component in dict.fromkeys(graph.target.components.values()):
+        try:
+            memory[component] = await _memory(graph, component, inventory)
+            takes_s, left_s = cold_s.get(component, 0.0), until_s - time.monotonic()
+            if takes_s > left_s:
+                left = f"{max(0.0, left_s):.0f} s of the budget are left"
+                tell(f"not timed: one more {component} takes {takes_s:.0f} s, and {left}")
+            else:
+                await _one_more_and_one_less(graph, component, drains, tell)
+            await _flip(graph, component, tell)
+            memory[component] |= await _sleep(graph, component, tell)
+        except GraphFailed as error:  # what was measured before is not lost for it
+            tell(f"not timed: {component}: {error}")
+    found: dict[str, dict[str, float]] = {}
+    with contextlib.suppress(GraphFailed):  # then what it told last
+        await graph.look()
+    for row in graph.status["lead_times"]:
+        if row["component"] in graph.target.components.values() and row["run"] is not None:
+            found.setdefault(row["component"], {})[row["rung"]] = row["run"]["median_s"]
+    for component, seconds in drains.items():
+        found.setdefault(component, {})["drain"] = round(seconds, 4)
+    return Acted(found, {component: states for component, states in memory.items() if states})
+
+
+async def _memory(graph: MeasuredGraph, component: str, inventory: Inventory) -> dict[str, MemoryFacts]:
+    """The first ready worker of a component."""
+    await graph.look()
+    ready = graph.workers(component)
+    if not ready:
+        return {}
+    try:
+        devices = await asyncio.to_thread(inventory.sample)
+    except GpuError:
+        devices = ()
+    pid = graph.pid(ready[0])
+    found = await asyncio.to_thread(lambda: host_bytes(family_of(pid)))
+    host = None if isinstance(found, Missing) else found
+    return {"ready": MemoryFacts(vram_bytes=gpu_bytes(pid, devices), host_bytes=host)}
+
+
+async def _one_more_and_one_less(
+    graph: MeasuredGraph, component: str, drains: dict[str, float], tell: Callable[[str], None]
+) -> None:
+    if await _tried(graph, tell, "scale", component, "+1", "--wait"):
+        began_s = time.monotonic()
+        if await _tried(graph, tell, "scale", component, "-1", "--wait"):
+            drains[component] = time.monotonic() - began_s
+
+
+async def _flip(graph: MeasuredGraph, component: str, tell: Callable[[str], None]) -> None:
+    """There and back."""
+    service = next(each for each in graph.target.spec.services if each.name == component)
+    if service.flips_to is None or service.flips_to not in graph.target.components.values():
+        return
+    name = _short(graph, component)
+    if name is not None and await _tried(graph, tell, "flip", name, "--force", "--wait"):
+        await graph.look()
+        flipped = _short(graph, service.flips_to, last=True)
+        if flipped is not None:
+            await _tried(graph, tell, "flip", flipped, "--force", "--wait")
+
+
+async def _sleep(graph: MeasuredGraph, component: str, tell: Callable[[str], None]) -> dict[str, MemoryFacts]:
+    """Sleep and wake at each level in turn. The arbiter has measured the memory that a sleeper keeps."""
+    service = next(each for each in graph.target.spec.services if each.name == component)
+    if service.standby is None:
+        return {}
+    found = {}
+    for level in ("1", "2"):
+        await graph.look()
+        name = _short(graph, component)
+        if name is None or not await _tried(graph, tell, "sleep", name, "--level", level, "--force", "--wait"):
+            continue
+        for each in (await graph.look())["workers"]:
+            if each["watcher_name"].endswith(f"_{name}") and each["standby"] is not None:
+                kept = each["standby"]
+                facts = MemoryFacts(vram_bytes=kept["vram_bytes"], host_bytes=kept["host_bytes"])
+                found[f"asleep_{kept['level'] or level}"] = facts
+        await _tried(graph, tell, "wake", name, "--wait")
+    return found
+
+
+def _short(graph: MeasuredGraph, component: str, *, last: bool = False) -> str | None:
+    """A worker's name without the namespace."""
+    names = [worker.name.removeprefix(f"{graph.target.namespace}_") for worker in graph.workers(component)]
+    return names[-1 if last else 0] if names else None
+
+
+async def _tried(graph: MeasuredGraph, tell: Callable[[str], None], *words: Any) -> bool:
+    tell(f"timing: dynamo {' '.join(words[:3])}")
+    try:
+        await dynamo(*words, "--namespace", graph.target.namespace, timeout_s=ACTION_TIMEOUT_S)
+    except GraphFailed as error:
+        tell(f"not timed: {error}")
+        return False
+    return True
+
 
 KEEP_EVERY_S = 2.0
 WARM_UP = 2
@@ -132,20 +258,20 @@ class Session:
         workers = self._workers[point.kind]
         if self._in_turn:
             return [await self._one(worker, point, seed, at_s) for worker in workers]
-        asked = (self._one(worker, point, seed, at_s) for worker in workers)
-        found = await asyncio.gather(*asked, return_exceptions=True)  # the next repetition runs beside no straggler
+        measuring = (self._one(worker, point, seed, at_s) for worker in workers)
+        found = await asyncio.gather(*measuring, return_exceptions=True)  # the next repetition runs beside no straggler
         for each in found:
             if isinstance(each, BaseException):
                 raise each
         return cast(list[Sample], found)
 
     async def _one(self, worker: Worker, point: Point, seed: int, at_s: float) -> Sample:
-        asked = request_of(point, self._limits[point.kind], seed & 0x7FFFFFFF)
-        answer = await self._graph.measure(worker, asked, TIMEOUT_S + 10.0)
-        return sample_of(point, answer, asked, worker.name, at_s)
+        request = request_of(point, self._limits[point.kind], seed & 0x7FFFFFFF)
+        answer = await self._graph.measure(worker, request, TIMEOUT_S + 10.0)
+        return sample_of(point, answer, request, worker.name, at_s)
 
 
-# --- How the budget of a measurement is divided, once the duration of the start is known. Pure.
+# How the budget of a measurement is divided, once the duration of the start is known. Pure.
 
 TRACE_SHARE = 1 / 3
 """Share of the measuring time for the trace that checks the profile. At most five minutes."""
@@ -168,8 +294,11 @@ class Budget:
 
 
 def spending(budget_s: float, started_s: float, cold_s: Collection[float]) -> Budget:
-    """`started_s` is what the start took of the budget, `cold_s` what the cold start of each component takes that is
-    to be tried again; none of them: no actions."""
+    """Divides `budget_s` seconds.
+
+    `started_s`: seconds that the start took. `cold_s`: seconds of the cold start of each component that is timed once
+    more. Empty: no actions are timed.
+    """
     left_s = max(budget_s * (1 - START_SHARE_MAX), budget_s - started_s)
     actions_s = min(left_s * ACTIONS_SHARE_MAX, sum(each + ACTION_S for each in cold_s))
     trace_s = min(TRACE_MAX_S, (left_s - actions_s) * TRACE_SHARE)
@@ -364,9 +493,6 @@ async def _path(graph: MeasuredGraph, model: Any, lengths: Sequence[int]) -> lis
     return found
 
 
-# --- the document ------------------------------------------------------------------------------
-
-
 def _document(
     target: Target,
     request: ProfileRequest,
@@ -377,7 +503,7 @@ def _document(
     the_hash: str,
     seconds: float,
 ) -> Document:
-    told = certifying.certificate(rest.held_out, rest.trace)
+    certificate = certifying.certificate(rest.held_out, rest.trace)
     used = {worker for each in known.values() for sample in each.samples for worker in [sample.worker]}
     held = {gpu for role in target.components for w in graph.workers(target.components[role]) for gpu in w.gpus}
     gpus = [
@@ -402,8 +528,8 @@ def _document(
         beyond_engine=_beyond(rest.path),
         noticed=[each.text for each in (*noticed(known), *rest.host)],
         certificate=CertificateFacts(
-            state=told.state,
-            where=list(told.where),
+            state=certificate.state,
+            where=list(certificate.where),
             held_out={name: round(error, 5) for name, error in rest.held_out.errors.items()},
             trace=[] if isinstance(rest.trace, str) else [{**asdict(c), "error": c.error} for c in rest.trace],
         ),

@@ -53,9 +53,9 @@ def request_of(point: Point, limits: Limits, seed: int) -> dict[str, Any]:
     filling = math.ceil(point.requests * point.tokens / limits.max_num_batched_tokens)
     grown = filling + PASSES
     tokens = max(1, point.tokens - grown // 2)
-    room = (int(limits.max_kv_tokens * (1 + KV_MAX) / 2) - point.chunk) // point.requests - tokens
+    spare_tokens = (int(limits.max_kv_tokens * (1 + KV_MAX) / 2) - point.chunk) // point.requests - tokens
     longest = grown + (PASSES if point.kind is Kind.DECODE else MIXED_LONGER)
-    most = max(2, min(longest, limits.context_length - tokens - 1, room))
+    most = max(2, min(longest, limits.context_length - tokens - 1, spare_tokens))
     wanted = PASSES if point.kind is Kind.DECODE else MIXED_PASSES
     return {
         "prompts": point.requests,
@@ -68,7 +68,7 @@ def request_of(point: Point, limits: Limits, seed: int) -> dict[str, Any]:
     }
 
 
-def sample_of(point: Point, answer: Mapping[str, Any], asked: Mapping[str, Any], worker: str, at_s: float) -> Sample:
+def sample_of(point: Point, answer: Mapping[str, Any], request: Mapping[str, Any], worker: str, at_s: float) -> Sample:
     """The answer as a measurement. Raises `NoMeasurement`."""
     rows = answer["passes"]
     beside = f" and a prompt of {point.chunk}" if point.chunk else ""
@@ -78,9 +78,9 @@ def sample_of(point: Point, answer: Mapping[str, Any], asked: Mapping[str, Any],
             return Sample(worker, at_s, value_s * 1000, float(point.requests), fmean(row[2] for row in rows))
         if answer["itl_s"] is None or point.kind is Kind.MIXED:
             raise NoMeasurement(f"no pass had all {point.requests} requests of {point.tokens} tokens in it{beside}")
-        kv_tokens = answer.get("kv_tokens") or point.requests * (asked["tokens"] + asked["answer_max"] / 2)
+        kv_tokens = answer.get("kv_tokens") or point.requests * (request["tokens"] + request["answer_max"] / 2)
         return Sample(worker, at_s, answer["itl_s"] * 1000, float(point.requests), kv_tokens)
-    prompts = int(asked["prompts"])
+    prompts = int(request["prompts"])
     if rows:
         cached = point.tokens - sum(row[3] for row in rows) / prompts
         return Sample(worker, at_s, sum(row[0] for row in rows) / prompts * 1000, 1.0, max(0.0, cached))
@@ -89,8 +89,7 @@ def sample_of(point: Point, answer: Mapping[str, Any], asked: Mapping[str, Any],
     return Sample(worker, at_s, robust_mean(answer["ttft_s"]) * 1000, 1.0, float(point.cached))
 
 
-# --- outside
-# One repetition on a server that is a command, measured over HTTP: no passes are told, only when its tokens came.
+# One repetition on a server that is a command. It is measured over HTTP, by the arrival times of its tokens.
 
 FRAME = b"data: {"
 SAID = 300
@@ -119,7 +118,7 @@ class Server:
         """Close its connections."""
         await self._http.aclose()
 
-    async def told(self, model: str | None = None) -> dict[str, int | None]:
+    async def reported_limits(self, model: str | None = None) -> dict[str, int | None]:
         """Its limits, as far as it says them. Raises `NotAnswered` where it lists no model and none is given."""
         context = await self._list(model)
         kv = None

@@ -161,8 +161,8 @@ def understood(
 
 
 def _chosen(components: Mapping[str, str], roles: str) -> dict[str, str]:
-    asked = [role.strip() for role in roles.split(",")]
-    for role in asked:
+    names = [role.strip() for role in roles.split(",")]
+    for role in names:
         if role not in components:
             raise BadInput(f"--roles {role!r}: this graph has {' and '.join(components)}")
-    return {role: component for role, component in components.items() if role in asked}
+    return {role: component for role, component in components.items() if role in names}

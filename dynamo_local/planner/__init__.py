@@ -1,4 +1,1 @@
-"""The planner: collects observations, lets a policy decide, and carries the decision out. It runs in the arbiter,
-
-in a pod, or in the simulator.
-"""
+"""The planner: observes, lets a policy decide, and acts; in the arbiter, in a pod, or in the simulator."""

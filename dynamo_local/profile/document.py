@@ -199,8 +199,7 @@ def _shown(value: Any) -> str:
     return "not set" if value is None else json.dumps(value) if isinstance(value, (dict, list)) else str(value)
 
 
-# --- writing
-# Writes a measured profile: Dynamo's two files, and what is kept of a run that is not over.
+# Writes a measured profile: Dynamo's two files, and the intermediate results of a run that is not finished.
 
 KEPT = "measuring.json"
 """Intermediate results, for `--resume`."""

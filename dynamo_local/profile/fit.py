@@ -114,9 +114,6 @@ def sum_error(known: Mapping[Point, Measured], model: ProfileModel) -> SumError 
     return SumError(fmean(map(abs, found)), fmean(found), float(len(found)))
 
 
-# --- curves ------------------------------------------------------------------------------------
-
-
 def prefill_points(known: Mapping[Point, Measured], gpus: int) -> PrefillPoints:
     """The measured prompts, as a profile holds them."""
     rows = sorted((point.tokens, _mean(each)) for point, each in known.items() if point.kind is Kind.PREFILL)

@@ -21,7 +21,6 @@ from dynamo_local.core.routing.estimates import Perf
 from dynamo_local.errors import ConfigError
 from dynamo_local.profile.reading import DecodePoints, PrefillPoints, Profile, lines_of, npz_arrays, read_profile
 
-# --- curves
 # Curves and surfaces through measured points, monotone where more work cannot take less time.
 
 CONTEXTS_BETWEEN = 8
@@ -270,7 +269,7 @@ def _exact(path: Path) -> tuple[Line, Grid]:
         raise ConfigError(f"the profile {path} cannot be used: {type(error).__name__}: {error}") from error
 
 
-# --- Latency and throughput of one engine at a load, and its largest load within a target. The names are those of
+# Latency and throughput of one engine at a load, and its largest load within a target. The names are those of
 # Dynamo's interpolators.
 #
 #     prefill, decode = interpolators("dynamo_H200_TP1P_TP1D")

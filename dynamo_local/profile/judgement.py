@@ -139,7 +139,7 @@ def compared(real: Sequence[tuple[float, float | None]], twin: Sequence[tuple[fl
     return found
 
 
-# --- Drift: serving engines beside the profile's prediction for the same passes. Pure.
+# Drift: serving engines beside the profile's prediction for the same passes. Pure.
 #
 # It compares single passes, so no queue and no client is in it: the tokens that a pass computed, and its duration. The
 # median and p90 of the last minutes are compared, as for the trace above.

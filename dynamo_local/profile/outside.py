@@ -50,8 +50,8 @@ class Unknown:
     options: tuple[str, ...]
 
     def __str__(self) -> str:
-        said = {"--kv-tokens": "how many tokens its KV cache holds", "--context-length": "its longest sequence"}
-        what = " and ".join(said.get(option, "how many requests it runs at once") for option in self.options)
+        names = {"--kv-tokens": "how many tokens its KV cache holds", "--context-length": "its longest sequence"}
+        what = " and ".join(names.get(option, "how many requests it runs at once") for option in self.options)
         return f"does not say {what}; give {' and '.join(f'{option} N' for option in self.options)}"
 
 
@@ -76,17 +76,17 @@ def number_of(words: Sequence[str], options: Sequence[str]) -> int | None:
     return None
 
 
-def limits_of(told: Mapping[str, int | None], words: Sequence[str], given: Given) -> Limits | Unknown:
-    """Limits of one server: first those `given`, then those it reported (`told`), then its command line."""
+def limits_of(reported: Mapping[str, int | None], words: Sequence[str], given: Given) -> Limits | Unknown:
+    """Limits of one server: first those `given`, then those it `reported`, then its command line."""
     found = {
-        "kv_tokens": given.kv_tokens or told.get("max_kv_tokens"),
-        "context_length": given.context_length or told.get("context_length"),
-        "max_num_seqs": given.max_num_seqs or told.get("max_num_seqs") or number_of(words, MAX_NUM_SEQS),
+        "kv_tokens": given.kv_tokens or reported.get("max_kv_tokens"),
+        "context_length": given.context_length or reported.get("context_length"),
+        "max_num_seqs": given.max_num_seqs or reported.get("max_num_seqs") or number_of(words, MAX_NUM_SEQS),
     }
     kv, context, seqs = found.values()
     if not kv or not context or not seqs:
         return Unknown(tuple(f"--{f.name.replace('_', '-')}" for f in fields(Given) if not found[f.name]))
-    batched = told.get("max_num_batched_tokens") or number_of(words, MAX_BATCHED) or BATCHED
+    batched = reported.get("max_num_batched_tokens") or number_of(words, MAX_BATCHED) or BATCHED
     return Limits(kv, context, seqs, batched)
 
 

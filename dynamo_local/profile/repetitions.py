@@ -16,8 +16,7 @@ from statistics import fmean, median
 
 from dynamo_local.profile.points import Point
 
-# --- statistics
-# Repetitions of a measurement as one number and how sure it is. Pure.
+# The mean of repeated measurements, and its confidence interval. Pure.
 
 # Student's t, two-sided 95 %, by degrees of freedom; beyond the table it is the normal distribution's within 5 %.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -79,7 +78,7 @@ def robust_mean(values: Sequence[float]) -> float:
     return fmean(value for value in values if abs(value - middle) <= max(reach, 0.02 * middle))
 
 
-# --- The plan: which point is measured next, when a point is done, and the remaining time. Pure.
+# The plan: which point is measured next, when a point is done, and the remaining time. Pure.
 #
 # Each round visits every open point in its own order, from the seed. So a slow change of the host is not mistaken for a
 # property of long prompts. A point is done when its confidence interval is narrow enough, or its share of the budget is

@@ -22,17 +22,19 @@ BEYOND = 1.5
 
 
 def write_report(path: Path, profile: Profile, facts: Mapping[str, Any], document: Document | None = None) -> None:
-    """Write the page; `facts` are those of `showing.facts_of`, `document` what was measured beside the files. Raises
-    `BadInput` without matplotlib, or where the file cannot be written."""
-    title, told = f"Engine profile {facts['profile']}", list(_told(facts))
+    """Write the page. `facts` are those of `summary.facts_of`, `document` the measurements beside the files.
+
+    Raises `BadInput` without matplotlib, or if the file cannot be written.
+    """
+    title, rows = f"Engine profile {facts['profile']}", list(_header_rows(facts))
     measured = [] if document is None else sorted(document.points, key=lambda p: (p.kind, p.tokens, p.requests))
     if document is not None:
-        told += [("date", document.date), *(("measured", line) for line in summary.summary_lines(document))]
-    shown = {**facts, "facts": told, "repeated": measured}
+        rows += [("date", document.date), *(("measured", line) for line in summary.summary_lines(document))]
+    shown = {**facts, "facts": rows, "repeated": measured}
     write_page(path, _PAGE.render(title=title, style=STYLE, plot=_plot(profile), **shown))
 
 
-def _told(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _header_rows(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The text above the plots."""
     yield from (("file", file) for file in facts["files"])
     yield "KV cache", f"{facts['max_kv_tokens']:,} tokens"

@@ -85,14 +85,16 @@ def knees(document: Document) -> Iterator[str]:
         most = max(rate for _, rate in rates)
         tokens = next(tokens for tokens, rate in rates if rate >= FULL * most)
         yield f"prefill has its full throughput ({1000 * most:,.0f} tokens/s) from prompts of {tokens:,} tokens on"
-    lines: dict[int, list[tuple[float, float]]] = {}
+    by_context: dict[int, list[tuple[float, float]]] = {}
     for point in document.points:
         if point.kind == "decode":
-            lines.setdefault(point.tokens, []).append((point.requests, point.requests / point.mean_ms))
-    for context, line in _some([(context, sorted(line)) for context, line in sorted(lines.items()) if len(line) > 1]):
-        knee = _knee(line)
-        said = f"up to {knee:.0f} streams" if knee is not None else f"up to all {line[-1][0]:.0f} streams that fit"
-        yield f"decode at {context:,} tokens: a further stream costs the others less than half of what it adds {said}"
+            by_context.setdefault(point.tokens, []).append((point.requests, point.requests / point.mean_ms))
+    for context, loads in _some(
+        [(context, sorted(loads)) for context, loads in sorted(by_context.items()) if len(loads) > 1]
+    ):
+        knee = _knee(loads)
+        load = f"up to {knee:.0f} streams" if knee is not None else f"up to all {loads[-1][0]:.0f} streams that fit"
+        yield f"decode at {context:,} tokens: a further stream costs the others less than half of what it adds {load}"
 
 
 def _knee(line: list[tuple[float, float]]) -> float | None:
@@ -139,8 +141,7 @@ def _some(rows: list) -> list:  # type: ignore[type-arg]  # of any pairs
     return [rows[0], rows[len(rows) // 2], rows[-1]] if len(rows) > 3 else rows
 
 
-# --- showing
-# A profile as numbers for a person: what was measured, what a planner takes from it, and where it guesses.
+# A profile's numbers for a person: measured points, the planner's curves, and where these are extrapolated.
 
 _SAME = 0.005
 """A curve that is within this share of its points needs no note."""
@@ -156,7 +157,7 @@ def facts_of(
     """
     prefill, decode = interpolators(profile)
     contexts = sorted(set(profile.decode.context_length))
-    asked = None if isl is None else isl + (osl or 0.0) / 2
+    requested = None if isl is None else isl + (osl or 0.0) / 2
     return {
         "profile": profile.name,
         "files": [str(path) for path in profile.files],
@@ -169,7 +170,7 @@ def facts_of(
         "decode": _decode_rows(profile.decode, decode),
         "best": [
             _best_row(decode, target, context)
-            for context in ([*contexts] if asked is None else [*contexts, asked])
+            for context in ([*contexts] if requested is None else [*contexts, requested])
             for target in itl_ms
         ],
         "notes": notes_of(profile),

@@ -12,10 +12,15 @@ once with `ExecutorStuck`.
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
 import logging
+import os
 import queue
+import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
 from typing import Any, Generic, TypeVar
@@ -186,8 +191,8 @@ def _settle(future: Future[T], work: Callable[[], T]) -> None:
         result = work()
     except BaseException as error:  # as concurrent.futures does: every exception goes to the caller
         future.set_exception(error)
-        # Its traceback holds this frame, and this frame the future that holds it: what the work has read would stay in
-        # memory until the garbage collector comes by.
+        # Its traceback holds this frame, and this frame holds the future, which holds the error. Without the `del` the
+        # data that the work has read stays in memory until the garbage collector runs.
         del future, work
     else:
         future.set_result(result)
@@ -202,9 +207,6 @@ SWEEPS = DaemonExecutor("process table", threads=2)
 SWEEP_DEADLINE_S = 60.0
 """Longer than `leftovers.end` itself takes to give up on a process that cannot be killed."""
 
-
-# --- cancelling
-# Ending tasks for good.
 
 AGAIN_S = 2.0
 """Time for a cancelled task to clean up. Giving an entry back to the queue takes some milliseconds."""
@@ -230,10 +232,6 @@ async def ended(*tasks: asyncio.Future[Any] | None) -> None:
             task.exception()  # seen: asyncio would log it as never retrieved
 
 
-# --- together
-# Several things at once: on a busy machine waiting for one after the other is what takes the time.
-
-
 async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
     """Their results, in order. The first failure is raised as it is, once the others were cancelled and have ended."""
     tasks = [asyncio.ensure_future(each) for each in work]
@@ -244,3 +242,50 @@ async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+# The end of a process that has done everything, whatever Python still waits for.
+#
+# Python waits at its exit for cancelled tasks, for threads and for libraries (gRPC among them), without a bound. The
+# arbiter would take a worker that left in order for hung, and `dynamo down` would wait for its arbiter.
+
+END_WITHIN_S = 10.0
+"""An exit takes some tens of milliseconds, and a second on a busy host."""
+
+
+def end_at_the_latest(code: int, within_s: float = END_WITHIN_S) -> None:
+    """Have this process end with `code` after `within_s` seconds, should it still be there: its log then says what it
+    waited for. To be called once all that must be done is done, in the thread of the event loop if there is one."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        loop = None
+    # A daemon: threads that are none are what Python may be waiting for.
+    threading.Thread(target=_end, args=(code, within_s, loop), name="end at the latest", daemon=True).start()
+
+
+def end_now(code: int) -> None:
+    """End the process without waiting. Logged and printed text is written first."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _end(code: int, within_s: float, loop: asyncio.AbstractEventLoop | None) -> None:
+    time.sleep(within_s)
+    log.error("still there %g s after the end of its work, so it ends now. Left behind:\n%s", within_s, _left(loop))
+    end_now(code)
+
+
+def _left(loop: asyncio.AbstractEventLoop | None) -> str:
+    """The stacks of all threads but this one, and of the tasks that have not ended."""
+    text = io.StringIO()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, stack in sys._current_frames().items():
+        if ident != threading.get_ident():
+            text.write(f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(stack))}")
+    for task in asyncio.all_tasks(loop) if loop is not None and not loop.is_closed() else ():
+        text.write(f"task {task.get_name()}:\n")
+        task.print_stack(file=text)
+    return text.getvalue()

@@ -3,16 +3,16 @@
 A lock is `flock` on `<folder>/<uuid>.lock`, the same lock that `filelock.FileLock` takes, so either excludes the
 other. It is our own code for one reason: flock belongs to the *open file*, which a child process inherits. A worker
 with the descriptor holds the lock together with the arbiter, and after it. If the arbiter is killed, the GPU stays
-reserved
-until the worker and its children are gone. Then the kernel frees the lock. `filelock` breaks this twice: it closes its
-descriptors in forked children, and its release unlocks the open file for all. So `release` only closes our descriptor.
+reserved until the worker and its children are gone. Then the kernel frees the lock. `filelock` breaks this twice: it
+closes its descriptors in forked children, and its release unlocks the open file for all. So `release` only closes our
+descriptor.
 
 The file's text names the holder. The text is valid only while the lock is held. Files are never removed: otherwise two
 processes could lock two files of one name. systemd-tmpfiles, which ages /var/tmp, skips a locked folder. So the folder
 has a shared lock, too.
- The lock folder is the same for every shell of a user; no variable moves it. `$DYN_GPU_LOCK_DIR` is one *more* place,
-for
-containers that share GPUs but not /var/tmp. A lock is taken in all places or in none.
+
+The lock folder is the same for every shell of a user: no variable moves it. `$DYN_GPU_LOCK_DIR` is one *more* place,
+for containers that share GPUs but not /var/tmp. A lock is taken in all places or in none.
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ from dynamo_local.core.gpus import (
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import GpuError
 
-# --- nvml_topology
 # How the host's GPUs are wired, as link scores. Every call is optional: what is not supported is `Missing`.
 
 _NUMA_NODES_MAX = 64
@@ -173,9 +172,6 @@ def _split(text: str) -> list[str]:
     return [token for token in (part.strip() for part in text.split(",")) if token]
 
 
-# --- choosing among devices --------------------------------------------------------------------
-
-
 def visible_to_cuda(devices: Sequence[GpuDevice], visible: str | None) -> tuple[GpuDevice, ...]:
     """The devices that `CUDA_VISIBLE_DEVICES` leaves, by index (we pin by UUID: its order means nothing here).
 
@@ -236,9 +232,6 @@ def _listed(devices: Sequence[GpuDevice]) -> str:
     return ", ".join(f"{device.index} ({device.uuid})" for device in devices) or "none"
 
 
-# --- simulated ---------------------------------------------------------------------------------
-
-
 class SimInventory:
     """`count` idle 80 GiB devices, always the same: NVLink inside a NUMA node of four, the system bus between."""
 
@@ -268,9 +261,6 @@ class SimInventory:
 
 def _sim_link(a: int, b: int) -> int:
     return LINK_NVLINK + _SIM_NVLINKS if a // SIM_GPUS_PER_NODE == b // SIM_GPUS_PER_NODE else LINK_SYSTEM
-
-
-# --- NVML --------------------------------------------------------------------------------------
 
 
 class NvmlInventory:

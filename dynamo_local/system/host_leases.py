@@ -1,8 +1,8 @@
 """Names and ports that one process of this host holds, for as long as it lives.
 
-A lease is an *abstract* unix socket of that name: host-wide across users and namespaces, and given back by the kernel
-when the process ends in whatever way. There is no file to go stale. The names are scoped to
-the network namespace, as TCP ports are.
+A lease is an *abstract* unix socket of that name. It is host-wide across users and namespaces. The kernel gives it back
+when the process ends, in whatever way. There is no file to go stale. The names are scoped to the network namespace, as
+TCP ports are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dynamo_local.errors import ConfigError
 
 
 def lease(name: str) -> socket.socket | None:
-    """Hold that name until the socket is closed; None if somebody else on this host holds it."""
+    """Hold that name until the socket is closed. None: another process on this host holds it."""
     held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         held.bind(f"\0dynamo-local/{name}")
@@ -29,7 +29,7 @@ def lease(name: str) -> socket.socket | None:
 
 
 def is_free(port: int) -> bool:
-    """Nobody listens on this TCP port, on any address."""
+    """No process listens on this TCP port, on any address."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -39,8 +39,7 @@ def is_free(port: int) -> bool:
     return True
 
 
-# --- port_lease
-# A loopback port that stays ours between choosing it and the server's start, and over its restarts.
+# A loopback port that stays reserved from its choice to the server's start, and over the server's restarts.
 
 LOOPBACK = "127.0.0.1"
 
@@ -49,9 +48,8 @@ class PortLease:
     """A free loopback TCP port, reserved as long as the lease is open.
 
     The lease is a bound socket that never listens. Linux then does not choose the port for port 0 or `connect`. A
-    server with SO_REUSEADDR, such as every Go server, can still listen on it, and again after a restart. So no
-    other process
-    takes the port between its choice and the server's start.
+    server with SO_REUSEADDR, such as every Go server, can still listen on it, and again after a restart. So no other
+    process takes the port between its choice and the server's start.
     """
 
     def __init__(self, port: int = 0) -> None:

@@ -193,10 +193,9 @@ def _backwards(path: Path, kinds: Kinds) -> Iterator[Record]:
                 yield record
 
 
-# --- lines
-# Files of JSON lines, gzipped where their name ends in `.gz`: their objects, and the fields of one of these.
+# Reads traces: files of JSON lines, gzipped if their names end in `.gz`.
 #
-# Whatever is wrong is a `BadTrace` that names the file, the line and the field.
+# Each error is a `BadTrace` that names the file, the line and the field.
 
 LINE_BYTES_MAX = 64 * 1024 * 1024
 """A longer line is refused before all of it is read: a gzipped file may hold a thousand times its size."""

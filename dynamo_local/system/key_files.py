@@ -51,7 +51,7 @@ class ApiKeys:
 
     async def follow(self) -> None:
         """Read the file again each time it has changed, for ever; returns at once where the keys are a variable's."""
-        said = ""
+        logged = ""
         while self._source.kind == "file":
             await asyncio.sleep(LOOK_EVERY_S)
             try:
@@ -59,11 +59,11 @@ class ApiKeys:
                     continue
                 self._keys, self._seen = await asyncio.to_thread(_read, self._source)
             except ValueError as error:
-                if str(error) != said:
+                if str(error) != logged:
                     log.error("API keys: the file %s %s; the keys of before stay valid", self._source.name, error)
-                    said = str(error)
+                    logged = str(error)
             else:
-                said = ""
+                logged = ""
                 log.info("API keys: %s has changed and now has %d keys", self._source.name, len(self._keys.digests))
 
 

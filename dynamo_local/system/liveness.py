@@ -1,8 +1,8 @@
 """Whether a namespace's arbiter lives. A live run that is taken for a dead one loses all of its streams.
 
-Two witnesses, neither of which depends on the variables of a shell: the lock beside the statefile, and the pid with its
-start time that the statefile names. One is enough: the lock file may have been deleted, or be another release's; the
-pid means nothing to a container with processes of its own.
+There are two witnesses, which do not depend on a shell's variables. One is the lock beside the statefile. The other is
+the pid in the statefile, with its start time. One of them is enough. The lock file may have been deleted, or may be
+another release's. The pid means nothing to a container with processes of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dynamo_local.state.raw import read_raw
 from dynamo_local.system.paths import Paths
 from dynamo_local.system.processes import is_alive
 
-# --- The namespace lock: one arbiter per namespace, by a kernel lock that the arbiter holds for its whole life.
+# The namespace lock: one arbiter per namespace, by a kernel lock that the arbiter holds for its whole life.
 #
 # Two circus arbiters on one control socket silently take each other's messages. The lock is taken before any socket is
 # bound. The kernel frees it within a millisecond after its holder was killed.

@@ -230,7 +230,7 @@ class Interleaver:
         for name, path in files.items():
             if name not in self._followers:
                 self._followers[name] = self._begin(name, path)
-        # A file that is no longer listed is still read: its process wrote its last lines after it had left the list,
+        # A file that is no longer listed is still read. Its process wrote its last lines after it had left the list,
         # and another process of that name may come.
         return [(follower.name, line) for follower in self._followers.values() for line in follower.lines()]
 
@@ -255,8 +255,7 @@ def colour_of(name: str, names: Iterable[str]) -> str:
     return COLOURS[order.index(name) % len(COLOURS)] if name in order else COLOURS[0]
 
 
-# --- times
-# Logs of several processes by time: when a line was written, and lines of many files in one order.
+# The lines of several processes' logs, merged by the time at which they were written.
 #
 # Each kind of process writes the time in a way of its own: ours `2026-03-01 14:05:21,123`, etcd
 # `"ts":"2026-03-01T14:05:21.123Z"`, NATS `2026/03/01 14:05:21.123456`, vLLM `INFO 03-01 14:05:21`. A line without one

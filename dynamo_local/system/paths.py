@@ -51,8 +51,8 @@ def private_folder(path: Path) -> Path:
 def runtime_root(env: Mapping[str, str]) -> Path:
     """`$XDG_RUNTIME_DIR/dynamo`, else one folder per uid under the temporary folder. Not created here.
 
-    For a run that begins. Where an earlier one has its runtime folder is in its statefile: see `Paths.found`.
-    logind's own folder will not do for a user who does not linger: it goes with the last logout, the run does not.
+    This is for a run that begins. The statefile of an earlier run names that run's folder: see `Paths.found`. logind's
+    own folder does not do for a user who does not linger: logind removes it at the last logout, and the run goes on.
     """
     xdg = env.get("XDG_RUNTIME_DIR")
     if xdg and not goes_at_logout(Path(xdg), Path("/")):

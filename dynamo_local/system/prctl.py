@@ -33,9 +33,9 @@ def asking_to_die(signum: int, parent: int) -> dict[str, str]:
 
 def die_as_asked(environ: MutableMapping[str, str]) -> None:
     """Ask for the death signal named by `asking_to_die` in our environment, if any: entry points call this first."""
-    asked = environ.pop(_DEATH_SIGNAL, None)
-    if asked is not None:
-        signum, parent = asked.split(":")
+    value = environ.pop(_DEATH_SIGNAL, None)
+    if value is not None:
+        signum, parent = value.split(":")
         set_parent_death_signal(int(signum), int(parent))
 
 

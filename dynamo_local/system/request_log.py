@@ -1,12 +1,12 @@
 """The `x-request-id` of the request that the running task works on, and its place in the log.
 
-It is bound once where a request enters a process: by the Frontend's middleware, by an endpoint that takes a request,
-by a prefill worker that takes an entry. Tasks that are started below inherit it (contextvars), and whatever sends the
-request on reads it here. Every log line that is written meanwhile begins with it:
+A request enters a process through the Frontend's middleware, an endpoint, or an entry of the prefill queue. The id is
+bound there, once. Tasks that are started below inherit it (contextvars), and code that sends the request on reads it
+here. Every log line that is written meanwhile begins with it:
 
     2026-11-22 05:24:47,417 INFO dynamo_local.components.decode: [order-4711] request …: Remote prefill: True …
 
-Nothing here runs per token: a line that is not written costs nothing.
+No code here runs per token. A line that is not written costs nothing.
 """
 
 from __future__ import annotations

@@ -72,8 +72,7 @@ def describe() -> str:
     return _own().describe()
 
 
-# --- notify
-# systemd's readiness protocol (sd_notify(3)): one datagram to `$NOTIFY_SOCKET`; silently nothing without one.
+# systemd's readiness protocol (sd_notify(3)): one datagram to `$NOTIFY_SOCKET`. Without that variable nothing is sent.
 
 
 def notify(message: str) -> bool:

@@ -1,8 +1,9 @@
 """One worker's control endpoint, on NATS subject `{ns}.control.{watcher_name}`.
 
 Request and answer are JSON: `{"op": "drain", "args": {"reason": "…"}}`, answered by `{"result": {…}}` or by
-`{"error": {"code", "message", "details"}}` (`errors.to_wire`). Core NATS, not a queue: without a listener
-the server refuses a message at once ("no responders"), so a command never reaches a later process of that name.
+`{"error": {"code", "message", "details"}}` (`errors.to_wire`). Core NATS is used, not a queue. Without a
+listener the server refuses a message at once ("no responders"). So a command never reaches a later process of that
+name.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dynamo_local.errors import (
     from_wire,
     to_wire,
 )
-from dynamo_local.transport.nats import flush, nats_call
+from dynamo_local.transport.nats import nats_call, subscribe, unsubscribe
 from dynamo_local.transport.nats_client import Client, Msg, NatsError, NoRespondersError, Subscription
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ CLOSE_TIMEOUT_S = 1.0
 
 MAX_REQUEST_BYTES = 64 * 1024
 MAX_ANSWERING = 256
-"""Requests at once. The arbiter asks a handful; who gets no answer asks again."""
+"""Requests at once. The arbiter sends a handful. A caller without an answer asks again."""
 
 Op = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 """One operation: the arguments in, the answer out. A `DynamoError` it raises is the answer, typed."""
@@ -56,18 +57,15 @@ class ControlServer:
 
     async def start(self) -> None:
         """Raises `NatsUnavailable`. Survives reconnects of the NATS client."""
-        with nats_call(self._nats, f"serve {self._subject}"):
-            self._subscription = await self._nats.subscribe(self._subject, cb=self._on_message)
-            await flush(self._nats)
+        self._subscription = await subscribe(self._nats, self._subject, self._on_message, f"serve {self._subject}")
 
     async def close(self) -> None:
         """Take no more requests; wait, within a bound, for answers that are under way."""
         subscription, self._subscription = self._subscription, None
-        if subscription is not None and not self._nats.is_closed:
-            try:
-                await subscription.unsubscribe()
-            except NatsError as error:
-                log.info("the control subscription ended with its connection: %s", error)
+        try:
+            await unsubscribe(self._nats, subscription)
+        except NatsError as error:
+            log.info("the control subscription ended with its connection: %s", error)
         if self._answering:
             _, late = await asyncio.wait(tuple(self._answering), timeout=CLOSE_TIMEOUT_S)
             for task in late:

@@ -29,9 +29,6 @@ _NOT_SLUG = re.compile(r"[^a-z0-9_-]")
 _NOT_SUBJECT = re.compile(r"[^A-Za-z0-9_/=+-]")
 
 
-# --- format ------------------------------------------------------------------------------------
-
-
 def subject_for(namespace: str, component: str, endpoint: str, lease_id: int) -> str:
     """The NATS subject of an instance: `dynamo_vllmworker_3f6fafd3.generate-694d967da694ea1a`.
 
@@ -91,9 +88,6 @@ def _field(value: dict[str, Any], name: str, kind: type[Any]) -> Any:
     if not isinstance(found, kind) or isinstance(found, bool):
         raise ValueError(f"its {name} is {found!r}, not {'a number' if kind is int else 'a string'}")
     return found
-
-
-# --- view --------------------------------------------------------------------------------------
 
 
 class InstanceView:

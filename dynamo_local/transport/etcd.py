@@ -19,8 +19,7 @@ from dynamo_local.errors import ConfigError, EtcdUnavailable, LeaseNotFound
 from dynamo_local.ports import DeleteEvent, KeyValue, PutEvent, SnapshotEvent, WatchEvent
 from dynamo_local.transport.access import EtcdAccess
 
-# --- connection
-# One etcd member: where it is, the connection to it, and what its errors mean.
+# The connection to one etcd member, and the typed errors of its answers.
 
 # circus forks with a preexec_fn. With gRPC's fork handlers a fifth of the children died before exec. Both variables are
 # read once, when gRPC is imported.
@@ -190,8 +189,7 @@ def key_value(kv: Any) -> KeyValue:
     return KeyValue(kv.key.decode(errors="replace"), bytes(kv.value), int(kv.lease), int(kv.mod_revision))
 
 
-# --- watch
-# One watch: its stream of changes, and how an etcd that lost its data is told from one whose workers have left.
+# One watch. It distinguishes an etcd that lost its data from an etcd whose workers have left.
 
 log = logging.getLogger(__name__)
 
@@ -281,7 +279,6 @@ def _watch_event(event: Any) -> WatchEvent:
     return PutEvent(key_value(event.kv))
 
 
-# --- store
 # `ports.KeyValueStore` over etcd's gRPC API, with the stubs of aetcd.
 #
 # Only aetcd's protocol layer (`aetcd.rpc`) is used. Its `Client` has faults that we cannot accept. `add_callback`

@@ -1,7 +1,7 @@
 """The Router's side of KV events: an index that follows all workers of a component.
 
-etcd lists the workers: the blocks of a worker that is gone are dropped. NATS brings their batches. A worker that is
-new, or whose numbers have a gap, is asked through its endpoint `kv_blocks`.
+etcd lists the workers. The index drops the blocks of a worker that is gone. NATS brings the batches of events. If a
+worker is new, or its numbers have a gap, the index requests its blocks from its endpoint `kv_blocks`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from dynamo_local.transport.nats import nats_call, subscribe, unsubscribe
 from dynamo_local.transport.nats_client import Client, Msg, Subscription
 from dynamo_local.transport.requests.frames import invalid_payload
 
-# --- kv_wire
 # How KV events travel: msgpack arrays on the NATS subject `{ns}.kv_events.{component}`, and a worker's answer.
 #
 # Hashes are packed, 8 bytes each, little endian: reading them as msgpack numbers takes twice as long.
@@ -325,8 +324,7 @@ class KvFeed:
             log.info("worker %x: its view is rebuilt, %d KV blocks", worker, sum(map(len, runs)))
 
 
-# --- kv_publisher
-# A worker's side of KV events: the engine's events are published in numbered batches, and can be asked for again.
+# The worker publishes its engine's KV events in numbered batches. A reader that missed some can request them again.
 #
 # Nothing here can fail a request: while NATS is away batches are only kept, and the next published number shows the
 # gap.
@@ -412,8 +410,8 @@ class NatsKvEventPublisher:
     async def answer(self, request: Any) -> AsyncGenerator[dict[str, Any], None]:
         """Items for the endpoint `kv_blocks`: what the asker of a `KvBlocksRequest` has not yet, or all (see
         `transport.kv_events`)."""
-        asked = parse_blocks_request(request)
-        since = self._since(asked.epoch, asked.seq)
+        question = parse_blocks_request(request)
+        since = self._since(question.epoch, question.seq)
         runs = _runs(self._held) if since is None else []  # of this moment: the items are read later
         yield {"block_size": self.block_size, "epoch": self._epoch, "seq": self._seq, "replay": since is not None}
         for batch in since or ():

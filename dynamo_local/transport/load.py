@@ -29,9 +29,9 @@ STALE_AFTER_S = 3 * PUBLISH_INTERVAL_S
 FORGET_AFTER_S = 60.0
 SWEEP_EVERY_S = 1.0
 MAX_COUNTERS = 64
-"""A worker's dispatch has fewer; whoever tells more is not believed."""
+"""A worker's dispatch has fewer counters. A report with more is rejected."""
 MAX_INSTANCES = 4096
-"""No host has so many workers: whoever says loads of more of them invents them."""
+"""No host has so many workers. Loads of more instances are ignored."""
 
 
 _CounterName = Annotated[str, msgspec.Meta(max_length=64, pattern="^[a-z_.]+$")]
@@ -82,15 +82,15 @@ class LoadReport:
 
 
 def load_subject(namespace: str, component: str | None = None) -> str:
-    """Where loads are asked for, or where a component's are published."""
+    """The NATS subject of load requests; with `component`, that of the loads it publishes."""
     return f"{namespace}.load" if component is None else f"{namespace}.load.{component}"
 
 
 class LoadPublisher:
     """Publishes one worker's load, and answers the scatter request.
 
-    `lease_id_getter` gives the current instance id (a lease can be granted anew), `source` the current load;
-    `changed()` returns when it may differ from what it was at the call. `dispatch` are counters for those who ask.
+    `lease_id_getter` gives the current instance id, which changes with a new lease. `source` gives the current load.
+    `changed()` returns when the load may have changed since the call. `dispatch` gives counters for load requests.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class LoadPublisher:
             self._once.warning("publish", "%s", error)
 
     async def _on_request(self, msg: Msg) -> None:
-        data = self._encode(asked=True)
+        data = self._encode(with_dispatch=True)
         if data is None or not msg.reply:
             return
         try:
@@ -176,16 +176,16 @@ class LoadPublisher:
         except NatsUnavailable as error:
             self._once.warning("answer", "%s", error)
 
-    def _encode(self, *, asked: bool = False) -> bytes | None:
+    def _encode(self, *, with_dispatch: bool = False) -> bytes | None:
         """None if the source fails: then nothing is published, and readers see the load as missing."""
         try:
             load = msgspec.convert(self._source().numbers(), WireLoad)
             instance_id = self._lease_id()
-            told = self._dispatch() if asked else None
+            counters = self._dispatch() if with_dispatch else None
         except Exception:  # the engine's code; a failing load must not end the worker
             self._once.exception("source", "the load of %s cannot be read; it will be missing", self._watcher_name)
             return None
-        dispatch = None if told is None else dict(told)
+        dispatch = None if counters is None else dict(counters)
         report = WireReport(self._watcher_name, self._component, instance_id, self._clock.wall_s(), load, dispatch)
         return msgspec.json.encode(report)
 

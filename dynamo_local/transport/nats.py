@@ -1,4 +1,4 @@
-"""The connection to NATS: a first connect with a deadline, then reconnecting for ever, and a close that never raises.
+"""The connection to NATS: a first connect with a deadline, endless reconnects, and a close that never raises.
 
 nats-py's defaults are for a server far away. It waits two seconds between attempts, and gives up after sixty. If
 told to try for ever afterwards, it also tries for ever on the first connect.
@@ -157,10 +157,10 @@ def _reason(error: BaseException) -> str:
 
 
 class _Client(Client):
-    """Closes also while it begins to reconnect; and hears on when somebody gives up a flush.
+    """nats-py's client, with two faults repaired: a close during a reconnect, and a flush that is cancelled.
 
-    Both a close and a reconnect wait for the end of one transport, and who stops waiting cancels the other: nats-py's
-    close ends there, without its callback.
+    A close and a reconnect wait for the end of the same transport. If one stops waiting, it cancels the other. The
+    close of nats-py ends there, without its callback.
 
     A flush is a ping. nats-py (2.16) sets the result of its future when the answer comes, even if a timeout or the
     caller has cancelled that future meanwhile. This raises, and ends the loop that reads. The client then says that
@@ -241,8 +241,7 @@ class _Watcher:
             await self._on_closed()
 
 
-# --- nats_errors
-# Turns failures of the NATS client into our typed errors; and subscriptions that the server has when we say so.
+# Turns failures of the NATS client into our typed errors. A subscription returns only when the server has it.
 
 CALL_TIMEOUT_S = 2.0
 """Deadline of one round trip. A healthy local server answers in under 1 ms (0.5 ms for consumer info)."""
@@ -250,10 +249,10 @@ CALL_TIMEOUT_S = 2.0
 
 @contextlib.contextmanager
 def nats_call(nats: Client, what: str) -> Iterator[None]:
-    """Run NATS calls in the block; `what` ("read the depth of …") completes "could not …" in the error.
+    """Run NATS calls in the block. `what` ("read the depth of …") completes "could not …" in the error.
 
-    Raises `NatsUnavailable` at once while disconnected: the client would otherwise buffer what we send
-    and deliver it after the reconnect, long after the caller was told that it failed.
+    Raises `NatsUnavailable` at once while disconnected. Otherwise the client would buffer the message, and deliver it
+    after the reconnect, long after the caller got its error.
     """
     if not nats.is_connected:
         raise NatsUnavailable(f"could not {what}: not connected to NATS; retry once the server is back")

@@ -1,6 +1,6 @@
-"""The names of nats-py that we use; who needs one takes it from here, so that nats-py's first import is the one below.
+"""The names of nats-py that we use. Other modules import them from here, so that nats-py is first imported here.
 
-nats-py imports aiohttp if it is installed (vLLM brings it), only to speak NATS over websockets, which we never do.
+nats-py imports aiohttp if it is installed (vLLM brings it), to speak NATS over websockets. We never do that.
 That is a fifth of the processor time of a worker's start, and 40 modules more in each of its processes. While
 nats-py is imported here, aiohttp is hidden from it. Other code can import aiohttp before or after.
 """

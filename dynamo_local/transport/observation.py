@@ -1,5 +1,6 @@
-"""A planner's questions to the workers, on `{ns}.observe`: requests (counted, and one by one), forward passes, and
-the engine's limits.
+"""A planner's questions to the workers, on `{ns}.observe`.
+
+A worker reports its requests (counted, and one by one), its forward passes, and its engine's limits.
 
 One question goes to all, as for loads. 64 workers that send two hundred passes a second each would hold the
 arbiter's loop all the time. An answer brings at most `MAX_PASSES` of those since the last question, evenly spread,
@@ -31,8 +32,7 @@ from dynamo_local.transport.nats import nats_call, subscribe, unsubscribe
 from dynamo_local.transport.nats_client import Client, Msg, Subscription
 from dynamo_local.transport.passes import PassRecorder
 
-# --- scatter
-# One question to everybody who listens on a subject, and their answers within a deadline.
+# One question to all subscribers of a subject, and their answers within a deadline.
 
 log = logging.getLogger(__name__)
 
@@ -90,9 +90,8 @@ Counters = Mapping[str, float]
 
 
 class Question(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """`requests_s`: the requests of the last so many seconds are wanted one by one. `after`: the numbers of the passes
-    that the asker has, by `worker id/rank`. `benchmarks`: the watchers that are to tell what they measured of
-    themselves at their start."""
+    """`requests_s`: list the requests of the last so many seconds. `after`: the last pass numbers that the planner has,
+    by `worker id/rank`. `benchmarks`: the watchers that report the benchmark of their start."""
 
     counters: bool = False
     passes: bool = False
@@ -122,9 +121,12 @@ _answers = msgspec.msgpack.Decoder(_Answer)
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """One worker's answer. `epoch` stands for its process, which is up since `up_since_s`; `counters` and `passes` are
-    None where it has none to tell (or was not asked), and so are `requests`. Times are on the asker's clock.
-    `benchmark`: its own, or why it has none; None: not asked for, or not known yet."""
+    """One worker's answer. Times are on the clock of the process that asked.
+
+    `epoch` identifies the worker's process, which is up since `up_since_s`. `counters`, `passes` and `requests` are
+    None if the worker has none, or if they were not requested. `benchmark`: the engine's own, or why it has none. None:
+    not requested, or not known yet.
+    """
 
     watcher: str
     component: str
@@ -140,7 +142,7 @@ class Observed:
 
 
 def observe_subject(namespace: str) -> str:
-    """Where questions go."""
+    """The NATS subject of a planner's questions."""
     return f"{namespace}.observe"
 
 
@@ -233,8 +235,8 @@ class ObservationServer:
             prefix = f"{worker}/"
             after = {key.removeprefix(prefix): n for key, n in question.after.items() if key.startswith(prefix)}
             known = {int(rank): n for rank, n in after.items() if rank.isdecimal()}
-            told = recorder.since(known, MAX_PASSES)
-            answer.passes = [(now_s - passed.at_s, encode_pass(passed, worker)) for passed in told]
+            passes = recorder.since(known, MAX_PASSES)
+            answer.passes = [(now_s - passed.at_s, encode_pass(passed, worker)) for passed in passes]
             answer.missed = {str(rank): missed for rank, missed in recorder.missed.items()}
         return answer
 

@@ -110,7 +110,6 @@ def _addresses(value: bytes) -> list[str]:
     return found
 
 
-# --- events
 # Publishes a worker's passes as Dynamo's workers do: each as a message of its own on the event plane (NATS).
 
 log = logging.getLogger(__name__)
@@ -169,8 +168,7 @@ class PassEvents:
             self._complained = True
 
 
-# --- recorder
-# A worker keeps its engine's last two thousand passes of each rank until somebody asks.
+# A worker keeps the last 2,048 passes of each rank until a planner asks.
 
 KEPT_PASSES = 2048
 """Ten seconds of an engine that makes two hundred a second: a planner asks every five."""

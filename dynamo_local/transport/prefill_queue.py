@@ -44,7 +44,6 @@ from dynamo_local.transport.nats_client import (
     Subscription,
 )
 
-# --- codec
 # The bytes of a prefill queue entry: msgpack, with token ids as little-endian int32.
 #
 # A list of 131,072 token ids is up to 655 kB as plain msgpack and 524,288 bytes here, whatever their values. So a
@@ -113,7 +112,6 @@ def _pack(value: Any, key: Any = None) -> Any:
     return value
 
 
-# --- entries
 # An entry on the server: its headers, its subject, and the fields of a dead letter.
 
 log = logging.getLogger(__name__)
@@ -164,7 +162,6 @@ def dead_letter_of(headers: Mapping[str, str]) -> DeadLetter | None:
     return DeadLetter(request_id, run_id, int(attempts), reason, died_at_s)
 
 
-# --- pull_inbox
 # Gets entries from the server: pull requests, and the messages that answer them.
 
 PULL_GRACE_S = 0.5
@@ -200,8 +197,8 @@ class PullInbox:
         future: asyncio.Future[Msg | None] = asyncio.get_running_loop().create_future()
         self._waiting[inbox] = future
         try:
-            asked = {"batch": 1, "expires": int(timeout_s * 1e9)} if wait else {"batch": 1, "no_wait": True}
-            body = json.dumps(asked).encode()
+            pull = {"batch": 1, "expires": int(timeout_s * 1e9)} if wait else {"batch": 1, "no_wait": True}
+            body = json.dumps(pull).encode()
             await self._nats.publish(self._subject, body, reply=inbox)
             await asyncio.wait((future,), timeout=timeout_s + PULL_GRACE_S)
         except asyncio.CancelledError:
@@ -243,8 +240,7 @@ class PullInbox:
             log.warning("could not give %s back, it is delivered again after ack_wait: %s", msg.subject, error)
 
 
-# --- pulled
-# An entry in a prefill worker's hands: acked, given back, or kept while it is worked on.
+# An entry that a prefill worker has pulled: it is acked, given back, or kept while the worker computes.
 
 DEFAULT_ACK_WAIT_S = 5.0
 
@@ -313,7 +309,6 @@ async def _beat(pulled: PulledTask, every_s: float) -> None:
         await asyncio.sleep(every_s)
 
 
-# --- queue
 # The prefill queue: a JetStream work queue `{ns}_prefill_queue` that all prefill workers share.
 #
 # One subject per entry, `{ns}_prefill_queue.{run_id}.{request_id}`. This gives, without any bookkeeping of ours:

@@ -19,7 +19,7 @@ import msgspec
 from dynamo_local.errors import DeadlineExceeded, NatsUnavailable, RequestCancelled, WorkerLost, from_wire, to_wire
 from dynamo_local.system.request_log import bound, x_request_id
 from dynamo_local.transport.decoding import UNREADABLE, decode
-from dynamo_local.transport.nats import flush, nats_call
+from dynamo_local.transport.nats import flush, nats_call, subscribe
 from dynamo_local.transport.nats_client import Client, Msg, NoRespondersError
 
 log = logging.getLogger(__name__)
@@ -84,9 +84,9 @@ class PrefillReplies:
     async def start(self) -> None:
         """Listen (decode side only). Raises `NatsUnavailable`."""
         if self._subscription is None:
-            with nats_call(self._nats, "listen for prefill replies"):
-                self._subscription = await self._nats.subscribe(self._subject, cb=self._on_reply)
-                await flush(self._nats)  # otherwise the first sender may find no responder yet
+            self._subscription = await subscribe(
+                self._nats, self._subject, self._on_reply, "listen for prefill replies"
+            )
 
     async def close(self) -> None:
         """Stop listening: senders are told that nobody is there."""

@@ -24,9 +24,8 @@ from dynamo_local.sdk.settings import load_settings
 from dynamo_local.transport.lease import LeaseKeeper
 from dynamo_local.transport.requests.client import DependencyClient
 from dynamo_local.transport.requests.local import ColocatedPlane, LocalEndpoint
-from dynamo_local.worker.context import Callback, Connections, Context, Identity
+from dynamo_local.worker.context import Callback, Connections, Context, Identity, dependency_clients, required
 from dynamo_local.worker.registration import Endpoints, adapted
-from dynamo_local.worker.startup import dependency_clients, required
 
 
 def in_order(graph: LoadedGraph, names: Sequence[str]) -> tuple[DynamoService[Any], ...]:

@@ -93,8 +93,10 @@ class Drain:
         return self.phase is Phase.READY
 
     def begin(self, why: str) -> None:
-        """Drain; while starting, leave at once. A second call changes nothing, except while a drain is being taken
-        back: then the worker drains after all, because the later order wins (unless that, too, is taken back)."""
+        """Drain; while starting, leave at once. A second call changes nothing, except while a drain is taken back.
+
+        Then the worker drains after all, because the later order wins.
+        """
         if self.phase is Phase.STARTING:
             self._leave(why)
         elif self.phase is Phase.READY or self.phase in STANDBY:

@@ -8,22 +8,79 @@ loop, no connection but that socket, and nothing on any GPU. When the arbiter is
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import logging
 import os
 import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from dynamo_local.core.prewarmed import MARKS, SOCKET_FD
-from dynamo_local.errors import EXIT_FAILED, EXIT_OK, DynamoError
+from dynamo_local.errors import EXIT_FAILED, EXIT_OK, ConfigError, DynamoError
 from dynamo_local.system import fd_messages, start_stages
 from dynamo_local.system import processes as own_environment
 from dynamo_local.system.prctl import die_as_asked
 from dynamo_local.system.request_log import log_to_stderr
 
 log = logging.getLogger("dynamo_local.spare")
+
+COMMON = (
+    "dynamo_local.worker.serve_dynamo",
+    "dynamo_local.worker.process",
+    "dynamo_local.components.vllm_worker",
+    "dynamo_local.components.prefill_worker",
+    "dynamo_local.components.frontend",
+    "dynamo_local.components.processor",
+    "dynamo_local.components.router",
+    "dynamo_local.transport.etcd",
+    "dynamo_local.sdk.loader",
+    "uvloop",
+)
+"""Modules of every worker with an engine. A graph's module imports all of its components."""
+ENGINE = {
+    "sim": ("dynamo_local.engines.sim.engine", "numpy"),
+    "vllm": ("dynamo_local.engines.vllm.launcher",),
+}
+
+
+def preload(engine: str) -> None:
+    """Import the modules that a worker of this engine has when it is ready.
+
+    Raises `ConfigError` for an engine that is not installed here.
+    """
+    for name in (*COMMON, *ENGINE[engine]):
+        importlib.import_module(name)
+    if engine == "vllm":
+        from dynamo_local.engines.vllm.launcher import preload as preload_vllm
+
+        preload_vllm()
+    # Imported modules stay. If the collector never touches them again, a forked EngineCore shares their pages.
+    gc.collect()
+    gc.freeze()
+
+
+def check_untouched() -> None:
+    """Raises `ConfigError` if this process has begun to use a GPU: it could not be given another one any more."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise ConfigError("importing the engine's modules has initialised CUDA; spares are of no use with it")
+    opened = [target for target in _open_files() if target.startswith("/dev/nvidia-uvm")]
+    if opened:
+        raise ConfigError(f"importing the engine's modules has opened {opened[0]}; spares are of no use with it")
+
+
+def _open_files() -> list[str]:
+    found = []
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(Path("/proc/self/fd") / entry))
+        except OSError:
+            continue  # the one of this very listing
+    return found
 
 
 def main(engine: str) -> int:
@@ -50,8 +107,6 @@ def main(engine: str) -> int:
 
 def _wait(arbiter: socket.socket, engine: str) -> Sequence[str]:
     """The words of the worker that it is from now on. Raises `Closed`, `DynamoError`, `OSError`, ValueError."""
-    from dynamo_local.worker.preloading import check_untouched, preload
-
     began_s = time.monotonic()
     preload(engine)
     check_untouched()

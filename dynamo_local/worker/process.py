@@ -44,14 +44,12 @@ from dynamo_local.state.schema import State
 from dynamo_local.state.store import StateStore
 from dynamo_local.system import collector, start_stages
 from dynamo_local.system.executors import ended
-from dynamo_local.worker.context import Identity, run_all
+from dynamo_local.worker.context import Identity, connect, run_all
 from dynamo_local.worker.drain import Drain, Phase
 from dynamo_local.worker.flip import Flipping
 from dynamo_local.worker.served_role import RoleHost, ServedRole
 from dynamo_local.worker.sleep import Sleeping, standby_facts
-from dynamo_local.worker.startup import connect
 
-# --- statefile_entry
 # The part of a statefile entry that the worker itself writes: pid, lease, endpoints, and whether it drains.
 #
 # The entry is for people, and for the arbiter's successor. Nothing waits for it: a slow or full disk must neither
@@ -169,7 +167,7 @@ class EntryWriter:
                 self._clean.set()
 
 
-# --- The answer to `status` on the control endpoint
+# The answer to `status` on the control endpoint
 
 SHOWN_REQUESTS = 100
 
@@ -404,7 +402,7 @@ class WorkerProcess:
         await role.registration.restore()
         await role.go_on()
 
-    # --- sleeping, and waking (sleeping.StandbySteps) ----------------------------------------------
+    # --- sleeping, and waking (sleep.StandbySteps) -------------------------------------------------
 
     async def withdraw(self) -> None:
         await self._role.registration.withdraw()

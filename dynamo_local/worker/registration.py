@@ -32,7 +32,6 @@ from dynamo_local.transport.requests.handlers import Handler, RequestContext
 from dynamo_local.transport.requests.server import EndpointServer
 from dynamo_local.worker.context import Context, Identity
 
-# --- endpoints
 # The endpoints that a worker serves on NATS: the component's own, and one for its load.
 
 log = logging.getLogger("dynamo_local.worker")
@@ -151,8 +150,10 @@ async def _tell_load(load: Callable[[], Load], _request: Any) -> dict[str, float
 
 
 def adapted(handler: Callable[..., Any], model: Any) -> Handler:
-    """Endpoints take the request alone, as Dynamo's do, as the model with which they annotate it: a pydantic one is
-    made here, a msgspec one comes from the wire."""
+    """A `Handler` for an endpoint, which takes the request alone, as its annotated model.
+
+    A pydantic model is made here. A msgspec model comes from the wire.
+    """
     if not hasattr(model, "model_validate"):
         return lambda payload, _context: handler(payload)
 

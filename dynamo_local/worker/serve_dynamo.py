@@ -17,7 +17,7 @@ import click
 
 from dynamo_local.errors import EXIT_FAILED, ConfigError, DynamoError
 from dynamo_local.system import collector, start_stages
-from dynamo_local.system.ending import end_at_the_latest, end_now
+from dynamo_local.system.executors import end_at_the_latest, end_now
 from dynamo_local.system.host_errors import ensure_descriptors
 from dynamo_local.system.prctl import die_as_asked
 from dynamo_local.system.request_log import log_to_stderr
@@ -89,8 +89,8 @@ def _run(worker: WorkerProcess) -> int:
         except Exception:
             log.exception("the worker failed")  # the user's code or ours: its traceback belongs in the log
             code = EXIT_FAILED
-        # vLLM's threads and sockets outlive its shutdown, and Python waits for them: seen for half a minute, until the
-        # worker that had left in order was taken for hung.
+        # vLLM's threads and sockets outlive its shutdown, and Python waits for them. Seen: half a minute, until the
+        # arbiter took a worker that had left in order for hung.
         if worker.hurried or "vllm" in sys.modules:
             end_now(code)
         end_at_the_latest(code)

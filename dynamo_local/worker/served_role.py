@@ -25,9 +25,16 @@ from dynamo_local.transport.control import ControlServer
 from dynamo_local.transport.load import LoadPublisher
 from dynamo_local.transport.requests.client import DependencyClient
 from dynamo_local.worker.colocated import ColocatedComponents
-from dynamo_local.worker.context import Callback, Connections, Context, Identity
+from dynamo_local.worker.context import (
+    Callback,
+    Connections,
+    Context,
+    Identity,
+    dependency_clients,
+    dynamo_context_of,
+    required,
+)
 from dynamo_local.worker.registration import Endpoints, Registration, Touch
-from dynamo_local.worker.startup import dependency_clients, dynamo_context_of, required
 
 log = logging.getLogger("dynamo_local.worker")
 

@@ -120,7 +120,7 @@ class Sleeping:
     async def _fall_asleep(self, order: int) -> None:
         if not self.asleep:
             self._drain.phase = Phase.FALLING_ASLEEP
-            await self._until_told(self._steps.withdraw)
+            await self._until_stored(self._steps.withdraw)
             self._steps.stop_accepting(LINGER_S)
             if not await self._finished():
                 return  # ordered to wake meanwhile
@@ -153,7 +153,7 @@ class Sleeping:
                 await self._steps.wake_engine()
                 self.asleep = False
                 stages.passed("engine and probe")
-            await self._until_told(self._steps.come_back)
+            await self._until_stored(self._steps.come_back)
             self._drain.phase = Phase.READY
             stages.passed("keys")
         await self._carried_out(order)
@@ -162,9 +162,9 @@ class Sleeping:
 
     async def _carried_out(self, order: int) -> None:
         self.done = order
-        await self._until_told(self._steps.tell)
+        await self._until_stored(self._steps.tell)
 
-    async def _until_told(self, step: Callable[[], Awaitable[None]]) -> None:
+    async def _until_stored(self, step: Callable[[], Awaitable[None]]) -> None:
         """Try for as long as etcd is away: the worker must not be half out of routing."""
         while True:
             try:
@@ -174,7 +174,7 @@ class Sleeping:
                 await asyncio.sleep(RETRY_S)
 
 
-# --- The standby facts in the ready key: `core.fleet.fleet.StandbyFacts` as JSON
+# The standby facts in the ready key: `core.fleet.fleet.StandbyFacts` as JSON
 
 
 def standby_facts(identity: Identity, context: Context, sleeping: Sleeping) -> dict[str, Any]:

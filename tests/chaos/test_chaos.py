@@ -94,7 +94,6 @@ def test_a_seed_replays_its_plan_and_every_kind_of_action_is_in_it() -> None:
 
 @asynccontextmanager
 async def _watched(served: Served, disk: Path | None) -> AsyncIterator[Chaos]:
-    """A `Chaos` whose watchers run; one that fails is a failure of the run."""
     chaos = Chaos(served, disk)
     watchers = [asyncio.create_task(chaos.guarded(watch)) for watch in chaos.watches]
     try:

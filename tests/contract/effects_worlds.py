@@ -85,7 +85,6 @@ class Recorder:
         effects.commit, effects.begin, controller.tick = self.commit, self.begin, self.tick  # type: ignore[method-assign]
 
     def commit(self, commit: Commit, fleet: Fleet, instructions: Sequence[Effect], then: Callable[[], None]) -> None:
-        """See `EffectRunner`."""
         names = ", ".join(commit.names)
         self.journal.append(f"commit {names}".strip())
 
@@ -99,7 +98,6 @@ class Recorder:
         self._commit(commit, fleet, instructions, written)
 
     def begin(self, act: Act, worker: Worker | None, done: Done) -> None:
-        """See `EffectRunner`."""
         what = f"{describe(act).split()[0]} {getattr(act, 'name', '')}".strip()
         self.journal.append(f"begin {what}")
         self.on_begin(act)
@@ -111,7 +109,6 @@ class Recorder:
         self._begin(act, worker, ended)
 
     def tick(self) -> None:
-        """The controller is woken."""
         self.journal.append("tick")
         self._tick()
 

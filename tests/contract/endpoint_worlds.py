@@ -3,14 +3,12 @@ within a process."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 from dynamo_local import errors
 from dynamo_local.core.types import Instance
 from dynamo_local.ports import ResponseStream
-from dynamo_local.transport.requests.handlers import Handler, RequestContext
+from dynamo_local.transport.requests.handlers import Handler
 from dynamo_local.transport.requests.local import LocalClient, LocalEndpoint
 from tests.drivers.without_arbiter.request_plane import Bench
 from tests.fakes.data_plane.endpoints import FakeEndpointClient
@@ -74,15 +72,3 @@ async def read_into(found: list[Any], stream: ResponseStream) -> None:
     """Append every item; raises what the stream ends with."""
     async for item in stream:
         found.append(item)
-
-
-async def count(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
-    """As many items as the payload says."""
-    for n in range(payload):
-        yield n
-
-
-async def forever(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
-    """One item, and then nothing."""
-    yield "first"
-    await asyncio.Event().wait()

@@ -21,7 +21,6 @@ Run = Callable[[Coroutine[Any, Any, None]], None]
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[tuple[Run, HostWorld]]:
-    """The arbiter's own."""
     with on_a_loop("host", tmp_path / "gpus") as (runner, world):
         assert isinstance(world, HostWorld)
         yield runner.run, world

@@ -24,7 +24,6 @@ from tests.drivers.eventually import eventually
 
 @pytest.fixture
 async def commander() -> AsyncIterator[Commander]:
-    """A running arbiter."""
     async with commanding() as commander:
         yield commander
 

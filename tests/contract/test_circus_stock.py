@@ -16,7 +16,6 @@ ASLEEP = "import time; time.sleep(60)"
 
 @pytest.fixture
 async def commander() -> AsyncIterator[Commander]:
-    """A running arbiter with one process."""
     async with commanding() as commander:
         await commander.run(WORKER, ASLEEP)
         yield commander

@@ -31,7 +31,6 @@ def _playing(kind: str, folder: Path) -> Iterator[Playing]:
 
 @pytest.fixture(params=["fake", "host", "twin"])
 def playing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Playing]:
-    """Each party."""
     yield from _playing(request.param, tmp_path / "gpus")
 
 

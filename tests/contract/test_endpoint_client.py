@@ -12,10 +12,10 @@ import pytest
 from dynamo_local import errors
 from dynamo_local.transport.requests.handlers import RequestContext, current_request
 from dynamo_local.transport.requests.stream import pump
-from tests.contract.endpoint_worlds import AnyWorld, FakeWorld, LocalWorld, NatsWorld, World, count, forever, read_into
+from tests.contract.endpoint_worlds import AnyWorld, FakeWorld, LocalWorld, NatsWorld, World, read_into
 from tests.drivers.eventually import eventually
 from tests.drivers.servers import RealNats
-from tests.drivers.without_arbiter.request_plane import request_bench
+from tests.drivers.without_arbiter.request_plane import count, forever, forever_until, request_bench
 
 
 @pytest.fixture(params=["fake", pytest.param("nats", marks=pytest.mark.infra)])
@@ -26,7 +26,6 @@ def nats(request: pytest.FixtureRequest) -> RealNats | None:
 
 @pytest.fixture
 async def world(nats: RealNats | None, namespace: str) -> AsyncIterator[World]:
-    """The contract's two parties."""
     if nats is None:
         fake = FakeWorld()
         yield fake
@@ -205,15 +204,7 @@ async def test_an_item_that_cannot_travel_is_an_error(world: World) -> None:
 
 async def test_closing_the_stream_cancels_the_handler(any_world: AnyWorld) -> None:
     ended = asyncio.Event()
-
-    async def guarded(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
-        try:
-            yield "first"
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-
-    await any_world.serve(guarded)
+    await any_world.serve(forever_until(ended))
     stream = await any_world.client.call(None)
     assert await anext(aiter(stream)) == "first"
     await stream.aclose()
@@ -260,15 +251,7 @@ async def test_a_slow_reader_holds_the_handler_back(any_world: AnyWorld) -> None
 
 async def test_the_deadline_ends_the_stream_and_the_handler(any_world: AnyWorld) -> None:
     ended = asyncio.Event()
-
-    async def slow(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
-        try:
-            yield "first"
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-
-    await any_world.serve(slow)
+    await any_world.serve(forever_until(ended))
     found: list[Any] = []
     stream = await any_world.client.call(None, timeout_s=0.2)
     with pytest.raises(errors.DeadlineExceeded):
@@ -343,15 +326,7 @@ async def test_many_streams_at_once_stay_apart(world: World) -> None:
 
 async def test_a_cancelled_reader_can_close(any_world: AnyWorld) -> None:
     ended = asyncio.Event()
-
-    async def guarded(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
-        try:
-            yield "first"
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-
-    await any_world.serve(guarded)
+    await any_world.serve(forever_until(ended))
     started = asyncio.Event()
 
     async def read() -> None:

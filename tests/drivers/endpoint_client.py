@@ -10,8 +10,7 @@ from dynamo_local.core.types import Instance
 from dynamo_local.transport.access import NatsAccess
 from dynamo_local.transport.etcd import EtcdStore
 from dynamo_local.transport.nats import close_quietly, connect_nats
-from dynamo_local.transport.requests.client import NatsEndpointClient
-from dynamo_local.transport.requests.plane import RequestPlane
+from dynamo_local.transport.requests.client import NatsEndpointClient, RequestPlane
 from tests.drivers.served import Served
 
 

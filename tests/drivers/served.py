@@ -138,7 +138,6 @@ class Served(Registry):
             yield self.start()
 
     def ok(self, *words: str, **more: Any) -> str:
-        """The output of `dynamo WORDS`, which must succeed."""
         done = self.cli(*words, **more)
         assert done.returncode == 0, f"{words}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout
@@ -175,7 +174,6 @@ class Served(Registry):
         return self._foreground
 
     def start_foreground(self, **env: str) -> subprocess.Popen[str]:
-        """`dynamo serve …`, ready."""
         process = self.popen(*self.serve_words(), **env)
         until(lambda: process.poll() is not None or self._is_ready(), START_TIMEOUT_S, what=self.foreground_output)
         assert process.poll() is None, self.foreground_output()

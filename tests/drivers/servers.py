@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Self
 
 from dynamo_local.arbiter.servers import EtcdSpec, NatsSpec, find_server, prepare
 from dynamo_local.state.store import load
@@ -29,7 +30,7 @@ ETCDCTL_TIMEOUT_S = 30.0
 class RealServer:
     """A server process that can be stopped, killed and started again on the same ports and data.
 
-    `start`, `stop`, `kill` and `restart` are coroutines; `start_now` and `stop_now` are for sync fixtures.
+    `start`, `stop`, `kill` and `restart` are coroutines. Sync fixtures use `with`, or `start_now` and `stop_now`.
     """
 
     def __init__(self, spec: EtcdSpec | NatsSpec, folder: Path, ports: tuple[PortLease, ...]) -> None:
@@ -97,6 +98,13 @@ class RealServer:
     def wipe(self) -> None:
         for folder in self.spec.folders:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        self.start_now()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop_now()
 
     def start_now(self) -> None:
         """`start` in a thread: a sync fixture may be asked for from inside a running event loop."""

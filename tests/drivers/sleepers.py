@@ -10,12 +10,10 @@ from tests.drivers.served import Served, auntil
 
 
 def sleep(served: Served, name: str, **more: Any) -> dict[str, Any]:
-    """`dynamo sleep NAME`."""
     return command(served, "sleep", name=name, **more)
 
 
 def wake(served: Served, name: str) -> dict[str, Any]:
-    """`dynamo wake NAME`."""
     return command(served, "wake", name=name)
 
 

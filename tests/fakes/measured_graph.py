@@ -25,11 +25,9 @@ class InProcessGraph:
 
     @property
     def workers(self) -> list[Worker]:
-        """All of them."""
         return [Worker(name, "VllmWorker", number, ()) for number, name in enumerate(self._engines)]
 
     async def measure(self, worker: Worker, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """See `MeasuredGraph`."""
         self.asked += 1
         return await self._engines[worker.name].measure(msgspec.convert(dict(request), MeasureRequest))
 
@@ -43,7 +41,6 @@ class Faulty:
 
     @property
     def max_kv_tokens(self) -> int:
-        """See `PerfModel`, as all of them."""
         return self._perf.max_kv_tokens
 
     @property

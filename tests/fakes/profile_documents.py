@@ -8,7 +8,6 @@ from dynamo_local.profile.document import CertificateFacts, Document, EngineFact
 
 
 def engine(**options: Any) -> EngineFacts:
-    """A simulated one."""
     return EngineFacts(
         component="VllmWorker",
         engine="sim",
@@ -23,7 +22,6 @@ def engine(**options: Any) -> EngineFacts:
 
 
 def document(**changes: Any) -> Document:
-    """Of an aggregated graph."""
     point = PointFacts(
         kind="prefill",
         tokens=100,

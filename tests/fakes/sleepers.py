@@ -16,17 +16,14 @@ SLEEPERS = (replace(DECODE, standby=0), replace(PREFILL, standby=0), FRONTEND)
 
 
 def sleep(n: int = 1, level: int = 1, *, force: bool = False) -> st.Sleep:
-    """`dynamo sleep`"""
     return st.Sleep(stimulus_id="sleep:1", name=name(n), level=level, force=force)
 
 
 def wake(n: int = 1) -> st.Wake:
-    """`dynamo wake`"""
     return st.Wake(stimulus_id="wake:1", name=name(n))
 
 
 def scale(change: int, component: str = "VllmWorker", **more: Any) -> st.Scale:
-    """`dynamo scale`"""
     return st.Scale(stimulus_id="scale:1", component=component, target=Change(change, relative=True), **more)
 
 
@@ -43,18 +40,15 @@ def told(life: Life, n: int = 1, **facts: Any) -> list[str]:
 
 
 def order(life: Life, n: int = 1) -> int:
-    """The number of its last order."""
     return life.worker(n).standby.order
 
 
 def answered(life: Life, n: int = 1, **more: Any) -> list[str]:
-    """What it answered to its last order."""
     seen = {"name": name(n), "pid": pid_of(n), "order": order(life, n), **more}
     return life.feed(st.OrderAnswered(stimulus_id="control", **seen))
 
 
 def asleep(*states: str, gpus: int = 4, **changes: Any) -> Life:
-    """`_1` has gone to sleep by itself, as it does."""
     life = some(*states, gpus=gpus, **changes)
     life.feed(sleep())
     told(life, order=order(life), asleep=True)

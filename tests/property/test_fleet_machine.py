@@ -69,7 +69,6 @@ class Arbiter(RuleBasedStateMachine):
 
     @property
     def fleet(self) -> Fleet:
-        """As it is now."""
         return self.world.fleet
 
     # --- commands ----------------------------------------------------------------------------------
@@ -220,7 +219,6 @@ class Arbiter(RuleBasedStateMachine):
     @precondition(lambda self: self.world.effects.begun)
     @rule(data=st.data(), well=st.sampled_from([True, True, True, False]))
     def act(self, data: st.DataObject, well: bool) -> None:
-        """One of the acts that are under way comes to its end."""
         begun = data.draw(st.sampled_from(range(len(self.world.effects.begun))))
         self.world.carry_out(self.world.effects.begun[begun], well=well)
 

@@ -32,13 +32,11 @@ pools = st.builds(Pool, st.just(""), st.just(1), ready=COUNTS, coming=COUNTS, ro
 
 @st.composite
 def fleets(draw: st.DrawFn) -> WorkerPools:
-    """With and without prefill workers."""
     prefill = replace(draw(pools), component="P") if draw(st.booleans()) else None
     return WorkerPools(prefill, replace(draw(pools), component="D"))
 
 
 def is_so(decision: PlannerDecision, fleet: WorkerPools) -> bool:
-    """Each number that is set has exactly so many ready workers, and nobody comes, or leaves and is still routed to."""
     wanted = {"P": decision.num_prefill_workers, "D": decision.num_decode_workers}
     found = {pool.component: pool for pool in fleet.all}
     return all(

@@ -43,7 +43,6 @@ QUESTIONS = st.tuples(st.sampled_from(PROMPTS), st.integers(0, 40), st.integers(
 
 
 def told(held: dict[int, set[int]], worker: int, event: KvEvent | None) -> None:
-    """The model of an event; None: the worker is gone."""
     if event is None:
         held.pop(worker, None)
     elif isinstance(event, BlocksStored):
@@ -55,7 +54,6 @@ def told(held: dict[int, set[int]], worker: int, event: KvEvent | None) -> None:
 
 
 def walked(held: dict[int, set[int]], prompt: list[int]) -> dict[int, int]:
-    """The model of a question."""
     scores = {}
     for worker, blocks in held.items():
         count = next((n for n, block in enumerate(prompt) if block not in blocks), len(prompt))

@@ -18,7 +18,6 @@ from tests.fakes.planner.planner_worlds import observations, options, short_of, 
 
 
 def steps(seen: IntervalObservation, given_options: PlannerConfig) -> dict[str, int]:
-    """By component."""
     return LoadPolicy(given_options).on_tick(seen).steps
 
 
@@ -48,7 +47,6 @@ def test_there_is_one_for_each_step_and_each_refusal(seen: IntervalObservation, 
 
 @given(observations(adjusting=True), options())
 def test_floor_and_budget_always_hold(seen: IntervalObservation, given_options: PlannerConfig) -> None:
-    """An up never brings what is held above the budget; a down never brings a component below its floor."""
     decision = LoadPolicy(given_options).on_tick(seen)
     pools = {pool.component: pool for pool in seen.pools.all}
     down = sum(pools[r.component].gpus_per_worker for r in decision.reasons if r.step < 0 and not r.deferred)
@@ -69,7 +67,6 @@ def test_floor_and_budget_always_hold(seen: IntervalObservation, given_options: 
 
 
 def without(seen: IntervalObservation, component: str) -> IntervalObservation:
-    """All of that component's samples lost."""
 
     def lost(observation: Reading) -> Reading:
         if component == PREFILL:

@@ -29,7 +29,6 @@ ready = st.fixed_dictionaries({role: st.integers(0, 10) for role in ROLES})
 
 
 def by_role(found: tuple[ComponentTarget, ...]) -> dict[str, int]:
-    """Of merged targets."""
     return {target.sub_component_type: target.replicas for target in found}
 
 

@@ -38,7 +38,6 @@ CHANGES = st.one_of(
 
 @st.composite
 def fleets(draw: st.DrawFn) -> Fleet:
-    """Up to six decode and three prefill workers in any state, on ten devices."""
     workers: list[Worker] = []
     for template, most in ((DECODE, 6), (PREFILL, 3)):
         for n in sorted(draw(st.sets(st.integers(0, most), max_size=most))):
@@ -59,7 +58,6 @@ def stepped(view: Fleet, order: stimuli.Event) -> Fleet:
 
 
 def scaled(view: Fleet, change: Change, options: dict[str, Any]) -> Fleet:
-    """`dynamo scale VllmWorker`."""
     return stepped(view, stimuli.Scale(stimulus_id="t", component="VllmWorker", target=change, **options))
 
 

@@ -119,7 +119,6 @@ def test_what_fits_is_within_what_was_wanted(
 
 @st.composite
 def facts(draw: st.DrawFn) -> Facts:
-    """Any two roles."""
 
     def side(name: str) -> Side:
         need = Need(draw(st.floats(1, 10_000)), draw(st.floats(10, 50_000)), 1.0, 1.0, True, False)

@@ -37,7 +37,6 @@ SIM = SimOptions(
 
 @st.composite
 def traces(draw: st.DrawFn) -> list[TraceRequest]:
-    """Up to 25 requests over 120 ticks; three families of prompts begin alike."""
     rows = draw(
         st.lists(
             st.tuples(st.integers(0, 120), st.integers(1, 36), st.integers(1, 14), st.integers(0, 2)),
@@ -95,7 +94,6 @@ def simulate(trace: list[TraceRequest], twin: SimulationOptions, planner: Planne
 
 
 def history(run: Run) -> tuple[Any, ...]:
-    """All that is told of a run."""
     jobs = [(job.first_s, job.last_s, job.dropped, job.remote, job.tries) for job in run.jobs]
     return jobs, run.points, run.sightings, run.acted, run.end_s, run.passes, run.preemptions
 

@@ -28,8 +28,8 @@ with warnings.catch_warnings():
     from vllm.v1.outputs import LogprobsLists
 
     from dynamo_local.engines.vllm import api_server as serving
+    from dynamo_local.engines.vllm.api_server import CoreCall, GraphCore, Items
     from dynamo_local.engines.vllm.core_requests import CoreRequests, Wire, is_plain, sampling_of, why_prefilled_here
-    from dynamo_local.engines.vllm.graph_core import CoreCall, GraphCore, Items
 
 pytestmark = pytest.mark.vllm
 

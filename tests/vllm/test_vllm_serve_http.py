@@ -53,7 +53,6 @@ def section(host: VllmHost, role: str, workers: int, *more: str, before: tuple[s
 
 
 def served(host: VllmHost, folder: Path, **sections: dict[str, Any]) -> Served:
-    """`dynamo serve -f` of these sections."""
     file = folder / "serve.yaml"
     file.write_text(yaml.safe_dump({"Host": {"gpus": host.gpus}, **sections}))
     deadline = ("--start-deadline", str(START_TIMEOUT_S))

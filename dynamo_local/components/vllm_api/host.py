@@ -21,8 +21,7 @@ from dynamo_local.transport.requests.handlers import current_request
 from dynamo_local.transport.requests.stream import Take, batches_of
 
 if TYPE_CHECKING:
-    from dynamo_local.engines.vllm.api_server import VllmApi
-    from dynamo_local.engines.vllm.graph_core import CoreCall
+    from dynamo_local.engines.vllm.api_server import CoreCall, VllmApi
 
 
 # --- exchange

@@ -1,11 +1,14 @@
-"""Parses our options with vLLM's own parser. Imports vLLM, so only the worker and the check's process may import it."""
+"""Our options, read by vLLM's own parser, and the stat logger that we give to vLLM.
+
+Imports vLLM: only the worker and the process of `checks` import this module.
+"""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -78,3 +81,23 @@ def explain(words: Sequence[str], also_known: Sequence[str]) -> str | None:
 def explain_all(text: str) -> str:
     """`[[words, also known], …]` -> `[what is wrong, or null, …]`, both as JSON."""
     return json.dumps([explain(words, also_known) for words, also_known in json.loads(text)])
+
+
+def stat_logger(record: Callable[[Any, Any], None]) -> Callable[..., Any]:
+    """A factory of stat loggers for `AsyncLLM`. vLLM calls the logger after each pass, on the loop of this process.
+
+    `record` takes `SchedulerStats` and `IterationStats`; each may be None.
+    """
+    from vllm.v1.metrics.loggers import StatLoggerBase  # not at the top: the check of arguments does without it
+
+    class _Logger(StatLoggerBase):  # type: ignore[misc, unused-ignore]
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            self.engine_index = engine_index
+
+        def record(self, scheduler_stats: Any, iteration_stats: Any, *_more: Any, **_others: Any) -> None:
+            record(scheduler_stats, iteration_stats)
+
+        def log_engine_initialized(self) -> None:
+            """Nothing to say."""
+
+    return _Logger

@@ -1,7 +1,7 @@
-"""Have vLLM's parser look at the sections of a graph before anything starts, in a process of its own.
+"""vLLM's parser checks the sections of a graph before anything starts, in a process of its own.
 
-vLLM takes ten seconds and half a gigabyte to import, and starts threads: none of that belongs into an arbiter that
-forks. One process looks at all sections, and what passed once is not asked again.
+The import of vLLM takes ten seconds and half a gigabyte, and starts threads. An arbiter that forks cannot do that. One
+process checks all sections. A graph that passed once is not checked again.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def is_installed() -> bool:
 
 
 def what_is_wrong(sections: Mapping[str, VllmSection]) -> dict[str, str]:
-    """Section -> what vLLM's parser says; only those that it refuses. Raises `ConfigError` if it cannot be asked."""
-    asked = json.dumps([[section.words, section.own_options] for section in sections.values()])
-    passed = engine_resources.cache_root(os.environ) / "checked" / _digest(asked)
+    """Section -> the parser's error, for the sections that vLLM refuses. Raises `ConfigError` if vLLM cannot run."""
+    question = json.dumps([[section.words, section.own_options] for section in sections.values()])
+    passed = engine_resources.cache_root(os.environ) / "checked" / _digest(question)
     if passed.exists():
         return {}
     # The check must not touch any GPU.
@@ -58,7 +58,7 @@ def what_is_wrong(sections: Mapping[str, VllmSection]) -> dict[str, str]:
     try:
         done = subprocess.run(
             [sys.executable, "-c", _CODE],
-            input=asked,
+            input=question,
             capture_output=True,
             text=True,
             timeout=CHECK_TIMEOUT_S,
@@ -79,16 +79,16 @@ def what_is_wrong(sections: Mapping[str, VllmSection]) -> dict[str, str]:
             passed.parent.mkdir(parents=True, exist_ok=True)
             passed.touch()
         except OSError as error:
-            log.info("vLLM's parser is asked again at the next start: %s", error)
+            log.info("vLLM's parser checks the graph again at the next start: %s", error)
     return wrong
 
 
-def _digest(asked: str) -> str:
+def _digest(question: str) -> str:
     """A digest of the question, and of the vLLM and Python that answer it."""
     versions = [importlib.metadata.version(name) for name in ("vllm", "dynamo-local")]
-    return hashlib.sha256(json.dumps([asked, sys.executable, *versions]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([question, sys.executable, *versions]).encode()).hexdigest()
 
 
 def _last_line(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "it ended without a word"
+    return lines[-1] if lines else "it ended without output"

@@ -21,8 +21,7 @@ from dynamo_local.errors import EngineError, InvalidRequest
 from dynamo_local.ports import EngineOutput, EngineRequest, FinishReason
 from dynamo_local.ports import SamplingParams as EngineSampling
 
-# --- wire
-# vLLM's own messages to and from EngineCore as bytes, and what of a request the graph must know.
+# Encodes vLLM's messages to and from EngineCore, and reads the parts of a request that the graph needs.
 
 _MORE = tuple(zip(EngineCoreOutput.__struct_fields__[2:], EngineCoreOutput.__struct_defaults__, strict=True))
 """The fields after the request's id and the token ids, with what they are where there is nothing to say."""
@@ -154,13 +153,13 @@ class CoreRequests:
             while not ended:
                 output = await outputs.next()
                 ended = output.finish_reason is not None
-                yield self._told(output, params)
+                yield self._converted(output, params)
         finally:
             del self._open[request_id]
             if not ended:
                 await self._llm.abort(request_id, internal=True)
 
-    def _told(self, output: EngineCoreOutput, params: Mapping[str, Any]) -> EngineOutput:
+    def _converted(self, output: EngineCoreOutput, params: Mapping[str, Any]) -> EngineOutput:
         reason = None if output.finish_reason is None else _REASONS.get(str(output.finish_reason), "error")
         if output.mm_cache_miss_hashes:
             raise EngineError("the worker does not have this request's images; send it again")
@@ -192,9 +191,9 @@ def _as_prefilled(output: EngineCoreOutput, params: Mapping[str, Any]) -> Engine
     cached = params.get("remote_prefill_cached_tokens", 0)
     if output.prefill_stats is None or not params.get("do_remote_prefill"):
         return output
-    told = copy.copy(output)
-    told.prefill_stats = replace(output.prefill_stats, num_cached_tokens=cached)
-    return told
+    shown = copy.copy(output)
+    shown.prefill_stats = replace(output.prefill_stats, num_cached_tokens=cached)
+    return shown
 
 
 def _to_be_counted(core: EngineCoreRequest) -> EngineCoreRequest:

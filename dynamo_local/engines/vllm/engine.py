@@ -12,7 +12,9 @@ import logging
 import os
 import time
 import uuid
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import msgspec
@@ -26,10 +28,9 @@ from dynamo_local.engines.vllm import engine_resources, plugin
 from dynamo_local.engines.vllm import sleep as sleeping
 from dynamo_local.engines.vllm.checks import is_installed
 from dynamo_local.engines.vllm.kv_events import KvEventBridge, ZmqListener
+from dynamo_local.engines.vllm.launcher import CoreProcesses
 from dynamo_local.engines.vllm.options import KV_LEASE_S, VllmOptions
 from dynamo_local.engines.vllm.pass_watch import ENDPOINT, EnginePasses
-from dynamo_local.engines.vllm.processes import CoreProcesses
-from dynamo_local.engines.vllm.stats import Statistics
 from dynamo_local.errors import ConfigError, EngineDead, EngineError, InvalidRequest, KvTransferError, how_to_install
 from dynamo_local.ports import (
     EngineInfo,
@@ -42,7 +43,120 @@ from dynamo_local.ports import (
 )
 from dynamo_local.system import start_stages
 
-# --- KV that was computed for another engine and is still here, as far as this side knows. Pure.
+# An engine's load, from vLLM's statistics and from the streams of this process, which are more recent. Pure.
+
+HIT_RATE_REQUESTS = 1000
+"""How many requests the prefix hit rate covers, as in vLLM's own log."""
+ITL_WEIGHT = 0.1
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """A running request: how many tokens may still come at most, and when the last ones came (loop's clock)."""
+
+    remaining: int
+    last_s: float | None = None
+
+
+class Statistics:
+    """Fed by a stat logger (`record`, after each pass) and by the streams (`opened`, `produced`, `closed`)."""
+
+    def __init__(self, slots: int, blocks: int) -> None:
+        self._slots = slots
+        self._blocks = blocks
+        self._live: dict[str, LiveRequest] = {}
+        self._running = 0
+        self._usage = 0.0
+        self._queries: deque[tuple[int, int, int]] = deque()
+        self._seen = [0, 0, 0]
+        self._itl_s: float | None = None
+        self.prompt_tokens: Counter[str] = Counter()
+        """Prompt tokens by where their KV came from, under vLLM's names (`external_kv_transfer`, …)."""
+        self.counters: dict[str, float] = {"prefix_queries": 0, "prefix_hits": 0}
+        """See `ports.Engine.counters`."""
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any) -> bool:
+        """vLLM's `SchedulerStats` and `IterationStats` of one pass; either may be None. True if the load changed."""
+        before = self._running, self._usage
+        if scheduler_stats is not None:
+            self._running = scheduler_stats.num_running_reqs
+            self._usage = scheduler_stats.kv_cache_usage
+            self._observe(scheduler_stats.prefix_cache_stats)
+            self._count_drafts(getattr(scheduler_stats, "spec_decoding_stats", None))
+        prompt_tokens = getattr(iteration_stats, "prompt_token_stats", None)
+        if prompt_tokens is not None:
+            self.prompt_tokens.update(
+                local_compute=prompt_tokens.computed,
+                local_cache_hit=prompt_tokens.local_cache_hit,
+                external_kv_transfer=prompt_tokens.external_kv_transfer,
+            )
+        return before != (self._running, self._usage)
+
+    def _observe(self, stats: Any) -> None:
+        if stats is None or not stats.requests:
+            return
+        self.counters["prefix_queries"] += stats.queries
+        self.counters["prefix_hits"] += stats.hits
+        sample = (stats.requests, stats.queries, stats.hits)
+        self._queries.append(sample)
+        self._seen = [a + b for a, b in zip(self._seen, sample, strict=True)]
+        while len(self._queries) > 1 and self._seen[0] > HIT_RATE_REQUESTS:
+            self._seen = [a - b for a, b in zip(self._seen, self._queries.popleft(), strict=True)]
+
+    def _count_drafts(self, stats: Any) -> None:
+        """`SpecDecodingStats` of one pass; None where nothing was drafted."""
+        if stats is not None:
+            self.counters["drafts"] = self.counters.get("drafts", 0) + stats.num_drafts
+            self.counters["accepted"] = self.counters.get("accepted", 0) + stats.num_accepted_tokens
+
+    def opened(self, request_id: str, max_tokens: int) -> None:
+        """A request was given to the engine."""
+        self._live[request_id] = LiveRequest(max_tokens)
+
+    def produced(self, request_id: str, tokens: int, now_s: float) -> None:
+        """The request produced so many tokens."""
+        live = self._live.get(request_id)
+        if live is None or not tokens:
+            return
+        live.remaining = max(0, live.remaining - tokens)
+        if live.last_s is not None:
+            sample_s = (now_s - live.last_s) / tokens
+            self._itl_s = sample_s if self._itl_s is None else self._itl_s + ITL_WEIGHT * (sample_s - self._itl_s)
+        live.last_s = now_s
+
+    def closed(self, request_id: str) -> None:
+        """The request ended, for whatever reason."""
+        self._live.pop(request_id, None)
+
+    @property
+    def num_live(self) -> int:
+        """Requests that the engine has."""
+        return len(self._live)
+
+    def load(self, num_held: int) -> Load:
+        """The current load. `num_held` requests have ended here, but their KV is kept for another engine.
+
+        An engine without work makes no passes, so its last statistics of cache use may be out of date. Without running
+        requests and held KV the use is 0.
+        """
+        live = len(self._live)
+        running = min(self._running, live)
+        usage = self._usage if live or num_held else 0.0
+        _, queries, hits = self._seen
+        return Load(
+            request_active_slots=running,
+            request_total_slots=self._slots,
+            kv_active_blocks=round(usage * self._blocks),
+            kv_total_blocks=self._blocks,
+            num_requests_waiting=live - running,
+            gpu_cache_usage_perc=usage,
+            gpu_prefix_cache_hit_rate=hits / queries if queries else 0.0,
+            remaining_tokens=sum(request.remaining for request in self._live.values()),
+            itl_ms=None if self._itl_s is None else self._itl_s * 1000,
+        )
+
+
+# KV blocks that this engine holds for another one, as far as this side knows. Pure.
 #
 # vLLM keeps the blocks under a lease. The pulling engine renews the lease while its request waits. vLLM does not report
 # the end of a pull. This code infers the end from the cache: no request runs here, and no block is in use.
@@ -87,8 +201,7 @@ class Handoffs:
         return max(self._held.values()) - now_s if self.num_held(now_s) else 0.0
 
 
-# --- pass_bridge
-# The worker's side of what vLLM's schedulers tell of their passes (`pass_watch`).
+# The worker receives the passes that vLLM's schedulers report (`pass_watch`).
 
 log = logging.getLogger(__name__)
 
@@ -98,8 +211,10 @@ _decoder = msgspec.msgpack.Decoder(EnginePasses)
 
 
 def watch_passes(config: Any) -> bool:
-    """Have vLLM (its `VllmConfig`) use the scheduler that it would use anyway, watched; False where it has one of its
-    own, of the section or for a kind of model."""
+    """Replace the scheduler in vLLM's `VllmConfig` by a subclass that reports its passes.
+
+    False: the section or the kind of model names another scheduler, which stays.
+    """
     chosen = config.scheduler_config
     if chosen.scheduler_cls is not None:
         log.info("vLLM uses the scheduler %s: planners will know nothing of its passes", chosen.scheduler_cls)
@@ -133,9 +248,9 @@ class PassBridge:
 
 def received(message: bytes, record: Callable[[ForwardPass], None], now_s: float) -> None:
     """Record the passes of one message that came at `now_s`. Raises `msgspec.DecodeError`."""
-    told = _decoder.decode(message)
-    engine = EngineId("", told.dp_rank)
-    for one in told.passes:
+    received_passes = _decoder.decode(message)
+    engine = EngineId("", received_passes.dp_rank)
+    for one in received_passes.passes:
         scheduled, queued = Requests(*one.scheduled), Requests(*one.queued)
         record(ForwardPass(engine, one.counter_id, one.wall_time_s, scheduled, queued, now_s - one.age_s))
 
@@ -245,8 +360,7 @@ class VllmEngine(EngineBase):
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from dynamo_local.engines.vllm.arguments import engine_args
-        from dynamo_local.engines.vllm.stat_logger import stat_logger
+        from dynamo_local.engines.vllm.arguments import engine_args, stat_logger
 
         start_stages.passed("vLLM's imports")
         self._sampling = VllmSampling
@@ -326,7 +440,7 @@ class VllmEngine(EngineBase):
             self._dead.set()
             self._notify()
 
-    # --- standby (engines.sleeping.CanSleep) -------------------------------------------------
+    # --- standby (engines.sleep.CanSleep) ----------------------------------------------------
 
     def cannot_sleep(self) -> str | None:
         return sleeping.cannot_sleep(self._alive(self._llm))
@@ -420,21 +534,21 @@ class VllmEngine(EngineBase):
             kv_transfer_params=output.kv_transfer_params,
         )
 
-    def _sampling_params(self, asked: SamplingParams, params: Mapping[str, Any]) -> Any:
+    def _sampling_params(self, requested: SamplingParams, params: Mapping[str, Any]) -> Any:
         """vLLM's own. KV is handed over only by a request that ended by length: a prefill must not stop by itself."""
         hands_over = bool(params.get("do_remote_decode"))
         try:
             return self._sampling(
-                max_tokens=asked.max_tokens,
-                temperature=asked.temperature,
-                top_p=asked.top_p,
-                top_k=asked.top_k,
-                seed=asked.seed,
-                presence_penalty=asked.presence_penalty,
-                frequency_penalty=asked.frequency_penalty,
-                stop_token_ids=[] if hands_over else list(asked.stop_token_ids),
-                ignore_eos=asked.ignore_eos or hands_over,
-                min_tokens=asked.min_tokens,
+                max_tokens=requested.max_tokens,
+                temperature=requested.temperature,
+                top_p=requested.top_p,
+                top_k=requested.top_k,
+                seed=requested.seed,
+                presence_penalty=requested.presence_penalty,
+                frequency_penalty=requested.frequency_penalty,
+                stop_token_ids=[] if hands_over else list(requested.stop_token_ids),
+                ignore_eos=requested.ignore_eos or hands_over,
+                min_tokens=requested.min_tokens,
                 detokenize=False,
                 output_kind=self._delta,
                 extra_args={"kv_transfer_params": dict(params)} if params else None,

@@ -141,12 +141,12 @@ def _socket_folder(environ: Mapping[str, str]) -> Path:
     return Path(tempfile.mkdtemp(prefix="dyn-vllm-"))
 
 
-# --- Processors. vLLM's CPU build with NIXL assumes one engine per host, with spare cores:
+# Processors. vLLM's CPU build with NIXL assumes one engine per host, with spare cores.
 #
 # * NIXL's progress thread polls without a pause, so even an idle engine keeps a core busy. The descriptors that it
-# polls   wake it, so a pause adds no latency. With a pause of 1 ms the thread takes 1.5 % of a core.
+#   polls wake it, so a pause adds no latency. With a pause of 1 ms the thread takes 1.5 % of a core.
 # * NixlConnector pins the computing thread to the last core of each NUMA node. Then all engines of a host share one
-# core.   Hand-offs took up to 15 s on a busy machine with two cores.
+#   core. Hand-offs took up to 15 s on a busy machine with two cores.
 
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 

@@ -1,20 +1,24 @@
-"""Starts EngineCore by a fork of a prewarmed process, which has imported vLLM already.
+"""The processes of an engine: EngineCore is started by vLLM or by the launcher, watched by the worker, ended with it.
+
+The launcher starts EngineCore by a fork of a prewarmed process, which has imported vLLM already.
 
 vLLM itself uses `spawn`, which imports everything again (7 s), or `fork`, which is unsafe in a worker with threads, an
 event loop and connections. So the fork comes first. A prewarmed process calls `prepare` just before it becomes a
 worker. It then has one thread and has touched no device. The child, the *launcher*, waits for the worker's
-configuration. Then
-the launcher calls vLLM's `launch_core_engines`, as `vllm serve` does with several API servers: one process launches the
-engine, and the others are its clients (`client_addresses`). vLLM's method is `fork` there. If a device is initialised
-already, vLLM falls back to `spawn`.
+configuration. Then the launcher calls vLLM's `launch_core_engines`, as `vllm serve` does with several API servers: one
+process launches the engine, and the others are its clients (`client_addresses`). vLLM's method is `fork` there. If a
+device is initialised already, vLLM falls back to `spawn`.
 
 EngineCore is the launcher's child, and the launcher ends with the worker.
 """
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import inspect
 import logging
+import multiprocessing
 import os
 import pickle
 import signal
@@ -25,6 +29,9 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+from dynamo_local.engines.vllm.checks import is_installed
+from dynamo_local.engines.vllm.engine_resources import unpin
+from dynamo_local.errors import ConfigError, EngineError
 from dynamo_local.system.prctl import set_parent_death_signal
 
 log = logging.getLogger(__name__)
@@ -205,3 +212,121 @@ def _keep(worker: Connection, manager: Any) -> int:
             pass
     manager.shutdown(timeout_s)
     return code
+
+
+# Modules of vLLM that a prewarmed process imports: those of the worker, of EngineCore and of the platform workers.
+
+MODULES = (
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "dynamo_local.engines.vllm.engine",
+    "dynamo_local.engines.vllm.arguments",
+    "dynamo_local.engines.vllm.watched_schedulers",
+)
+USEFUL = (
+    "vllm.model_executor.model_loader.default_loader",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.tokenizers.hf",
+)
+"""Modules of this version of vLLM. Another version may have moved one; then it is imported later, when needed."""
+
+
+def preload() -> None:
+    """Import `MODULES` and `USEFUL`. No device is touched. Raises `ConfigError` where vLLM is not installed."""
+    if not is_installed():
+        raise ConfigError("the engine is vllm, which is not installed here: no spare can be made of it")
+    for name in MODULES:
+        importlib.import_module(name)
+    for name in USEFUL:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            log.debug("not imported beforehand: %s", error)
+    _platform()
+
+
+def _platform() -> None:
+    """The module of the workers of this host's platform, and the parser of arguments, which is slow the first time."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(add_help=False))
+    importlib.import_module("vllm.v1.worker.cpu_worker" if current_platform.is_cpu() else "vllm.v1.worker.gpu_worker")
+
+
+class CoreProcesses:
+    """The processes of one engine. The worker's loop thread calls all methods except `launch` and `shutdown`."""
+
+    def __init__(self) -> None:
+        self._launcher: CoreLauncher | None = None
+        self._watches: list[tuple[asyncio.AbstractEventLoop, int]] = []
+        self._failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+
+    async def build(self, build: Callable[[], Any]) -> Any:
+        """Run `build` in a thread and return its result.
+
+        Raises `EngineError` if the EngineCore that `launch` started ends first: `build` would wait for minutes.
+        """
+        building = asyncio.ensure_future(asyncio.to_thread(build))
+        await asyncio.wait({building, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+        if not building.done():
+            building.cancel()
+            raise EngineError(f"vLLM did not start: {self._failed.result()}; see above")
+        await asyncio.to_thread(unpin, [pid for pid, _ in self._pids()])
+        return building.result()
+
+    def launch(self, config: Any, folder: Path) -> dict[str, str] | None:
+        """Have EngineCore started by this process's launcher, if it has one: what `AsyncLLM` takes as
+        `client_addresses`. None: vLLM is to start it. Called in the thread of `build`."""
+        launched = take(config)
+        if launched is None:
+            return None
+        from vllm.v1.executor import Executor
+
+        addresses = launched.launch(config, Executor.get_class(config), folder)
+        self._launcher = launched
+        launched.watch(self._heard)
+        return addresses
+
+    def _heard(self, why: str) -> None:
+        """In a thread of the launcher's."""
+        self._loop.call_soon_threadsafe(self._fail, why)
+
+    def _fail(self, why: str) -> None:
+        if not self._failed.done():
+            self._failed.set_result(why)
+
+    def watch(self, die: Callable[[str], None]) -> None:
+        """Call `die` with the reason as soon as one of them ends."""
+        for pid, name in self._pids():
+            try:
+                fd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                die(f"{name} ended during the start")
+                continue
+            self._watches.append((self._loop, fd))
+            self._loop.add_reader(fd, die, f"its process {name} (pid {pid}) ended")
+        if not self._watches:
+            die("none of its processes is there after the start")
+
+    def _pids(self) -> list[tuple[int, str]]:
+        children = [(child.pid, child.name) for child in multiprocessing.active_children() if child.pid is not None]
+        if self._launcher is not None:
+            children.append((self._launcher.pid, "EngineCore launcher"))
+            children += [(pid, "EngineCore") for pid in self._launcher.core_pids]
+        return children
+
+    def watch_no_more(self) -> None:
+        """The pidfd of a dead process stays readable."""
+        for loop, fd in self._watches:
+            loop.remove_reader(fd)
+            os.close(fd)
+        self._watches.clear()
+
+    def shutdown(self, llm: Any, timeout_s: float) -> None:
+        """End the engine. Blocks."""
+        if self._launcher is not None:
+            self._launcher.end(timeout_s)
+        llm.shutdown(timeout_s)

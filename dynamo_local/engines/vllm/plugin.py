@@ -14,7 +14,7 @@ import threading
 WORKER_PID = "DYN_ENGINE_OF"
 """Set by the worker for what it starts: its own pid."""
 NIXL_PAUSE_US = "DYN_NIXL_PAUSE_US"
-"""Likewise: microseconds for which NIXL's progress thread pauses; see `starting.processors`."""
+"""Set by the worker, too: microseconds for which NIXL's progress thread pauses (`engine_resources.let_nixl_pause`)."""
 
 _watching = False
 

@@ -17,8 +17,7 @@ from dynamo_local.planner.plugins.registration import Endpoint, malformed
 from dynamo_local.planner.plugins.registry import PluginFailed, Registry, Tokens
 from dynamo_local.planner.stages import Answer, PipelineContext, Stage, Unusable, shown
 from dynamo_local.planner.values import Proposal
-from dynamo_local.transport.access import Tls
-from dynamo_local.transport.grpc_tls import channel_credentials, server_credentials
+from dynamo_local.transport.access import Tls, channel_credentials, server_credentials
 
 REQUEST_BYTES_MAX = 64 * 1024
 CALLS_MAX = 32

@@ -25,8 +25,7 @@ from dynamo_local.errors import DynamoError
 from dynamo_local.planner.plugins import codec
 from dynamo_local.planner.plugins import codec as wire
 from dynamo_local.planner.stages import PluginSpec, Stage, Unusable, usable
-from dynamo_local.transport.access import Tls
-from dynamo_local.transport.grpc_tls import channel_credentials, server_credentials
+from dynamo_local.transport.access import Tls, channel_credentials, server_credentials
 
 log = logging.getLogger(__name__)
 

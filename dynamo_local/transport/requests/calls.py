@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -13,7 +14,7 @@ from dynamo_local import errors
 from dynamo_local.clock import Clock
 from dynamo_local.core.types import Instance, lease_hex
 from dynamo_local.system.request_log import x_request_id
-from dynamo_local.transport.nats import flush, nats_call
+from dynamo_local.transport.nats import nats_call, subscribe, unsubscribe
 from dynamo_local.transport.nats_client import Client, Msg, NatsError, Subscription
 from dynamo_local.transport.requests.frames import (
     MAX_INLINE_BYTES,
@@ -25,27 +26,29 @@ from dynamo_local.transport.requests.frames import (
 from dynamo_local.transport.requests.listener import Offer, ResponseListener
 from dynamo_local.transport.requests.stream import InboundStream
 
-# --- lines
-# Requests that a worker has not taken yet: a line before each worker's endpoint, and one watch over each line.
+# Requests that a worker has not accepted yet: one queue per worker endpoint, and one watch per queue.
 #
-# A worker takes requests in the order in which they were sent. As long as its line moves it is busy, and not gone. A
-# burst may take a starved host longer than a worker may be silent. (Seen: each of a thousand requests gave its worker
-# up after five seconds, for another one whose line was as long. Each asked NATS four times a second whether its worker
-# was still there. Nothing was answered for more than a minute.)
+# A worker takes requests in the order in which they were sent. As long as its queue moves, the worker is busy, and not
+# gone. On a starved host a burst may take longer than a worker may be silent. (Seen: each of a thousand requests gave
+# its worker up after five seconds, for another one whose queue was as long. Each asked NATS four times a second whether
+# its worker was still there. Nothing was answered for more than a minute.)
 PROBE_INTERVAL_S: Final = 0.25
-"""How soon those who wait notice that their worker, or NATS, went away meanwhile."""
+"""Seconds until a waiting request notices that its worker, or NATS, is gone."""
 
 REMEMBERED: Final = 256
-"""Workers of which we know when they took something last; of more, those that did lately."""
+"""Number of workers whose last accepted request is remembered: the most recent ones."""
 
-Probe = Callable[["Line"], Awaitable[None]]
-"""Asks NATS whether anybody serves the line's subject, and raises where NATS itself is away; the reply goes to
-`Line.refuse`."""
+Probe = Callable[["AcceptQueue"], Awaitable[None]]
+"""Asks NATS whether a worker serves the queue's subject. The reply goes to `AcceptQueue.refuse`.
+
+Raises if NATS is away."""
 
 
 class _Waiting:
-    """One request in a line. `since_s` is when it came, or when the line moved last before it, in the line's time;
-    `connection` is the number of the NATS connection that has it."""
+    """One request in a queue. `connection` is the number of the NATS connection that carries it.
+
+    `since_s`: when it came, or when the queue last moved before it, in the queue's time.
+    """
 
     __slots__ = ("connection", "number", "offer", "since_s")
 
@@ -56,11 +59,11 @@ class _Waiting:
         self.connection = connection
 
 
-class Line:
+class AcceptQueue:
     """Offers to one endpoint of one worker, in the order in which they were sent.
 
-    Its time goes on with its watch: what our own event loop was late is no silence of the worker, as we could not have
-    heard anything.
+    The queue's clock advances by at most two intervals between ticks. If our own event loop is late, that time does not
+    count as silence of the worker, because we could not have heard anything.
     """
 
     def __init__(self, subject: str, name: str, interval_s: float, clock_s: Callable[[], float]) -> None:
@@ -80,25 +83,25 @@ class Line:
 
     @property
     def now_s(self) -> float:
-        """The clock of the line's time."""
+        """Seconds, by the queue's clock."""
         return self._time_s + min(self._clock_s() - self._ticked_s, 2 * self._interval_s)
 
     def join(self, offer: Offer, connection: int) -> None:
-        """To the end of it."""
+        """Append the offer."""
         self._waiting[offer] = _Waiting(next(self._numbers), offer, self.now_s, connection)
 
     def leave(self, offer: Offer, *, taken: bool) -> None:
-        """It is waited for no longer. `taken`: by the worker, so that all behind it have moved up."""
+        """Remove the offer. `taken`: the worker accepted it, so all offers behind it have moved up."""
         waiting = self._waiting.pop(offer)
         if taken:
             self._moves.append((waiting.number, self.now_s))
 
     def open(self) -> list[Offer]:
-        """Those that have no answer yet."""
+        """The offers without an answer."""
         return [offer for offer in self._waiting if not offer.answer.done()]
 
     def tick(self, silence_s: float) -> list[Offer]:
-        """Those before which nobody was taken for so long, nor they themselves."""
+        """Offers that have not moved up for `silence_s` seconds."""
         self._time_s, self._ticked_s = self.now_s, self._clock_s()
         moves, self._moves = sorted(self._moves), []
         at, moved_s = 0, 0.0
@@ -113,21 +116,21 @@ class Line:
         return silent
 
     def refuse(self, why: Callable[[str], errors.DynamoError], *, unless_of: int | None = None) -> None:
-        """All that still wait; not those that were sent over that connection. `why` is given the worker's name."""
+        """Refuse all offers, except those sent over the connection `unless_of`. `why` takes the worker's name."""
         for waiting in self._waiting.values():
             if waiting.connection != unless_of:
                 waiting.offer.refuse(why(waiting.offer.who))
 
 
-class Lines:
-    """All of one caller's. A worker that is silent for `silence_s` has its offers refused with `silent`."""
+class AcceptQueues:
+    """The queues of one caller. A worker that is silent for `silence_s` has its offers refused with `silent`."""
 
     def __init__(self, silence_s: float, silent: Callable[[str], errors.WorkerLost], probe: Probe) -> None:
         self._silence_s = silence_s
         self._silent = silent
         self._probe = probe
         self._interval_s = min(PROBE_INTERVAL_S, silence_s / 2)
-        self._lines: dict[str, Line] = {}
+        self._queues: dict[str, AcceptQueue] = {}
         self._taken_s: dict[str, float] = {}
         self._probing: set[asyncio.Task[None]] = set()
         self._names = itertools.count(1)
@@ -135,27 +138,27 @@ class Lines:
     @contextmanager
     def waiting(self, offer: Offer, connection: int) -> Iterator[None]:
         """While the offer waits to be taken. `connection` is the number of the NATS connection that has it."""
-        line = self._lines.get(offer.subject)
-        if line is None:
-            name, clock_s = f"line-{next(self._names)}", asyncio.get_running_loop().time
-            line = self._lines[offer.subject] = Line(offer.subject, name, self._interval_s, clock_s)
-            self._tick_later(line)
-        line.join(offer, connection)
+        queue = self._queues.get(offer.subject)
+        if queue is None:
+            name, clock_s = f"queue-{next(self._names)}", asyncio.get_running_loop().time
+            queue = self._queues[offer.subject] = AcceptQueue(offer.subject, name, self._interval_s, clock_s)
+            self._tick_later(queue)
+        queue.join(offer, connection)
         try:
             yield
         finally:
             answer = offer.answer
             taken = answer.done() and not answer.cancelled() and answer.exception() is None
-            line.leave(offer, taken=taken)
+            queue.leave(offer, taken=taken)
             if taken:
                 self.took(offer.subject)
-            if not line:
-                del self._lines[offer.subject]
-                if line.timer is not None:
-                    line.timer.cancel()
+            if not queue:
+                del self._queues[offer.subject]
+                if queue.timer is not None:
+                    queue.timer.cancel()
 
     def took(self, subject: str) -> None:
-        """That worker has taken a request, in a line or not."""
+        """The worker has accepted a request, queued or not."""
         self._taken_s.pop(subject, None)
         self._taken_s[subject] = asyncio.get_running_loop().time()
         if len(self._taken_s) > REMEMBERED:
@@ -166,43 +169,43 @@ class Lines:
         taken_s = self._taken_s.get(subject)
         return taken_s is not None and asyncio.get_running_loop().time() - taken_s < self._silence_s
 
-    def named(self, name: str) -> Line | None:
-        """The line whose probe has this name."""
-        return next((line for line in self._lines.values() if line.name == name), None)
+    def named(self, name: str) -> AcceptQueue | None:
+        """The queue whose probe has this name."""
+        return next((queue for queue in self._queues.values() if queue.name == name), None)
 
     async def close(self) -> None:
         """Watch no longer; whoever waits is refused by the listener."""
-        for line in self._lines.values():
-            if line.timer is not None:
-                line.timer.cancel()
+        for queue in self._queues.values():
+            if queue.timer is not None:
+                queue.timer.cancel()
         for task in self._probing:
             task.cancel()
         if self._probing:
             await asyncio.wait(self._probing)
 
-    def _tick_later(self, line: Line) -> None:
-        line.timer = asyncio.get_running_loop().call_later(self._interval_s, self._tick, line)
+    def _tick_later(self, queue: AcceptQueue) -> None:
+        queue.timer = asyncio.get_running_loop().call_later(self._interval_s, self._tick, queue)
 
-    def _tick(self, line: Line) -> None:
-        for offer in line.tick(self._silence_s):
+    def _tick(self, queue: AcceptQueue) -> None:
+        for offer in queue.tick(self._silence_s):
             offer.refuse(self._silent(offer.who))
-        self._tick_later(line)
-        if line.open():
-            task = asyncio.create_task(self._probed(line), name=f"probe of {line.subject}")
+        self._tick_later(queue)
+        if queue.open():
+            task = asyncio.create_task(self._probed(queue), name=f"probe of {queue.subject}")
             self._probing.add(task)
             task.add_done_callback(self._probing.discard)
 
-    async def _probed(self, line: Line) -> None:
+    async def _probed(self, queue: AcceptQueue) -> None:
         try:
-            await self._probe(line)
+            await self._probe(queue)
         except errors.NatsUnavailable as error:
             why = str(error)
-            line.refuse(lambda _: errors.NatsUnavailable(why))
+            queue.refuse(lambda _: errors.NatsUnavailable(why))
 
 
 ACCEPT_TIMEOUT_S: Final = 5.0
-"""A worker that takes nothing for so long, of what was sent to it, counts as gone. A healthy one needs under a
-millisecond for one request; one that is asked a thousand at once may need longer for the last (`requests.lines`)."""
+"""A worker that accepts none of its requests for so long counts as gone. A healthy one accepts a request in under a
+millisecond. With a thousand at once the last one may wait longer (`AcceptQueue`)."""
 
 NO_RESPONDERS: Final = "503"
 
@@ -225,7 +228,7 @@ class RequestSender:
         self._inbox = ""
         self._subscription: Subscription | None = None
         self._waiting: dict[str, Offer] = {}
-        self._lines = Lines(accept_timeout_s, self._silent, self._probe)
+        self._queues = AcceptQueues(accept_timeout_s, self._silent, self._probe)
         self._numbers = itertools.count(1)
 
     async def start(self) -> None:
@@ -233,9 +236,9 @@ class RequestSender:
         await self.listener.start()
         self._inbox = self._nats.new_inbox()
         try:
-            with nats_call(self._nats, "subscribe to the inbox for refusals"):
-                self._subscription = await self._nats.subscribe(f"{self._inbox}.*", cb=self._on_reply)
-                await flush(self._nats)
+            self._subscription = await subscribe(
+                self._nats, f"{self._inbox}.*", self._on_reply, "subscribe to the inbox for refusals"
+            )
         except BaseException:
             await self.listener.close()
             raise
@@ -243,14 +246,10 @@ class RequestSender:
     async def close(self) -> None:
         """Calls that wait, and streams that are open, end with `RequestCancelled`."""
         await self.listener.close()
-        await self._lines.close()
-        if self._subscription is None:
-            return
+        await self._queues.close()
         subscription, self._subscription = self._subscription, None
-        try:
-            await subscription.unsubscribe()
-        except NatsError:
-            return  # the connection is closed, and the subscription with it
+        with contextlib.suppress(NatsError):  # the connection is closed, and the subscription with it
+            await unsubscribe(self._nats, subscription)
 
     async def send(
         self, instance: Instance, request_id: str, payload: bytes, deadline_s: float | None
@@ -280,7 +279,7 @@ class RequestSender:
             keep=True,
         )
         try:
-            with self._lines.waiting(offer, self._nats.stats["reconnects"]):
+            with self._queues.waiting(offer, self._nats.stats["reconnects"]):
                 with nats_call(self._nats, f"send request {request_id} to {offer.who}"):
                     await self._nats.publish(instance.subject, encode_header(header), reply=f"{self._inbox}.{number}")
                 return await self._accepted(offer, deadline_s)
@@ -323,7 +322,7 @@ class RequestSender:
         timer = inbound.loop.call_later(wait_s, inbound.give_up, late)
         try:
             if await inbound.taken:
-                self._lines.took(instance.subject)
+                self._queues.took(instance.subject)
                 return inbound
         except BaseException:
             inbound.discard()
@@ -332,9 +331,9 @@ class RequestSender:
             timer.cancel()
         if inbound.refusal is None:
             kept.forget(instance.subject)
-        elif inbound.refusal is not late or overdue or not self._lines.is_taking(instance.subject):
+        elif inbound.refusal is not late or overdue or not self._queues.is_taking(instance.subject):
             raise inbound.refusal
-        return None  # a worker that is busy with others does not hang: to the end of its line
+        return None  # a worker that is busy with others does not hang: to the end of its queue
 
     async def _accepted(self, offer: Offer, deadline_s: float | None) -> InboundStream:
         """The worker's connection. Raises what the offer was refused with."""
@@ -352,17 +351,17 @@ class RequestSender:
             f"{who} did not take the request within {self._accept_timeout_s:g} s; it hangs, or is gone", reason=SILENT
         )
 
-    async def _probe(self, line: Line) -> None:
+    async def _probe(self, queue: AcceptQueue) -> None:
         """An empty message: servers ignore it, and NATS answers "no responders" if the worker is gone."""
-        with nats_call(self._nats, f"hear from {line.subject}"):
-            line.refuse(_restarted, unless_of=self._nats.stats["reconnects"])
-            await self._nats.publish(line.subject, b"", reply=f"{self._inbox}.{line.name}")
+        with nats_call(self._nats, f"hear from {queue.subject}"):
+            queue.refuse(_restarted, unless_of=self._nats.stats["reconnects"])
+            await self._nats.publish(queue.subject, b"", reply=f"{self._inbox}.{queue.name}")
 
     async def _on_reply(self, message: Msg) -> None:
         name = message.subject.rpartition(".")[2]
         gone = (message.headers or {}).get("Status") == NO_RESPONDERS
-        if gone and (line := self._lines.named(name)) is not None:
-            line.refuse(_gone)
+        if gone and (queue := self._queues.named(name)) is not None:
+            queue.refuse(_gone)
         elif (offer := self._waiting.get(name)) is not None:  # else it was given up meanwhile
             offer.refuse(_gone(offer.who) if gone else decode_error(message.data))
 

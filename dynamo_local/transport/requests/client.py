@@ -1,4 +1,4 @@
-"""A live view of one endpoint's instances, and calls to them."""
+"""The caller's side of a process: the clients of endpoints, which share one response port and one inbox."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from dynamo_local import errors
+from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.core.types import Instance, lease_hex
 from dynamo_local.ports import EndpointClient, KeyValueStore
 from dynamo_local.ports import ResponseStream as AnyResponseStream
-from dynamo_local.transport.requests.calls import GONE, SILENT, RequestSender
+from dynamo_local.system.request_log import unbound
+from dynamo_local.transport.discovery import InstanceView
+from dynamo_local.transport.nats_client import Client
+from dynamo_local.transport.requests.calls import ACCEPT_TIMEOUT_S, GONE, SILENT, RequestSender
 from dynamo_local.transport.requests.frames import encode_value
 from dynamo_local.transport.requests.handlers import current_request
 from dynamo_local.transport.requests.stream import ResponseStream
@@ -99,9 +103,9 @@ class NatsEndpointClient:
     ) -> ResponseStream:
         """Send to that instance, or to the next one in turn. Returns once a worker has accepted it.
 
-        Without `instance_id`, an instance that is gone, full or leaving is passed over for the next, each at
-        most once; a request that was accepted is never sent again. If all known instances are leaving, it waits
-        for others to appear. `timeout_s` bounds the whole answer.
+        Without `instance_id`, the next instance is tried if one is gone, full or leaving, each at most once. An
+        accepted request is never sent again. If all known instances are leaving, this waits for others. `timeout_s`
+        bounds the whole answer.
 
         Raises `InvalidRequest` (the payload cannot travel), `NoWorkers`, `WorkerDraining`, `WorkerBusy`, `WorkerLost`,
         `DeadlineExceeded`, `NatsUnavailable`: after any of these the handler has produced nothing.
@@ -176,7 +180,6 @@ class NatsEndpointClient:
         return left[(self._turn - 1) % len(left)]
 
 
-# --- dependency
 # A `depends(Other)` attribute at run time: a client of that component, by method name.
 
 DEFAULT_METHOD = "generate"
@@ -342,3 +345,50 @@ def _in_turn(instances: tuple[Instance, ...]) -> int | None:
 
 def _at_random(instances: tuple[Instance, ...]) -> int | None:
     return random.choice(instances).instance_id if instances else None
+
+
+VIEW_START_TIMEOUT_S: Final = 10.0
+
+
+class RequestPlane:
+    """Makes endpoint clients that share a response port. One per process and NATS connection.
+
+    plane = RequestPlane(nats)
+    await plane.start()
+    client = await plane.client(kv, "dynamo", "VllmWorker", "generate")
+    stream = await client.call({"prompt": …})
+    """
+
+    def __init__(self, nats: Client, clock: Clock | None = None, *, accept_timeout_s: float = ACCEPT_TIMEOUT_S) -> None:
+        self.sender = RequestSender(nats, clock or AsyncioClock(), accept_timeout_s)
+        self._clients: dict[tuple[str, str, str], NatsEndpointClient] = {}
+        self._making = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Raises `NatsUnavailable`."""
+        await self.sender.start()
+
+    async def client(self, kv: KeyValueStore, namespace: str, component: str, endpoint: str) -> NatsEndpointClient:
+        """The client of that endpoint, made at the first call. The client follows etcd from then on.
+
+        Where etcd does not give the first list in time the client is empty until it does: calls raise `NoWorkers`.
+        """
+        key = (namespace, component, endpoint)
+        async with self._making:
+            if key not in self._clients:
+                view = InstanceView(kv, namespace, component, endpoint)
+                try:
+                    with unbound():  # the watch outlives the request that starts it
+                        await view.start(VIEW_START_TIMEOUT_S)
+                except BaseException:  # cancelled: leave no watch behind
+                    await view.close()
+                    raise
+                self._clients[key] = NatsEndpointClient(self.sender, view, component, endpoint)
+            return self._clients[key]
+
+    async def close(self) -> None:
+        """Close clients, the port and the inbox; open streams end with `RequestCancelled`."""
+        for client in self._clients.values():
+            await client.close()
+        self._clients.clear()
+        await self.sender.close()

@@ -120,9 +120,11 @@ Decode = Callable[[bytes | memoryview], Any]
 
 
 def decoder_of(model: type | None) -> Decode:
-    """How the payload of an endpoint is read that takes this model: a msgspec `Struct` is made at once, and all that it
-    does not know is skipped. A payload in which nobody is interested (`NoneType`) is not read at all; of any other
-    model, or of none, plain values are made first."""
+    """The decoder of payloads for an endpoint that takes `model`.
+
+    A msgspec `Struct` is decoded directly, and unknown fields are skipped. `NoneType`: the payload is not read. Any
+    other model, or none: the payload becomes plain values first.
+    """
     if model is NoneType:
         return lambda _: None
     if model is None or not issubclass(model, msgspec.Struct):

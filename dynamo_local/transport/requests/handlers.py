@@ -10,9 +10,6 @@ from typing import Any
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.transport.requests.stream import pump
 
-# --- context
-# A handler's view of the request that it serves.
-
 _CLOCK = AsyncioClock()
 
 
@@ -54,14 +51,14 @@ Handler = Callable[[Any, RequestContext], AsyncIterator[Any] | Awaitable[Any]]
 """An async generator function, or a coroutine function (whose one value becomes a stream of one item)."""
 
 Put = Callable[[Any], Awaitable[None] | None]
-"""Takes one item. Returns an awaitable only if the receiver must catch up first: most items cost no await."""
+"""Takes one item. Returns an awaitable only if the receiver must catch up first. Most items cost no await."""
 
 
 async def drive(handler: Handler, payload: Any, context: RequestContext, put: Put) -> None:
     """Run `handler` to its end and `put` each item; what it raises passes through.
 
-    However this ends (also if cancelled while it waits for space), an async generator is closed, so that its
-    `finally` blocks run here and not when the garbage collector runs.
+    An async generator is closed in every case, also if this is cancelled while it waits. So its `finally` blocks run
+    here, and not when the garbage collector runs.
     """
     token = enter_request(context)
     try:
@@ -73,13 +70,13 @@ async def drive(handler: Handler, payload: Any, context: RequestContext, put: Pu
             await pump(result, lambda batch: _put_all(put, batch))
             return
         if not hasattr(result, "__aiter__"):
-            if (room := put(result)) is not None:
-                await room
+            if (catch_up := put(result)) is not None:
+                await catch_up
             return
         try:
             async for item in result:
-                if (room := put(item)) is not None:
-                    await room
+                if (catch_up := put(item)) is not None:
+                    await catch_up
         finally:
             aclose = getattr(result, "aclose", None)
             if aclose is not None:
@@ -89,7 +86,7 @@ async def drive(handler: Handler, payload: Any, context: RequestContext, put: Pu
 
 
 def _put_all(put: Put, batch: Sequence[Any]) -> Awaitable[None] | None:
-    room: Awaitable[None] | None = None
+    catch_up: Awaitable[None] | None = None
     for item in batch:
-        room = put(item) or room
-    return room
+        catch_up = put(item) or catch_up
+    return catch_up

@@ -19,8 +19,7 @@ from dynamo_local import errors
 from dynamo_local.transport.requests.frames import TOKEN_BYTES
 from dynamo_local.transport.requests.stream import InboundStream
 
-# --- asking
-# The caller's side: connections on which nobody answers at the moment.
+# The caller keeps idle connections open for its next requests.
 
 IDLE_S: Final = 120.0
 """A connection that was not used for so long is closed. Requests come in bursts: those of the last minutes find as many

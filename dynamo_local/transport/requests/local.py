@@ -183,8 +183,8 @@ class LocalStream:
 
     async def _all(self, take: Take) -> None:
         while (item := await self._next()) is not _END:
-            if (room := take([item])) is not None:
-                await room
+            if (catch_up := take([item])) is not None:
+                await catch_up
 
     async def _within(self, work: Callable[[], Awaitable[Any]]) -> Any:
         """The result of work of the handler. Raises what that raised, as it would arrive over the wire."""

@@ -202,10 +202,9 @@ def _set(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-# --- asked
-# The worker's side: connections to callers on which the next request may come.
+# The worker keeps connections to callers open: the next request may come on one of them.
 
-Asked = Callable[[bytes, asyncio.Transport], None]
+OnRequest = Callable[[bytes, asyncio.Transport], None]
 """Takes a request, encoded, and the connection on which it came."""
 
 
@@ -250,7 +249,7 @@ class KeptConnection(asyncio.Protocol):
                 self.transport.abort()  # not a caller of ours: those wait for the answer
                 return
             self._all_sent()
-            self._of.asked(bytes(body), self.transport)
+            self._of.on_request(bytes(body), self.transport)
 
     def _all_sent(self) -> None:
         sent, self._sent = self._sent, None
@@ -261,8 +260,8 @@ class KeptConnection(asyncio.Protocol):
 class CallersConnections:
     """Those of one endpoint, as long as it has its subject."""
 
-    def __init__(self, asked: Asked) -> None:
-        self.asked = asked
+    def __init__(self, on_request: OnRequest) -> None:
+        self.on_request = on_request
         self._kept: set[KeptConnection] = set()
         self._closed = False
 

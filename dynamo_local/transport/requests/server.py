@@ -14,7 +14,7 @@ from typing import Final
 from dynamo_local import errors
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.system.request_log import bound
-from dynamo_local.transport.nats import CALL_TIMEOUT_S, flush, nats_call
+from dynamo_local.transport.nats import CALL_TIMEOUT_S, flush, subscribe
 from dynamo_local.transport.nats_client import Client, Msg, NatsError, Subscription
 from dynamo_local.transport.requests.frames import (
     Decode,
@@ -29,7 +29,6 @@ from dynamo_local.transport.requests.handlers import Handler, RequestContext, dr
 from dynamo_local.transport.requests.listener import NAMES, peer_uid
 from dynamo_local.transport.requests.responses import CallersConnections, Keep, ResponseSender
 
-# --- exchange
 # One request on the worker: connect back, run the handler, deliver.
 
 logger = logging.getLogger(__name__)
@@ -255,7 +254,7 @@ class EndpointServer:
         self._clock: Clock = clock or AsyncioClock()
         self._subscription: Subscription | None = None
         self._exchanges: set[Exchange] = set()
-        self._kept = CallersConnections(self._on_asked)
+        self._kept = CallersConnections(self._on_request)
         self._handlers_running = 0
         self._accept_until_s: float | None = None
         self._closed = False
@@ -272,7 +271,7 @@ class EndpointServer:
         old, self._subscription = self._subscription, await self._subscribe(subject)
         self.subject = subject
         self._kept.close()  # whoever asks on them means the old subject
-        self._kept = CallersConnections(self._on_asked)
+        self._kept = CallersConnections(self._on_request)
         if old is not None:
             await self._unsubscribe(old)
 
@@ -373,7 +372,7 @@ class EndpointServer:
                 return
             self._take(header, None)
 
-    def _on_asked(self, data: bytes, connection: asyncio.Transport) -> None:
+    def _on_request(self, data: bytes, connection: asyncio.Transport) -> None:
         """A request on a connection that was kept after a former answer."""
         try:
             header = decode_header(data)
@@ -439,10 +438,7 @@ class EndpointServer:
     # --- NATS ---
 
     async def _subscribe(self, subject: str) -> Subscription:
-        with nats_call(self._nats, f"serve {subject}"):
-            subscription = await self._nats.subscribe(subject, cb=self._on_message)
-            await flush(self._nats)
-        return subscription
+        return await subscribe(self._nats, subject, self._on_message, f"serve {subject}")
 
     async def _unsubscribe(self, subscription: Subscription) -> None:
         """End the subscription and answer what had already arrived for it."""

@@ -42,8 +42,8 @@ async def pump(stream: Any, take: Take) -> None:
         await own(take)
         return
     async for item in stream:
-        if (room := take([item])) is not None:
-            await room
+        if (catch_up := take([item])) is not None:
+            await catch_up
 
 
 async def batches_of(pumping: Callable[[Take], Coroutine[Any, Any, None]]) -> AsyncGenerator[list[Any], None]:
@@ -327,35 +327,35 @@ class InboundStream(asyncio.Protocol):
 class _Taker:
     """The consumer of a stream's items as they arrive. `done` at the end of the stream, or when `take` has raised."""
 
-    __slots__ = ("_context", "_inbound", "_room", "_take", "done")
+    __slots__ = ("_catch_up", "_context", "_inbound", "_take", "done")
 
     def __init__(self, inbound: InboundStream, take: Take) -> None:
         self._inbound = inbound
         self._take = take
         self._context = contextvars.copy_context()
-        self._room: asyncio.Future[None] | None = None
+        self._catch_up: asyncio.Future[None] | None = None
         self.done: asyncio.Future[None] = inbound.loop.create_future()
 
     def give(self) -> None:
         """All that there is, unless the taker must catch up first."""
         inbound, done = self._inbound, self.done
-        while self._room is None and not done.done() and (batch := inbound.take_ready()) is not None:
+        while self._catch_up is None and not done.done() and (batch := inbound.take_ready()) is not None:
             try:
-                room = self._context.run(self._take, batch)
+                catch_up = self._context.run(self._take, batch)
             except Exception as error:
                 done.set_exception(error)
                 return
-            if room is not None:
-                self._room = asyncio.ensure_future(room)
-                self._room.add_done_callback(self._go_on)
-        if self._room is None and inbound.finished and not done.done():
+            if catch_up is not None:
+                self._catch_up = asyncio.ensure_future(catch_up)
+                self._catch_up.add_done_callback(self._go_on)
+        if self._catch_up is None and inbound.finished and not done.done():
             done.set_result(None)
 
-    def _go_on(self, room: asyncio.Future[None]) -> None:
-        self._room = None
-        if self.done.done() or room.cancelled():
+    def _go_on(self, catch_up: asyncio.Future[None]) -> None:
+        self._catch_up = None
+        if self.done.done() or catch_up.cancelled():
             return
-        if (error := room.exception()) is not None:
+        if (error := catch_up.exception()) is not None:
             self.done.set_exception(error)
         else:
             self.give()
@@ -363,8 +363,8 @@ class _Taker:
     def leave(self) -> None:
         """Nothing more is given."""
         self.done.cancel()
-        if self._room is not None:
-            self._room.cancel()
+        if self._catch_up is not None:
+            self._catch_up.cancel()
 
 
 class ResponseStream:
@@ -402,8 +402,8 @@ class ResponseStream:
         """Call `take` with the items in groups, as they arrive, until the end."""
         if rest := self._batch[self._at :]:
             self._batch, self._at = [], 0
-            if (room := take(rest)) is not None:
-                await room
+            if (catch_up := take(rest)) is not None:
+                await catch_up
         await self._inbound.pump(take)
 
     async def single(self) -> Any:

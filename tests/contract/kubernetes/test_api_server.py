@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from dynamo_local.kubernetes.api import JSON_PATCH, MERGE_PATCH, Conflict, Forbidden, KubeApi, NotThere
-from dynamo_local.kubernetes.election import claimed, looked
 from dynamo_local.kubernetes.graph import PatchGraph, ScaleAdapter, change
 from dynamo_local.kubernetes.observation import registered
+from dynamo_local.kubernetes.planner import claimed, looked
 from tests.contract.kubernetes.kube_worlds import World
 from tests.fakes.kubernetes.graphs import DECODE, NAME, PREFILL, adapter, beta
 from tests.fakes.kubernetes.workers import BLOCK, KV_BLOCKS, NAMESPACE, worker_metadata

@@ -9,8 +9,8 @@ from dynamo_local.core.types import Role
 from dynamo_local.errors import DynamoError
 from dynamo_local.kubernetes.api import Forbidden, KubeApi, Transport
 from dynamo_local.kubernetes.connector import GraphUnfit, KubernetesConnector
-from dynamo_local.kubernetes.election import Election
 from dynamo_local.kubernetes.graph import Requirements
+from dynamo_local.kubernetes.planner import Election
 from dynamo_local.planner.connectors import Committed
 from tests.contract.kubernetes.kube_worlds import World, planner_rules
 from tests.contract.kubernetes.test_api_server import ADAPTERS, deployed

@@ -33,7 +33,6 @@ async def side() -> AsyncIterator[PlannerSide]:
 
 
 async def refused(side: PlannerSide, method: str, raw: bytes | None = None, **fields: Any) -> grpc.StatusCode:
-    """The code with which it refuses."""
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await call(side.gateway, method, raw, **fields)
     return error.value.code()

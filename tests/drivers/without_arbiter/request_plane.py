@@ -106,5 +106,24 @@ async def count(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
         yield n
 
 
+async def forever(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+    """One item, and then nothing."""
+    yield "first"
+    await asyncio.Event().wait()
+
+
+def forever_until(ended: asyncio.Event) -> Handler:
+    """As `forever`; sets `ended` when it is cancelled."""
+
+    async def guarded(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+        try:
+            yield "first"
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    return guarded
+
+
 async def asked(bench: Bench, payload: Any = 2, **options: Any) -> list[Any]:
     return [item async for item in await bench.client.call(payload, **options)]

@@ -27,7 +27,7 @@ from dynamo_local.transport.control import ControlClient
 from dynamo_local.transport.etcd import EtcdStore
 from dynamo_local.transport.load import LoadSampler
 from dynamo_local.transport.nats import close_quietly, connect_nats
-from dynamo_local.transport.requests.plane import RequestPlane
+from dynamo_local.transport.requests.client import RequestPlane
 from tests.drivers.servers import RealEtcd, RealNats
 
 ROOT = Path(__file__).parents[3]

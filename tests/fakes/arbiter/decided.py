@@ -36,15 +36,12 @@ def decided(decision: Callable[[Fleet, Any], tuple[Move, ...]], view: Fleet, com
 
 
 def scaled_to(view: Fleet, component: str, target: Change, **more: Any) -> Decided:
-    """`dynamo scale`."""
     return decided(decide, view, Scale(stimulus_id="t", component=component, target=target, **more))
 
 
 def drained(view: Fleet, name: str, *, force: bool = False) -> Decided:
-    """`dynamo drain`."""
     return decided(decide_drain, view, Drain(stimulus_id="t", name=name, force=force))
 
 
 def cancelled(view: Fleet, name: str) -> Decided:
-    """`dynamo drain --cancel`."""
     return decided(decide_cancel, view, Drain(stimulus_id="t", name=name, cancel=True))

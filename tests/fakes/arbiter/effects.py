@@ -30,7 +30,6 @@ class Begun:
     effects: FakeEffects
 
     def finish(self, seen: Event | None = None) -> None:
-        """It has ended."""
         self.effects.begun.remove(self)
         self.done(seen)
 
@@ -72,7 +71,6 @@ class FakeEffects:
     # --- EffectRunner -------------------------------------------------------------------------------
 
     def lock(self, name: str, uuids: Sequence[str]) -> tuple[str, ...]:
-        """See `EffectRunner`."""
         if self.refuse_locks:
             raise self.refuse_locks.pop(0)
         wanted = tuple(uuid for uuid in uuids if uuid not in self.locked)
@@ -85,18 +83,15 @@ class FakeEffects:
         return wanted
 
     def unlock(self, uuids: Sequence[str]) -> None:
-        """See `EffectRunner`."""
         self.locked.difference_update(uuids)
 
     def commit(self, commit: Commit, fleet: Fleet, effects: Sequence[Effect], then: Callable[[], None]) -> None:
-        """See `EffectRunner`."""
         self.journal.append(f"commit {', '.join(commit.names)}")
         self.writes.append(Write(commit, fleet, effects, then))
         if self.quick:
             self.write()
 
     def begin(self, act: Act, worker: Worker | None, done: Done) -> None:
-        """See `EffectRunner`."""
         self.journal.append(f"{describe(act)} {getattr(act, 'name', '')}".strip())
         self.asked.append(act)
         begun = Begun(act, worker, done, self)
@@ -106,15 +101,12 @@ class FakeEffects:
             begun.finish(answer(act))
 
     def wake_at(self, at_s: float) -> None:
-        """See `EffectRunner`."""
         self.wakes.append(at_s)
 
     def tell(self, text: str, about: About = None) -> None:
-        """See `EffectRunner`."""
         self.told.append(text)
 
     def report(self, worker: Worker, reason: str) -> None:
-        """See `EffectRunner`."""
         self.reports.append((worker.name, reason, worker.state))
 
     def _made(self, act: Act) -> Event:
@@ -126,23 +118,19 @@ class FakeEffects:
 
     @property
     def transitions(self) -> list[Transition]:
-        """Of all that is written."""
         return [transition for commit in self.written for transition in commit.transitions]
 
     def write(self) -> None:
-        """The disk is done with everything that was given until now."""
         while self.writes:
             each = self.writes.pop(0)
             self.written.append(each.commit)
             each.then()
 
     def acts(self, kind: type[Act] | None = None, name: str | None = None) -> list[Begun]:
-        """Those under way."""
         fits = (each for each in self.begun if kind is None or isinstance(each.act, kind))
         return [each for each in fits if name is None or getattr(each.act, "name", None) == name]
 
     def act(self, kind: type[Act], name: str | None = None) -> Begun:
-        """The only one of that kind that is under way."""
         (found,) = self.acts(kind, name)
         return found
 

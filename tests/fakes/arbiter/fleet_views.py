@@ -120,12 +120,10 @@ def on_ledger(workers: list[Worker], gpus: int, templates: tuple[Template, ...] 
 
 
 def put(view: Fleet, name: str, **changes: Any) -> Fleet:
-    """The fleet with that worker changed."""
     return view.with_workers({**view.workers, name: view.workers[name].changed(**changes)})
 
 
 def load(tokens: int = 0, *, active: int = 0, hits: float = 0.0, itl_ms: float | None = 10.0, waiting: int = 0) -> Load:
-    """What a worker published."""
     return Load(
         request_active_slots=active,
         request_total_slots=64,

@@ -32,7 +32,6 @@ class KeptFleet:
         self.statefile = Statefile(head, self.store, factory.launch_of, self.told)
 
     def now(self) -> Fleet:
-        """The fleet of this moment."""
         return self.fleet
 
     def _on_write(self, when: str) -> None:

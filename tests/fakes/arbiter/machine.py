@@ -69,37 +69,30 @@ class Life:
     # --- what is seen --------------------------------------------------------------------------
 
     def begun(self, n: int = 0) -> list[str]:
-        """Its process is being made."""
         return self.feed(st.SpawnBegun(stimulus_id="spawn", name=name(n)))
 
     def made(self, n: int = 0, pid: int | None = None) -> list[str]:
-        """The process that was to be made is there."""
         pid = pid_of(n) if pid is None else pid
         return self.feed(st.ProcessMade(stimulus_id="spawn", name=name(n), pid=pid, start_time=1.0, started_at=1.8e9))
 
     def refused(self, n: int = 0, why: str = "no memory") -> list[str]:
-        """It could not be made."""
         return self.feed(st.ProcessRefused(stimulus_id="spawn", name=name(n), why=why, unit=0.0))
 
     def gone(self, n: int = 0, code: int | None = 0, *, unit: float = 0.0, pid: int | None = None) -> list[str]:
-        """Its process has ended."""
         pid = self.worker(n).pid if pid is None else pid
         assert pid is not None, f"{name(n)} has no process"
         return self.feed(st.ProcessGone(stimulus_id=f"exit:{pid}", name=name(n), pid=pid, code=code, unit=unit))
 
     def looked_up(self, n: int = 0, *, removed: bool) -> list[str]:
-        """Whether its key was removed before its process ended."""
         worker = self.worker(n)
         lease = worker.lease or lease_of(n)
         seen = st.KeyLookedUp(stimulus_id="etcd", name=name(n), pid=worker.pid or 0, lease=lease, removed=removed)
         return self.feed(seen)
 
     def swept(self, n: int = 0) -> list[str]:
-        """What it left behind is ended."""
         return self.feed(st.Swept(stimulus_id="sweep", name=name(n)))
 
     def registered(self, n: int = 0, lease: str | None = None, **more: Any) -> list[str]:
-        """Its key is in etcd."""
         pid = self.worker(n).pid or 0
         lease = lease_of(n) if lease is None else lease
         return self.feed(
@@ -107,7 +100,6 @@ class Life:
         )
 
     def key_gone(self, n: int = 0, lease: str | None = None) -> list[str]:
-        """Its key was removed."""
         lease = lease_of(n) if lease is None else lease
         return self.feed(st.KeyGone(stimulus_id=f"etcd:{lease}", name=name(n), lease=lease))
 
@@ -136,7 +128,6 @@ class Life:
         return self.feed(st.GpusSeen(**{"stimulus_id": "gpus", "devices": self.fleet.gpus.devices, **more}))
 
     def up(self, n: int = 0, pid: int | None = None) -> list[str]:
-        """It is made, and registers."""
         return [*self.made(n, pid), *self.registered(n, f"{self.worker(n).pid:x}")]
 
     def leaves(self, n: int = 0) -> list[str]:
@@ -160,18 +151,15 @@ class Life:
     # --- reading -------------------------------------------------------------------------------
 
     def worker(self, n: int = 0) -> Worker:
-        """The decode worker of that suffix."""
         return self.fleet.workers[name(n)]
 
     def state(self, n: int = 0) -> str:
-        """`ready`, `draining/returning`; `gone` where there is no entry."""
         found = self.fleet.workers.get(name(n))
         if found is None:
             return "gone"
         return str(found.state) if found.intent == "steady" else f"{found.state}/{found.intent}"
 
     def states(self) -> list[str]:
-        """Of all."""
         return [self.state(worker.n) for worker in self.fleet.of("VllmWorker")]
 
     def free(self) -> list[int]:
@@ -179,13 +167,10 @@ class Life:
         return [device.index for device in self.fleet.gpus.free]
 
     def device(self, index: int) -> GpuDevice:
-        """That one."""
         return self.fleet.gpus.devices[index]
 
     def did(self, kind: type[I]) -> list[I]:
-        """The last step's effects of that kind."""
         return [each for each in self.last if isinstance(each, kind)]
 
     def events(self) -> list[str]:
-        """Names of the transitions that the last step commits."""
         return [str(each.kind) for commit in self.did(ins.Commit) for each in commit.transitions]

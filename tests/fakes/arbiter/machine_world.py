@@ -217,7 +217,6 @@ class MachineWorld:
         self.exits.append(gone)
 
     def memory_returns(self, *, all_of_it: bool = False) -> None:
-        """What is not lost."""
         self.memory &= set() if all_of_it else self.lost
 
     def etcd_goes(self) -> None:

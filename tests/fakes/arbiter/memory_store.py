@@ -39,28 +39,23 @@ class MemoryStore(StateStore):
         self._on_write = on_write
 
     def stamp(self) -> object:
-        """See `StateStore`."""
         return self.file.version
 
     def read(self) -> State:
-        """See `StateStore`."""
         return validated(self.path, self._text())
 
     def create(self, state: State) -> None:
-        """See `StateStore`."""
         if self.file.text is not None:
             raise StateError(f"{self.path} exists already", path=str(self.path))
         self._put(dump(self.path, state))
 
     def rewrite(self, state: State) -> Path | None:
-        """See `StateStore`."""
         text = dump(self.path, state)
         aside = self.set_aside_if_broken()
         self._put(text)
         return aside
 
     def set_aside_if_broken(self) -> Path | None:
-        """See `StateStore`."""
         try:
             self.read()
         except StateMissing:
@@ -75,7 +70,6 @@ class MemoryStore(StateStore):
 
     @contextmanager
     def transaction(self) -> Iterator[State]:
-        """See `StateStore`."""
         before = self._text()
         state = validated(self.path, before)
         if self._mine is not None and state.run_id != self._mine:
@@ -86,7 +80,6 @@ class MemoryStore(StateStore):
             self._put(after)
 
     def remove_if_owned(self, run_id: str) -> Removal:
-        """See `StateStore`."""
         try:
             owner = self.read().run_id
         except StateMissing:

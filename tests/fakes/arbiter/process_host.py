@@ -26,7 +26,6 @@ class FakeProcessHost:
         self._pids = itertools.count(first_pid)
 
     async def start_process(self, spec: ProcessSpec) -> int:
-        """See `ProcessHost`."""
         await asyncio.sleep(0)  # as a real one: others run meanwhile
         if self.refuse_next:
             raise self.refuse_next.pop(0)
@@ -42,7 +41,6 @@ class FakeProcessHost:
         return pid
 
     async def forget(self, name: str) -> None:
-        """See `ProcessHost`."""
         self.watchers.pop(name, None)
 
     def runs(self, pid: int) -> bool:

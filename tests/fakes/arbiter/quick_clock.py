@@ -13,15 +13,12 @@ class QuickClock:
         self.slept_s: list[float] = []
 
     def now_s(self) -> float:
-        """See `Clock`."""
         return self.at_s
 
     def wall_s(self) -> float:
-        """See `Clock`."""
         return 1.8e9 + self.at_s
 
     async def sleep_until(self, deadline_s: float) -> None:
-        """See `Clock`. Others run meanwhile."""
         self.slept_s.append(max(0.0, deadline_s - self.at_s))
         self.at_s = max(self.at_s, deadline_s)
         await asyncio.sleep(0)

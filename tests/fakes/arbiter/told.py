@@ -13,11 +13,9 @@ class Told(list[str]):
         self._notes: tuple[Note, ...] = ()
 
     def __call__(self, text: str, about: About = None) -> None:
-        """See `core.notes.Tell`."""
         self.append(text)
         self._notes = noted(self._notes, text, about, 0.0)
 
     @property
     def notes(self) -> list[str]:
-        """The texts of the notes of now."""
         return [note.text for note in self._notes]

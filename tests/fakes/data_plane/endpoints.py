@@ -157,7 +157,6 @@ class FakeEndpointClient:
         self.instances_changed.set()
 
     def remove_instance(self, instance_id: int) -> None:
-        """Deregister: its streams go on."""
         del self._handlers[instance_id]
         self.instances_changed.set()
 
@@ -176,7 +175,6 @@ class FakeEndpointClient:
                 stream.fail(errors.WorkerLost(f"instance {instance_id:x} went away"))
 
     async def close(self) -> None:
-        """Cancel what still runs."""
         for stream in self.streams:
             await stream.aclose()
 

@@ -10,7 +10,6 @@ DECODING = Requests(num_decode_requests=3, sum_decode_kv_tokens=4500, var_decode
 
 
 def passed(number: int, at_s: float = 0.0, *, worker: str = WORKER, rank: int = 0) -> ForwardPass:
-    """A pass of 10 ms."""
     return ForwardPass(EngineId(worker, rank), number, 0.01, PREFILLING, DECODING, at_s)
 
 

@@ -29,12 +29,10 @@ def prompt(tokens: int = 7) -> dict[str, Any]:
 
 
 def text(piece: str, num_tokens: int = 1) -> dict[str, Any]:
-    """An item with some text."""
     return {"text": piece, "num_tokens": num_tokens, "finish_reason": None, "usage": None}
 
 
 def last(piece: str = "", num_tokens: int = 0, reason: str = "stop", **counts: int) -> dict[str, Any]:
-    """The last item."""
     return {"text": piece, "num_tokens": num_tokens, "finish_reason": reason, "usage": usage(**counts)}
 
 

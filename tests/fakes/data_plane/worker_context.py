@@ -139,7 +139,6 @@ class FakeWorkerContext:
         self.dispatch_source = source
 
     def set_sleeper(self, sleeper: EngineSleeper) -> None:
-        """See `WorkerContext`."""
         self.sleeper = sleeper
 
     def set_load_source(self, source: Callable[[], Load], changed: Callable[[], Awaitable[None]] | None = None) -> None:

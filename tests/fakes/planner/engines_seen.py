@@ -43,12 +43,10 @@ def sla(**more: Any) -> PlannerConfig:
 
 
 def load_loop(**more: Any) -> PlannerConfig:
-    """The load loop alone, by models."""
     return sla(enable_throughput_scaling=False, enable_load_scaling=True, **more)
 
 
 def both_loops(**more: Any) -> PlannerConfig:
-    """As seed 001 describes them."""
     return sla(enable_load_scaling=True, **more)
 
 
@@ -56,7 +54,6 @@ def both_loops(**more: Any) -> PlannerConfig:
 
 
 def prefill_pass(tokens: int, requests: int = 1, *, engine: EngineId = TRAINER, at_s: float = 0.0) -> ForwardPass:
-    """So many prompts, of so many tokens together."""
     scheduled = Requests(num_prefill_requests=requests, sum_prefill_tokens=tokens)
     return ForwardPass(engine, 0, 0.010 + 20e-6 * tokens, scheduled, at_s=at_s)
 
@@ -178,7 +175,6 @@ class LastValue:
         self.tasks: list[ForecastTask] = []
 
     async def run(self, task: ForecastTask, deadline_s: float) -> Forecasts | Missing:
-        """See `Forecaster`."""
         self.tasks.append(task)
         if self.failed is not None:
             return Missing(self.failed)
@@ -188,24 +184,20 @@ class LastValue:
 def driver(
     options: PlannerConfig, models: Mapping[Kind, PassModel] = MODELS, forecaster: LastValue | None = None
 ) -> PolicyDriver:
-    """The policy with those models, from 0 s on."""
     return PolicyDriver(ThroughputLoadPolicy(options, models), 0.0, forecaster=forecaster or LastValue())
 
 
 def replicas(decision: Decision | None) -> tuple[int | None, int | None]:
-    """`(prefill, decode)` of a decision that there must be."""
     assert decision is not None
     return decision.targets.get(PREFILL), decision.targets.get(DECODE)
 
 
 def rules(decision: Decision | None) -> dict[str, str]:
-    """By component, of a decision that there must be."""
     assert decision is not None
     return {reason.component: reason.rule for reason in decision.reasons}
 
 
 def numbers(decision: Decision | None, component: str) -> Mapping[str, float]:
-    """Those of one component."""
     assert decision is not None
     (found,) = (reason.numbers for reason in decision.reasons if reason.component == component)
     return found

@@ -1,6 +1,6 @@
 """Observations with the decision that they must lead to: the rules' worked cases, and the values on each boundary.
 
-Data, not tests: `test_load_rules` checks the policy with them, and `test_load_mutations` every mutant of it.
+Data, not tests: `test_load_rules` checks the policy and every mutant of it with them.
 """
 
 from __future__ import annotations

@@ -120,23 +120,18 @@ class Rig:
     # --- for tests ---------------------------------------------------------------------------------
 
     def start(self, options: PlannerConfig = OPTIONS, *, no_operation: bool = False) -> None:
-        """Begin now."""
         self.loop.start(options, LoadPlanner(options), no_operation=no_operation)
 
     def change(self, options: PlannerConfig) -> None:
-        """Other options."""
         self.loop.change(options, LoadPlanner(options), no_operation=False)
 
     async def until(self, at_s: float) -> None:
-        """Virtual time passes."""
         await self.clock.sleep_until(at_s)
 
     def decided_at(self) -> list[float]:
-        """When the decisions were made."""
         return [record.decision.now_s for record in self.records]
 
     def rules(self, component: str) -> list[str]:
-        """Which rule decided about the component, by decision."""
         return [
             str(reason.rule)
             for record in self.records
@@ -159,7 +154,6 @@ async def _at_once() -> None:
 
 
 def taking(seconds: float) -> Callable[[], Awaitable[None]]:
-    """Answer after so long."""
 
     async def wait() -> None:
         await asyncio.sleep(seconds)
@@ -168,7 +162,6 @@ def taking(seconds: float) -> Callable[[], Awaitable[None]]:
 
 
 def failing(error: Exception) -> Callable[[], Awaitable[None]]:
-    """Answer with an exception."""
 
     async def fail() -> None:
         raise error
@@ -177,7 +170,6 @@ def failing(error: Exception) -> Callable[[], Awaitable[None]]:
 
 
 def on_virtual_time(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """The test's coroutine on a virtual clock that begins at 0."""
 
     def run() -> None:
         run_virtual(test())

@@ -19,12 +19,10 @@ Says = Callable[[PipelineContext], Answer | Awaitable[Answer]]
 
 
 def override(*, final: bool = False, kind: OverrideType = OverrideType.SET, **replicas: int) -> Override:
-    """`override(decode=3)`."""
     return Override(tuple(ComponentTarget(role, count, kind) for role, count in replicas.items()), final=final)
 
 
 def observation(at_s: float, prefill: int = 2, decode: int = 2, **more: Any) -> Observation:
-    """Of an idle graph."""
     return Observation(reading(at_s, 0, 0.3), worker_pools(prefill, decode), **more)
 
 
@@ -74,24 +72,20 @@ class Plugins:
         self._clock = clock
 
     def add(self, stage: Stage, says: Says | Answer, *, name: str | None = None, **spec: Any) -> Scripted:
-        """A plugin, called like its stage unless it has a name."""
         plugin = Scripted(says if callable(says) else lambda _: says)
         self.registry.add(PluginSpec(name or str(stage), stage, **spec), plugin, "", origin="configured")
         return plugin
 
     async def tick(self, *own: Proposal, predicted: Any = None, at_s: float | None = None) -> dict[str, int]:
-        """The targets of a tick of the graph of two workers of each role, by role."""
         seen = observation(self._clock.now_s() if at_s is None else at_s)
         prediction = await self.pipeline.predict(seen, predicted)
         found = await self.pipeline.targets(seen, prediction, own)
         return {target.sub_component_type: target.replicas for target in found}
 
     def row(self, plugin_id: str) -> PluginRow:
-        """As it is shown."""
         return next(row for row in self.registry.rows() if row.plugin_id == plugin_id)
 
     def total(self, name: str, *labels: str) -> int:
-        """A counter."""
         return self.registry.counters.totals[name][labels]
 
     @staticmethod

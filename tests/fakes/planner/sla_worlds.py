@@ -39,7 +39,6 @@ def traffic(num_req: float | Missing = 7200.0, **more: Any) -> Traffic:
 def observation(
     seen: Traffic | Missing | None, pools: tuple[Any, Any] = (1, 1), at_s: float = INTERVAL_S, **more: Any
 ) -> Observation:
-    """At the end of an interval. `pools` are ready workers, or pools."""
     gpus = {name: more.pop(name) for name in ("prefill_gpus", "decode_gpus") if name in more}
     return Observation(Reading(at_s, None, {}), worker_pools(*pools, **gpus), seen, **more)
 
@@ -57,7 +56,6 @@ def tick(
     forecasts: Forecasts | Missing | None = None,
     plugin: tuple[ComponentTarget, ...] | None = None,
 ) -> tuple[SlaState, Decision | None]:
-    """PREDICT, PROPOSE and settle. `plugin`: what others make of the proposal."""
     task = constant(one, state, seen)
     state, prediction = one.predicted(state, seen, forecasts or task)
     state, proposals = one.propose(state, seen, prediction)
@@ -69,17 +67,14 @@ def tick(
 
 
 def decided(one: SlaPolicy, seen: Observation, **more: Any) -> Decision:
-    """The decision of the first interval."""
     decision = tick(one, one.first(0.0), seen, **more)[1]
     assert decision is not None
     return decision
 
 
 def reason_of(decision: Decision, component: str) -> Reason:
-    """That component's."""
     return next(reason for reason in decision.reasons if reason.component == component)
 
 
 def targets_of(decision: Decision) -> tuple[int, int]:
-    """Prefill and decode."""
     return decision.targets[PREFILL], decision.targets[DECODE]

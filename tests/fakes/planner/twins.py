@@ -20,23 +20,19 @@ PERF = FixedModel(prefill_ms_per_token=0.1, decode_ms=10.0)
 
 
 def requests(*rows: tuple[float, int, int]) -> list[TraceRequest]:
-    """`(at_s, input_length, output_length)` each."""
     return [TraceRequest(*row) for row in rows]
 
 
 def options(prefill: int, decode: int, **more: Any) -> SimulationOptions:
-    """A fleet; a hand-over takes no time unless said otherwise."""
     sim = {"kv_transfer_latency_s": 0.0, "kv_transfer_bytes_per_s": 1e30, **more.pop("sim", {})}
     return SimulationOptions(shape=FleetShape(prefill, decode), sim=SimOptions(**sim), **more)
 
 
 def run(twin: SimulationOptions, trace: Sequence[TraceRequest], planner: PlannerConfig | None = None) -> Run:
-    """One run on `PERF`."""
     return Simulation(twin, trace, planner=driven(planner), perf=PERF).run()
 
 
 def driven(planner: PlannerConfig | None) -> PolicyDriver | None:
-    """A policy with these options, from second 0 on."""
     if planner is None:
         return None
     return PolicyDriver(policy_of(planner), 0.0, forecaster=InlineForecaster())

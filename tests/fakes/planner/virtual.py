@@ -26,7 +26,6 @@ class ForeignPlanner:
         return -1 if kv is None else int(kv.value)
 
     async def decide(self, *, prefill: int | None = None, decode: int | None = None) -> int:
-        """The next decision; its id."""
         if prefill is not None:
             await self.put("num_prefill_workers", prefill)
         if decode is not None:

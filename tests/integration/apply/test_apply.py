@@ -39,7 +39,6 @@ def write(served: Served, deployment: dict[str, Any], name: str = "wanted.yaml")
 
 
 async def apply(served: Served, deployment: dict[str, Any], *words: str) -> dict[str, Any]:
-    """`dynamo apply --json`, which must succeed; what it says."""
     file = write(served, deployment)
     done = await asyncio.to_thread(served.ok, "apply", "-f", file, "--json", *words, timeout_s=APPLY_TIMEOUT_S)
     said: dict[str, Any] = json.loads(done)

@@ -75,19 +75,6 @@ async def test_the_planner_scales_their_watchers() -> None:
         await auntil(lambda: "dynamo_VllmWorker_1" not in under.watchers(), 5.0, what=under.watchers)
 
 
-@pytest.mark.timing
-@pytest.mark.full
-async def test_a_crashed_worker_is_replaced(under: Guest) -> None:
-    pid = under.served.pids()["VllmWorker"]
-    os.kill(pid, signal.SIGKILL)
-    killed_s = time.monotonic()
-    await auntil(lambda: under.served.states()["VllmWorker"] == "backing_off", 2.0, what=under.served.states)
-    assert time.monotonic() - killed_s < 1.0
-    assert under.served.worker("VllmWorker")["reason"] == "was killed by SIGKILL"
-    await auntil(lambda: under.served.states()["VllmWorker"] == "ready", 15.0, what=under.served.states)
-    assert under.circusd.pids("dynamo_VllmWorker") == [under.served.pids()["VllmWorker"]] != [pid]
-
-
 @pytest.mark.full
 def test_our_commands_say_whose_the_watchers_are(under: Guest) -> None:
     done = under.served.cli("ctl", "list")
@@ -138,16 +125,6 @@ async def test_circusctl_stop_of_a_server_is_a_restart_of_it(under: Guest) -> No
                 await asyncio.sleep(0.1)
             else:
                 break
-
-
-@pytest.mark.full
-async def test_circusctl_signal_term_is_a_drain(under: Guest) -> None:
-    """circus sends this signal itself, without an event."""
-    await asyncio.to_thread(under.served.ok, "scale", "VllmWorker", "2", "--wait")
-    pid = under.served.pids()["VllmWorker_1"]
-    await asyncio.to_thread(under.circusd.ask, "signal", name="dynamo_VllmWorker_1", signum="TERM")
-    await auntil(lambda: not is_alive(pid), 10.0, what=under.logs)
-    await auntil(lambda: "VllmWorker_1" not in under.served.states(), 10.0, what=under.served.states)
 
 
 @pytest.mark.full

@@ -28,19 +28,15 @@ PASSWORD = "hush-hush-4711"
 @pytest.fixture(scope="module")
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEtcd]:
     """As `dynamo serve` starts one."""
-    server = RealEtcd(tmp_path_factory.mktemp("etcd"), tls=True)
-    server.start_now()
-    yield server
-    server.stop_now()
+    with RealEtcd(tmp_path_factory.mktemp("etcd"), tls=True) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealNats]:
     """As `dynamo serve` starts one."""
-    server = RealNats(tmp_path_factory.mktemp("nats"), tls=True)
-    server.start_now()
-    yield server
-    server.stop_now()
+    with RealNats(tmp_path_factory.mktemp("nats"), tls=True) as server:
+        yield server
 
 
 @pytest.fixture

@@ -18,12 +18,8 @@ PASSWORD = "hush-hush-4711"
 
 @pytest.fixture
 def with_certificates(tmp_path: Path) -> Iterator[tuple[RealEtcd, RealNats]]:
-    servers = RealEtcd(tmp_path / "etcd", tls=True), RealNats(tmp_path / "nats", tls=True)
-    for server in servers:
-        server.start_now()
-    yield servers
-    for server in servers:
-        server.stop_now()
+    with RealEtcd(tmp_path / "etcd", tls=True) as etcd, RealNats(tmp_path / "nats", tls=True) as nats:
+        yield etcd, nats
 
 
 @pytest.mark.full

@@ -150,7 +150,6 @@ async def test_an_exported_planner_begins_by_its_own_words_and_rights(
 
 @asynccontextmanager
 async def process(words: list[str], log: Path) -> AsyncIterator[None]:
-    """Until it is told to end, which it does with 0."""
     with log.open("ab") as into:
         running = await asyncio.create_subprocess_exec(*words, stdout=into, stderr=into)
     try:

@@ -239,7 +239,6 @@ WORKERS, GPUS = "dynamo_arbiter_workers", "dynamo_arbiter_gpus"
 
 @pytest.fixture(scope="module")
 def plain_graph() -> Iterator[Served]:
-    """One prefill and one decode worker on eight simulated GPUs."""
     with Served() as served:
         yield served.start()
 
@@ -331,12 +330,8 @@ WORDS = (
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RealEtcd, RealNats]]:
     """An etcd and a NATS of this module's own, free to be killed and started again."""
-    etcd, nats = RealEtcd(tmp_path_factory.mktemp("etcd")), RealNats(tmp_path_factory.mktemp("nats"))
-    for server in (etcd, nats):
-        server.start_now()
-    yield etcd, nats
-    for server in (etcd, nats):
-        server.stop_now()
+    with RealEtcd(tmp_path_factory.mktemp("etcd")) as etcd, RealNats(tmp_path_factory.mktemp("nats")) as nats:
+        yield etcd, nats
 
 
 @pytest.fixture(scope="module")

@@ -173,7 +173,6 @@ async def test_an_entry_for_a_cancelled_pull_goes_to_another_worker_at_once(
 
 
 async def until_waiting(queue: JetStreamPrefillQueue, nats: Client) -> None:
-    """Return when the server holds a pull request of ours."""
 
     async def waits() -> bool:
         info = await nats.jetstream().consumer_info(queue.stream, prefill_queue.CONSUMER)

@@ -34,7 +34,6 @@ def shared_graph() -> Iterator[Served]:
 
 @pytest.fixture
 async def graph(shared_graph: Served) -> AsyncIterator[Served]:
-    """The module's graph, with the workers that it began with, before and after."""
     yield shared_graph
     await settled(shared_graph)
     for component, count in BASE.items():
@@ -209,7 +208,6 @@ async def test_commands_are_answered_while_drains_run(graph: Served) -> None:
 
 
 async def _answered(served: Served) -> float:
-    """Seconds that the slower one of two commands took which change nothing."""
     took_s = []
     for name, properties in (("status", {}), ("scale", {"component": "Frontend", "target": "=1"})):
         began_s = time.monotonic()

@@ -11,7 +11,6 @@ from tests.drivers.served import Served
 
 @pytest.fixture(scope="module")
 def disagg() -> Iterator[Served]:
-    """The shipped disaggregated graph, detached: one prefill and one decode worker."""
     with Served() as served:
         yield served.start()
 

@@ -157,7 +157,6 @@ def test_stock_circusctl_masks_options_too(served: Served) -> None:
 
 
 def circusctl(served: Served, *words: str) -> subprocess.CompletedProcess[str]:
-    """circus's own command line, as somebody who knows nothing of us runs it."""
     binary = shutil.which("circusctl") or str(Path(sys.executable).with_name("circusctl"))
     return subprocess.run(
         [binary, "--endpoint", served.paths.circus_endpoint, *words],

@@ -106,7 +106,6 @@ async def _ask(served: Served, prompt: str, **headers: str) -> httpx.Response:
 
 
 async def test_the_clients_request_id_is_in_the_logs_of_every_worker(disagg: Served) -> None:
-    """docs/api.md promised this, and no log had it."""
     x_request_id = "order/4711:a%20b"
     prompt = "a prompt above the threshold of ten tokens, so that it is certainly prefilled by the other worker"
     answer = await _ask(disagg, prompt, **{"x-request-id": x_request_id})

@@ -73,7 +73,6 @@ def _status(served: Served, env: Mapping[str, str] | None = None) -> dict[str, A
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Served]:
-    """A graph that was started in a shell with everything."""
     with _echo(*KEEP) as served:
         yield served.start()
 

@@ -24,10 +24,8 @@ NOT_YET_S = 1.0
 @pytest.fixture(scope="module")
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEtcd]:
     """This module's own etcd, free to be killed."""
-    server = RealEtcd(tmp_path_factory.mktemp("etcd"))
-    server.start_now()
-    yield server
-    server.stop_now()
+    with RealEtcd(tmp_path_factory.mktemp("etcd")) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,6 @@ WAYS = ["SIGTERM", "revoked lease", "message"]
 
 
 def each_time(*ways: str) -> list[Any]:
-    """All of them, of which those that are not named are left to `tox -m full`."""
     return [pytest.param(way, marks=() if way in ways else pytest.mark.full) for way in WAYS]
 
 

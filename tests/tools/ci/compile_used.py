@@ -79,7 +79,7 @@ def main(words: list[str]) -> int:
     missing = [name for name in (*ours(), *BESIDE) if not imported(name)]
     if "vllm" in words:
         try:
-            from dynamo_local.worker.preloading import preload
+            from dynamo_local.worker.prewarmed import preload
 
             preload("vllm")
         except ImportError as error:

@@ -26,7 +26,7 @@ FOR_RECORDS_ONLY = {
     "dynamo_local/components/processor.py": "`created` of an adapter's card",
     "dynamo_local/components/vllm_worker.py": "`created` of the model card",
     "dynamo_local/engines/vllm/core_requests.py": "vLLM's `arrival_time`, for its own metrics",
-    "dynamo_local/kubernetes/election.py": "`renewTime` of a lease, for people: a holder's silence "
+    "dynamo_local/kubernetes/planner.py": "`renewTime` of a lease, for people: a holder's silence "
     "is measured on our own clock",
     "dynamo_local/planner/loop.py": "the time of a decision's record, for people",
     "dynamo_local/transport/load.py": "the age of a report is wrong until the next one, a second later",

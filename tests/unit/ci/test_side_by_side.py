@@ -16,7 +16,6 @@ def python(code: str) -> list[str]:
 
 
 def meets(mine: Path, other: Path) -> list[str]:
-    """A command that ends only where the other one runs at the same time."""
     return python(
         "import pathlib, sys, time\n"
         f"pathlib.Path({str(mine)!r}).touch()\n"

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
+import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +16,13 @@ import pytest
 from circus.commands import get_commands
 from circus.exc import ArgumentError
 
+from dynamo_local.arbiter.event_log import event_log_path, read
+from dynamo_local.arbiter.guarded_run import GuardedRun
 from dynamo_local.circus_plugins import planner_commands as commands
-from dynamo_local.errors import EXIT_BAD_INPUT, ConfigError
+from dynamo_local.circus_plugins.circusd_plugin import DynamoPlugin, deployment_options
+from dynamo_local.circus_plugins.guardian import end_run
+from dynamo_local.errors import EXIT_BAD_INPUT, BadInput, ConfigError
+from dynamo_local.system.paths import Paths
 
 STATUS = {"state": "running", "options": {}}
 
@@ -26,7 +35,6 @@ class FakePlanner:
         self.error: Exception | None = None
 
     def planner(self) -> FakePlanner:
-        """As the supervisor."""
         return self
 
     def status(self) -> dict[str, Any]:
@@ -63,7 +71,6 @@ class FakePlanner:
 
 
 async def reply(planner: FakePlanner, command: Any, **props: Any) -> dict[str, Any]:
-    """What the endpoint answers."""
     answered: dict[str, Any] = await command().execute(SimpleNamespace(supervisor=planner), props)
     return answered
 
@@ -149,3 +156,98 @@ def test_dynamo_ctl_and_every_host_know_the_planners_commands() -> None:
     importlib.import_module("dynamo_local.circus_plugins.commands")
     names = {"start", "stop", "pause", "resume", "set", "status", "explain", "history"}
     assert {f"dynamo_planner_{name}" for name in names} <= set(get_commands())
+
+
+# --- circusd plugin
+# The plugin's section of an ini becomes the options of `dynamo serve`.
+
+YAML = "Host:\n  gpus: sim:2\n  circusd:\n    graph: graphs.disagg:Frontend\n"
+
+
+def _file(folder: Path, text: str) -> Path:
+    path = folder / "deployment.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_the_yaml_says_what_the_command_line_would(tmp_path: Path) -> None:
+    (tmp_path / "llm").mkdir()
+    more = "    working-dir: llm\n    namespace: prod\n    drain_deadline_s: 30\n"
+    options, folder = deployment_options(_file(tmp_path, YAML + more), {})
+    assert folder == tmp_path / "llm"
+    assert options.target == "graphs.disagg:Frontend"
+    assert options.file == tmp_path / "deployment.yaml"
+    assert (options.namespace, options.drain_deadline_s, options.start_deadline_s) == ("prod", 30.0, 300.0)
+    assert (options.on_arbiter_death, options.adopt) == ("keep", True)
+
+
+def test_the_folder_is_the_yamls_own_by_default(tmp_path: Path) -> None:
+    """Whatever circusd's current folder is."""
+    assert deployment_options(_file(tmp_path, YAML), {})[1] == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Host: {gpus: 'sim:2'}\n", "does not say which graph"),
+        ("Host: {circusd: {namespace: prod}}\n", "graph"),
+        (YAML + "    working-dir: nowhere\n", "there is no folder"),
+        (YAML + "    workingdir: llm\n", "workingdir"),
+    ],
+)
+def test_a_deployment_that_cannot_be_used_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises((BadInput, ConfigError), match=said):
+        deployment_options(_file(tmp_path, text), {})
+
+
+@pytest.mark.parametrize(
+    ("ssh", "config", "said"),
+    [(None, {}, "needs `deployment = "), ("host", {"deployment": "x.yaml"}, "another host")],
+)
+def test_a_section_that_cannot_be_used_is_refused(ssh: str | None, config: dict[str, str], said: str) -> None:
+
+    def serve() -> None:
+        DynamoPlugin("ipc://c", "ipc://p", 1.0, ssh, name="plugin:llm", **config)._serve()
+
+    # circus makes its loop the thread's current one: not of this thread, which has pytest's.
+    with ThreadPoolExecutor(1) as thread, pytest.raises(BadInput, match=said):
+        thread.submit(serve).result(10)
+
+
+def test_circusd_itself_imports_nothing_heavy() -> None:
+    """circusd resolves the plugin's name in its own process, and forks from it: no gRPC, no NATS, no pydantic there."""
+    code = (
+        "import sys, dynamo_local.circus_plugins.circusd_plugin\n"
+        "print(sorted({name.split('.')[0] for name in sys.modules} & {'grpc', 'nats', 'aetcd', 'pydantic', 'numpy'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# --- guardian end
+# A guardian ends a run, and writes that end.
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> GuardedRun:
+    """A run of which nothing lives any more."""
+    paths = Paths.of("test", {"XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path)})
+    paths.prepare()
+    where = (str(paths.runtime), str(paths.statefile), str(paths.logs))
+    return GuardedRun("test", "01J", *where, arbiter_pid=4711, arbiter_start_time=1.0, keep=False)
+
+
+def test_the_end_of_a_run_is_an_event_though_its_arbiter_could_not_write_it(guarded: GuardedRun) -> None:
+    end_run(guarded)
+    (ended,) = read(event_log_path(guarded.paths.logs))
+    assert (ended["event"], ended["run_id"], ended["arbiter_pid"]) == ("RunEnded", "01J", 4711)
+    assert not guarded.paths.runtime.exists()
+
+
+def test_a_log_that_cannot_be_written_ends_the_run_all_the_same(
+    guarded: GuardedRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    event_log_path(guarded.paths.logs).mkdir()
+    end_run(guarded)
+    assert not guarded.paths.runtime.exists()
+    assert "the end of the run is not in the event log" in caplog.text

@@ -62,7 +62,6 @@ def worker(name: str = NAME, state: str = "ready", **more: Any) -> dict[str, Any
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`run(arbiter, words…)`: the exit code."""
     monkeypatch.setattr(apply, "POLL_S", 0.0)
     monkeypatch.setattr(apply, "deployment_of", lambda paths, file, overrides: {"overrides": list(overrides)})
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from dynamo_local.cli.main import COMMANDS, cli
+from dynamo_local.config.schema import ServiceArgs
 from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_NOT_RUNNING, EXIT_OK
 from tests.fakes.arbiter.scripted_arbiter import dynamo
 
@@ -73,3 +75,34 @@ def test_ctl_without_a_graph_says_so(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert dynamo(monkeypatch, "ctl", "list") == EXIT_NOT_RUNNING
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+# --- numbers on the command line
+# Durations that cannot be meant are refused with the option's name, before anything else happens.
+
+OPTIONS = [
+    ("serve", "--start-deadline"),
+    ("serve", "--drain-deadline"),
+    ("down", "--timeout"),
+    ("scale", "--timeout"),
+    ("drain", "--timeout"),
+    ("restart", "--timeout"),
+    ("top", "--refresh"),
+    ("simulate", "--start-up-s"),
+]
+ABSURD = ["nan", "-nan", "inf", "-inf", "-1", "1e300", "31536001", "ten", ""]
+
+
+@pytest.mark.parametrize("value", ABSURD)
+@pytest.mark.parametrize(("command", "option"), OPTIONS)
+def test_an_absurd_duration_is_refused_by_name(command: str, option: str, value: str) -> None:
+    done = CliRunner().invoke(cli, [command, f"{option}={value}"])
+    assert done.exit_code == EXIT_BAD_INPUT
+    assert f"Invalid value for '{option}'" in done.output
+
+
+@pytest.mark.parametrize("value", [-1, 0, 31536001, float("inf"), float("nan")])
+@pytest.mark.parametrize("key", ["start_deadline_s", "drain_deadline_s"])
+def test_so_is_one_in_a_configuration(key: str, value: float) -> None:
+    with pytest.raises(ValueError, match=key):
+        ServiceArgs.model_validate({key: value})

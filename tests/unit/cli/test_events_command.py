@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -113,15 +112,6 @@ def test_an_event_is_told_in_words(event: Transition, before: S, after: S, words
     assert in_words(record(event, before, after)) == f"{NAME} {words}"
 
 
-def test_events_are_shown_when_the_arbiter_is_gone(
-    log: EventLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    log.append([record(DRAIN, S.READY, S.DRAINING)])
-    assert dynamo(monkeypatch, "events") == EXIT_OK
-    told = r"dynamo_VllmWorker ready -> draining \(DrainRequested by scale:ab12: scale -1\)"
-    assert re.fullmatch(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} " + told, capsys.readouterr().out.rstrip())
-
-
 def test_the_last_lines_of_one_worker(
     log: EventLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,7 +149,6 @@ def test_a_namespace_without_events_says_where_it_looked(
 
 
 def run(event: str, pid: int, **more: Any) -> dict[str, Any]:
-    """A record of where a run begins or ends."""
     head = {"time": 0.0, "watcher_name": "dynamo_arbiter", "component": "arbiter", "event": event, "from": "", "to": ""}
     return {**head, "stimulus_id": "serve", "run_id": "01J", "arbiter_pid": pid, **more}
 
@@ -296,7 +285,6 @@ def test_a_story_is_about_one_worker(
 
 @contextlib.contextmanager
 def followed(*words: str) -> Iterator[subprocess.Popen[str]]:
-    """`dynamo events -f WORDS…` in a process of its own."""
     with subprocess.Popen(
         [sys.executable, "-u", "-m", "dynamo_local.cli.main", "events", "-f", *words],
         stdout=subprocess.PIPE,
@@ -324,13 +312,3 @@ def test_a_story_goes_on_as_events_come(log: EventLog) -> None:
         log.append([told(*STORY[1], name=f"{NAME}_1"), told(*STORY[1])])
         assert f"{NAME} draining -> exited" in process.stdout.readline()
         assert process.stdout.readline() == "    -> sweep\n"
-
-
-def test_follow_goes_on_until_ctrl_c(log: EventLog, following: subprocess.Popen[str]) -> None:
-    assert following.stdout is not None
-    assert json.loads(following.stdout.readline())["seq"] == 3
-    log.append([record(DRAIN, S.READY, S.DRAINING, name="dynamo_Other"), record(DRAIN, S.READY, S.DRAINING)])
-    assert json.loads(following.stdout.readline())["seq"] == 5
-    following.send_signal(signal.SIGINT)
-    assert following.wait(30) == 0
-    assert following.stdout.read() == ""

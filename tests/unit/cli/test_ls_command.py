@@ -56,7 +56,6 @@ def left(namespace: str, **entry: Any) -> None:
 
 
 def listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
-    """`dynamo ls --json`."""
     assert dynamo(monkeypatch, "ls", "--json") == EXIT_OK
     runs: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
     return runs

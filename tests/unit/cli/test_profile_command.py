@@ -16,7 +16,6 @@ ROOT = Path(__file__).parents[3]
 
 
 def run(*words: str) -> None:
-    """The command, with its errors as they are raised."""
     profile.main(list(words), standalone_mode=False)
 
 

@@ -73,7 +73,6 @@ class Worker:
 
 @asynccontextmanager
 async def workers(*names: str) -> AsyncIterator[list[Worker]]:
-    """They publish."""
     context = zmq.asyncio.Context()
     made = [Worker(context, name) for name in names]
     tasks = [asyncio.create_task(one.publish()) for one in made]
@@ -93,7 +92,6 @@ def last(passes: HeardPasses, component: str) -> int | None:
 
 
 async def until(done: Callable[[], bool]) -> None:
-    """Beside the sockets, on the same loop."""
     async with asyncio.timeout(20.0):
         while not done():
             await asyncio.sleep(0.01)
@@ -101,7 +99,6 @@ async def until(done: Callable[[], bool]) -> None:
 
 @pytest.fixture
 async def passes(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[HeardPasses]:
-    """Of one worker of each role."""
     monkeypatch.setattr(hearing, "LOOK_EVERY_S", 0.02)
     heard = HeardPasses(AsyncioClock(), lambda: POOLS)
     yield heard

@@ -13,8 +13,9 @@ import pytest
 
 from dynamo_local.core.gpus import GpuDevice, GpuProcess
 from dynamo_local.core.types import Missing
+from dynamo_local.engines.base import host_bytes
 from dynamo_local.measuring import host
-from dynamo_local.measuring.host import HostWatch, Ours, gpu_bytes, host_bytes, processors, share_processors
+from dynamo_local.measuring.host import HostWatch, Ours, gpu_bytes, processors, share_processors
 from dynamo_local.system.gpus import SimInventory
 from dynamo_local.system.processes import cpu_s, family_of
 from tests.drivers.served import until
@@ -36,7 +37,6 @@ def spinning() -> Iterator[int]:
 
 @contextmanager
 def idling() -> Iterator[int]:
-    """A process that does nothing, in a session of its own."""
     process = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
         yield process.pid
@@ -55,7 +55,6 @@ class Devices:
         self.sampled = 0
 
     def sample(self) -> tuple[GpuDevice, ...]:
-        """See `Inventory`."""
         self.sampled += 1
         return self.devices
 
@@ -64,7 +63,6 @@ class Devices:
 
 
 def device(index: int, *processes: GpuProcess) -> GpuDevice:
-    """A card."""
     return GpuDevice(index, f"GPU-{index}", "H100", 80 * 2**30, 0, processes)
 
 
@@ -74,7 +72,7 @@ def test_a_process_is_one_family_with_its_children_and_their_time_is_seen():
         assert pid in family
         assert os.getpid() not in family
         until(lambda: sum(cpu_s(each) for each in family) > 0.1, 60.0, what="its work")
-        assert host_bytes(pid) > 2**20
+        assert host_bytes(family) > 2**20
     assert family_of(pid) == set()
 
 

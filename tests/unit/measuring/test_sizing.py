@@ -21,7 +21,6 @@ SLO = Slo(ttft_ms=400.0, itl_ms=20.0)
 
 
 def load(rate: float) -> Sequence[TraceRequest]:
-    """Prompts of 3,000 tokens and answers of 20, evenly; a prompt takes 60 ms."""
     return [TraceRequest(n / rate, 3000, 20) for n in range(80)]
 
 
@@ -32,7 +31,6 @@ def engines():
 
 
 def found(engines, rate: float, **wanted):
-    """The plan for that rate."""
     return plan(engines, Wanted(SLO, **wanted), lambda seed: load(rate), lambda text: None, jobs=1)
 
 

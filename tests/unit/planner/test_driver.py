@@ -142,17 +142,6 @@ def test_other_options_go_on_and_another_policy_begins() -> None:
     assert driver.next_at_s == 22.0
 
 
-def test_the_load_planner_gives_way_to_a_plugin_within_its_budget_and_floor() -> None:
-    for wanted, found in ((3, 3), (0, 1), (99, 1)):
-        others = Others(None, (ComponentTarget("decode", wanted),))
-        driver = PolicyDriver(LoadPlanner(OPTIONS), 0.0, pipeline=others)
-        driver.tick_now(observation(5.0))
-        decision = driver.tick_now(observation(10.0))
-        assert targets(decision)[DECODE] == found
-        assert decision is not None
-        assert {str(reason.rule) for reason in decision.reasons} == {"overridden"}
-
-
 def test_plugins_are_asked_where_something_is_decided() -> None:
     """The load planner pulls every second: a plugin's turn would be over before the interval is."""
     others = Others(None, ())
@@ -161,16 +150,6 @@ def test_plugins_are_asked_where_something_is_decided() -> None:
     assert others.heard == []
     driver.tick_now(observation(10.0, 0.7))
     assert others.heard == [None, None]
-
-
-def test_the_same_pulls_give_the_same_decisions() -> None:
-    pulls = [observation(5.0 * n, 0.1 * (n % 11)) for n in range(1, 60)]
-
-    def decisions() -> list[Decision | None]:
-        driver = PolicyDriver(LoadPlanner(OPTIONS), 0.0)
-        return [driver.tick_now(each) for each in pulls]
-
-    assert decisions() == decisions()
 
 
 def test_where_time_does_not_pass_nobody_may_wait() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dynamo_local.core.virtual import KeysState, PlannerDecision
-from dynamo_local.planner.following import Next, Phase, next_step
+from dynamo_local.planner.following import Phase, next_step
 from dynamo_local.planner.values import Pool, WorkerPools
 
 P, D = Pool("Prefill", 1, ready=1), Pool("Decode", 1, ready=1)
@@ -14,7 +14,6 @@ AGG = WorkerPools(None, D)
 
 
 def told(prefill: int, decode: int, number: int = 0, scaled: int = -1) -> KeysState:
-    """A complete decision."""
     return KeysState(PlannerDecision(prefill, decode, number), scaled)
 
 
@@ -36,19 +35,6 @@ def test_capacity_on_its_way_is_not_asked_for_again() -> None:
     step = next_step(told(1, 3), WorkerPools(P, replace(D, ready=1, coming=2)))
     assert (step.phase, step.steps, step.acknowledge) == (Phase.UNDER_WAY, (), False)
     assert step.reason == "Decode: 1 of 3 ready, 2 on their way"
-
-
-def test_it_is_acknowledged_when_exactly_so_many_are_ready() -> None:
-    assert next_step(told(1, 3), WorkerPools(P, replace(D, ready=3))) == Next(
-        Phase.DONE, PlannerDecision(1, 3, 0), acknowledge=True
-    )
-    for pool in (
-        replace(D, ready=3, coming=1),
-        replace(D, ready=2),
-        replace(D, ready=4),
-        replace(D, ready=3, routed=1),
-    ):
-        assert not next_step(told(1, 3), WorkerPools(P, pool)).acknowledge, pool
 
 
 def test_one_that_only_finishes_its_streams_holds_nothing_up() -> None:

@@ -52,7 +52,6 @@ class Rig:
     async def connected(
         self, *, blocking: bool = False, prefill: str | None = P, layout: str = "v1"
     ) -> VirtualConnector:
-        """One more planner's."""
         connector = VirtualConnector(
             VirtualKeys(self.etcd, "dynamo", Layout(layout)),
             self.clock,
@@ -67,7 +66,6 @@ class Rig:
         return connector
 
     async def values(self, root: str = "v1/dynamo/planner/") -> dict[str, str]:
-        """What stands in etcd."""
         kvs, _ = await self.etcd.get_prefix(root)
         return {kv.key.removeprefix(root): kv.value.decode() for kv in kvs}
 

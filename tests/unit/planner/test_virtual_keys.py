@@ -21,7 +21,6 @@ def etcd() -> FakeEtcd:
 
 @pytest.fixture
 async def keys(etcd: FakeEtcd) -> AsyncIterator[VirtualKeys]:
-    """Followed."""
     found = VirtualKeys(etcd, "dynamo")
     task = asyncio.ensure_future(found.follow())
     async with asyncio.timeout(5.0):

@@ -14,7 +14,6 @@ POINTS = tuple(sweep(Limits(400_000, 16_384, 256), (Kind.PREFILL, Kind.DECODE)))
 
 
 def seen(engine: KnownEngine) -> list[tuple[str, str | None, float]]:
-    """What is noticed of a run on it."""
     progress = measure(Progress(POINTS, Rules(budget_s=2_000.0)), engine)
     return [(each.kind, each.worker, each.size) for each in noticed(measured(progress))]
 

@@ -27,7 +27,6 @@ from dynamo_local.simulator.trace import HASH_BLOCK_TOKENS, TraceRequest
 
 
 def made(word: str) -> list[TraceRequest]:
-    """All requests of one `--generate` word."""
     return list(generate(parse_generated(word).options))
 
 

@@ -38,7 +38,6 @@ SMALL = ("--trace", str(TRACE), "--limit", "60")
 
 
 def simulate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of the command, in this process."""
     code = dynamo(monkeypatch, "simulate", *words)
     told = capsys.readouterr()
     return code, told.out, told.err

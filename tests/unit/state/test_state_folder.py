@@ -14,7 +14,6 @@ from dynamo_local.state.store import StateStore
 
 
 def state() -> State:
-    """Of a run without workers."""
     return State(namespace="dynamo", run_id="01JD3YQZ8E6W4T1V0K2M5N7P9R")
 
 

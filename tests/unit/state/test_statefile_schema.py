@@ -22,12 +22,10 @@ V1 = GOLDEN / "v1-disagg.json"
 
 
 def v1() -> Any:
-    """A fresh copy of a whole file of schema 1."""
     return json.loads(V1.read_text())
 
 
 def written(tmp_path: Path, value: Any) -> Path:
-    """`value` as a statefile."""
     path = tmp_path / "dynamo.json"
     path.write_text(value if isinstance(value, str) else json.dumps(value))
     return path

@@ -25,7 +25,6 @@ NAME = "dynamo_VllmWorker"
 
 
 def state(run_id: str = RUN, workers: int = 1) -> State:
-    """A small graph of decode workers."""
     names = ["dynamo_VllmWorker", *(f"dynamo_VllmWorker_{n}" for n in range(1, workers))]
     entries = {name: ComponentEntry(watcher_name=name, component="VllmWorker") for name in names}
     return State(namespace="dynamo", run_id=run_id, components=entries)
@@ -33,7 +32,6 @@ def state(run_id: str = RUN, workers: int = 1) -> State:
 
 @pytest.fixture
 def store(tmp_path: Path) -> StateStore:
-    """A store with a file in it."""
     store = StateStore(tmp_path / "state" / "dynamo.json")
     store.create(state())
     return store
@@ -109,7 +107,6 @@ for _ in range(int(sys.argv[2])):
 
 
 def incrementer(store: StateStore, times: int) -> subprocess.Popen[bytes]:
-    """Another process that counts up in the file."""
     return subprocess.Popen([sys.executable, "-c", INCREMENTER, str(store.path), str(times)])
 
 

@@ -6,11 +6,13 @@ import asyncio
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from typing import Any
 
 import pytest
 
-from dynamo_local.system.executors import CallOverdue, DaemonExecutor, ExecutorStuck
+from dynamo_local.clock import run_virtual
+from dynamo_local.system.executors import AGAIN_S, CallOverdue, DaemonExecutor, ExecutorStuck, ended, together
 
 LONG_S = 30.0
 
@@ -24,7 +26,6 @@ def gate() -> Iterator[threading.Event]:
 
 
 async def overdue(executor: DaemonExecutor, gate: threading.Event) -> None:
-    """Lose one of its threads."""
     with pytest.raises(CallOverdue, match="the driver has not returned within"):
         await executor.run(gate.wait, 0.05, what="the driver")
 
@@ -140,3 +141,115 @@ def test_a_call_that_never_returns_holds_up_neither_asyncio_nor_the_interpreter(
     """`dynamo down` waits for the arbiter's process to end."""
     done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=LONG_S, check=True)
     assert done.stdout.splitlines() == ["the driver has not returned within 0.05 s", "over"]
+
+
+# --- cancelling
+# `cancelling.ended`: tasks end, whatever they make of their cancellation.
+
+
+def test_one_that_lets_a_cancellation_pass_is_cancelled_again() -> None:
+    """As a loop around nats-py may: without this, its end would be awaited for ever."""
+
+    async def scenario() -> float:
+        passed = 0
+
+        async def deaf() -> None:
+            nonlocal passed
+            while True:
+                try:
+                    await asyncio.sleep(3600)
+                except asyncio.CancelledError:
+                    passed += 1
+                    if passed == 3:
+                        raise
+
+        task = await begun(deaf())
+        began_s = asyncio.get_running_loop().time()
+        await ended(task, None)
+        assert task.cancelled()
+        return asyncio.get_running_loop().time() - began_s
+
+    assert run_virtual(scenario()) == pytest.approx(2 * AGAIN_S)
+
+
+def test_what_a_task_does_at_its_end_is_not_interrupted() -> None:
+
+    async def scenario() -> list[str]:
+        done: list[str] = []
+
+        async def careful() -> None:
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                await asyncio.sleep(AGAIN_S / 2)
+                done.append("given back")
+
+        await ended(await begun(careful()))
+        return done
+
+    assert run_virtual(scenario()) == ["given back"]
+
+
+def test_failures_of_tasks_are_not_raised() -> None:
+
+    async def scenario() -> list[bool]:
+        async def failing() -> None:
+            raise ValueError("before")
+
+        async def failing_late() -> None:
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                raise ValueError("with it")
+
+        tasks = [await begun(failing()), await begun(failing_late())]
+        await ended(*tasks)
+        return [task.done() for task in tasks]
+
+    assert run_virtual(scenario()) == [True, True]
+
+
+async def begun(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """A task that waits for something by now."""
+    task = asyncio.create_task(work)
+    await asyncio.sleep(0)
+    return task
+
+
+# --- together
+# Several things at once.
+
+
+async def after(seconds: float, result: object) -> object:
+    """The result, or the exception that it is."""
+    await asyncio.sleep(seconds)
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def test_they_take_as_long_as_the_longest() -> None:
+
+    async def main() -> tuple[list[object], float]:
+        return await together(after(2.0, "a"), after(1.0, "b")), asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == (["a", "b"], 2.0)
+
+
+def test_the_first_failure_is_raised_as_it_is_and_nothing_goes_on() -> None:
+    ended: list[str] = []
+
+    async def slow() -> None:
+        try:
+            await asyncio.sleep(60.0)
+        finally:
+            await asyncio.sleep(0.5)
+            ended.append("slow")
+
+    async def main() -> float:
+        with pytest.raises(ValueError, match="broken"):
+            await together(slow(), after(1.0, ValueError("broken")))
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == 1.5
+    assert ended == ["slow"]

@@ -30,13 +30,11 @@ SLEEPER = [sys.executable, "-c", "import signal; signal.pause()"]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where this test's locks live."""
     return tmp_path / "run" / "gpus"
 
 
 @pytest.fixture
 def locks(folder: Path) -> Iterator[GpuLocks]:
-    """This process's locks."""
     locks = GpuLocks(folder)
     yield locks
     locks.close()

@@ -68,7 +68,6 @@ def store() -> ScriptedStore:
 
 @pytest.fixture
 async def watched(store: ScriptedStore) -> AsyncIterator[WatchedSettings]:
-    """Started on an empty store."""
     settings = WatchedSettings(store, KEY, DEFAULT)  # type: ignore[arg-type]
     store.snapshot()
     await settings.start()

@@ -32,7 +32,6 @@ class Host:
         self.publishers: dict[int, NatsKvEventPublisher] = {}
 
     async def worker(self, worker: int) -> NatsKvEventPublisher:
-        """A worker that has just registered."""
         publisher = NatsKvEventPublisher(self.nats.client(), "dynamo", "VllmWorker", lambda: worker)  # type: ignore[arg-type]
         publisher.block_size = 16
         await publisher.start()
@@ -43,7 +42,6 @@ class Host:
         return publisher
 
     async def gone(self, worker: int) -> None:
-        """Its lease has ended; it may still publish."""
         await self.kv.delete(self._key(worker))
         self.client.remove_instance(worker)
 
@@ -51,13 +49,11 @@ class Host:
         return instance_key("dynamo", "VllmWorker", "kv_blocks", worker)
 
     async def knows(self, worker: int, blocks: set[int], within_s: float = 5.0) -> None:
-        """Wait until the index is so."""
         async with asyncio.timeout(within_s):
             while self.index.blocks(worker) != blocks:
                 await asyncio.sleep(0.01)
 
     async def asked(self) -> int:
-        """How often a worker was asked."""
         return len(self.client.calls)
 
 

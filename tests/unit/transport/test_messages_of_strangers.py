@@ -7,13 +7,16 @@ import gc
 import json
 import time
 import tracemalloc
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dynamo_local.components.messages import TextRequest
 from dynamo_local.core.routing.kv_events import BlocksStored
@@ -23,7 +26,7 @@ from dynamo_local.errors import InvalidRequest, RemoteError, StreamGap
 from dynamo_local.transport.control import MAX_ANSWERING, MAX_REQUEST_BYTES, ControlServer, control_subject
 from dynamo_local.transport.kv_events import MAX_BATCH_BYTES, decode_batch
 from dynamo_local.transport.load import MAX_INSTANCES, LoadView
-from dynamo_local.transport.prefill_queue import decode_entry
+from dynamo_local.transport.prefill_queue import HEADROOM_BYTES, decode_entry, encode_entry
 from dynamo_local.transport.requests.frames import ItemSequence, decode_error, decode_header, decode_value, decoder_of
 from tests.drivers.eventually import eventually
 from tests.fakes.infra.memory_nats import MemoryNats
@@ -171,3 +174,60 @@ async def test_control_requests_are_bounded(caplog: pytest.LogCaptureFixture) ->
         assert answers == [{"result": {}}] * MAX_ANSWERING
         for task in asked:
             task.cancel()
+
+
+# --- prefill codec
+# The bytes of a prefill queue entry.
+
+NATS_DEFAULT_BYTES = 1 << 20
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1)))
+def test_token_ids_survive(ids: list[int]) -> None:
+    payload = {"request": {"prompt_token_ids": ids}, "stop_token_ids": ids}
+    assert decode_entry(encode_entry(payload, NATS_DEFAULT_BYTES)) == payload
+
+
+def test_token_ids_take_four_bytes_each() -> None:
+    """Whatever their values; little-endian, so that the bytes mean the same everywhere."""
+    data = encode_entry({"prompt_token_ids": [1, 2**31 - 1] * 65_536}, NATS_DEFAULT_BYTES)
+    assert 131_072 * 4 <= len(data) < 131_072 * 4 + 64
+    assert b"\x01\x00\x00\x00\xff\xff\xff\x7f" in data
+
+
+def test_sequences_other_than_lists_are_taken() -> None:
+    payload = MappingProxyType({"a": {"token_ids": (1, 2)}, "b_token_ids": array("i", [3])})
+    assert decode_entry(encode_entry(payload, NATS_DEFAULT_BYTES)) == {"a": {"token_ids": [1, 2]}, "b_token_ids": [3]}
+
+
+def test_the_bound_leaves_room_for_headers() -> None:
+    """`max_payload` counts them too; the error says how many tokens would fit."""
+    fits = (NATS_DEFAULT_BYTES - HEADROOM_BYTES) // 4 - 16
+    encode_entry({"prompt_token_ids": [0] * fits}, NATS_DEFAULT_BYTES)
+    with pytest.raises(InvalidRequest, match="about 261,120 prompt tokens") as caught:
+        encode_entry({"prompt_token_ids": [0] * (fits + 16)}, NATS_DEFAULT_BYTES)
+    assert caught.value.details == {"param": "prompt"}
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [{"token_ids": [2**31]}, {"token_ids": [1.5]}, {"token_ids": ["a"]}, {"x": object()}, {1.5: {2: object()}}],
+)
+def test_what_cannot_be_encoded_is_refused(payload: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest, match="cannot be encoded"):
+        encode_entry(payload, NATS_DEFAULT_BYTES)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode([1]),
+        msgspec.msgpack.encode({"x": msgspec.msgpack.Ext(9, b"")}),
+        msgspec.msgpack.encode({"x": msgspec.msgpack.Ext(1, b"abc")}),
+    ],
+)
+def test_what_is_no_entry_is_refused(data: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="not a prefill entry"):
+        decode_entry(data)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from dynamo_local.clock import HOLD_MAX_S
 from dynamo_local.core.passes import EngineId
 from dynamo_local.core.traffic import RECENT_MAX, Answered, Recent, RecentRequests
 from dynamo_local.errors import DynamoError, NatsUnavailable
@@ -19,10 +21,11 @@ from dynamo_local.transport.observation import (
     Observer,
     Question,
     observe_subject,
+    scatter,
 )
 from dynamo_local.transport.passes import PassRecorder
 from tests.fakes.data_plane.passes import passed
-from tests.fakes.infra.memory_nats import MemoryNats
+from tests.fakes.infra.memory_nats import Callback, MemoryNats, MemoryNatsClient
 
 Serve = Callable[..., Any]
 
@@ -174,3 +177,52 @@ def test_more_requests_than_are_remembered_are_not_told_as_if_they_were_all() ->
     few = recent.of(10.0, RECENT_MAX - 1.0)
     assert few is not None
     assert len(few.began_s) == 10
+
+
+# --- scatter
+# Answers that come together do not hold the asker's loop until the last one of them is read.
+
+ANSWERS = 20
+SUBJECT = "dynamo.load"
+
+
+class InOneTask(MemoryNatsClient):
+    """Gives all of a subscription's messages to its callback in one task, as nats-py does: without a pause while there
+    are more."""
+
+    async def publish(
+        self, subject: str, data: bytes = b"", reply: str = "", headers: dict[str, str] | None = None
+    ) -> None:
+        (subscription,) = self.server.subscriptions
+        self.giving = asyncio.create_task(self._give(subscription.callback))
+
+    async def _give(self, callback: Callback) -> None:
+        for _ in range(ANSWERS):
+            await callback(SimpleNamespace(data=b"answer", headers=None))
+
+
+async def test_others_have_the_loop_while_many_answers_are_read() -> None:
+    loop = asyncio.get_running_loop()
+    turns, taken = 0, 0
+
+    def take(_: Any) -> bool:
+        nonlocal taken
+        until_s = loop.time() + HOLD_MAX_S
+        while loop.time() < until_s:
+            pass
+        taken += 1
+        return taken == ANSWERS
+
+    async def other() -> None:
+        nonlocal turns
+        while taken < ANSWERS:
+            turns += taken > 0
+            await asyncio.sleep(0)
+
+    client = InOneTask(MemoryNats())
+    task = asyncio.create_task(other())
+    nats: Any = client
+    await scatter(nats, SUBJECT, b"", take, what="ask", timeout_s=30.0)
+    await task
+    await client.giving
+    assert turns >= ANSWERS - 2, "between any two answers, as each takes as long as the loop may be held"

@@ -51,14 +51,12 @@ async def steps() -> HandSteps:
 
 @pytest.fixture
 async def drain(steps: HandSteps) -> Drain:
-    """Of a worker that is ready."""
     made = Drain(steps)
     assert made.started()
     return made
 
 
 async def settle() -> None:
-    """Let everything run that can."""
     for _ in range(20):
         await asyncio.sleep(0)
 

@@ -16,7 +16,7 @@ from dynamo_local.ports import PutEvent
 from dynamo_local.sdk import dynamo_context, service
 from dynamo_local.sdk.context import current_context
 from dynamo_local.sdk.loader import LoadedGraph
-from dynamo_local.transport.requests.plane import RequestPlane
+from dynamo_local.transport.requests.client import RequestPlane
 from dynamo_local.worker.context import Connections
 from dynamo_local.worker.flip import Flipping
 from dynamo_local.worker.served_role import RoleHost, ServedRole

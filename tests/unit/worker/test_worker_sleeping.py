@@ -71,7 +71,6 @@ class Worker:
         self.did.append("resume")
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Bounded."""
         async with asyncio.timeout(5.0):
             while not condition():
                 await asyncio.sleep(0)

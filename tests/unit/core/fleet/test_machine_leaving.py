@@ -182,3 +182,16 @@ def test_a_drain_of_our_own_is_not_told_as_a_lost_lease() -> None:
     assert life.worker(0).reason == "down"
     life.gone(0, 0)
     assert life.worker(0).reason == "down"
+
+
+def test_a_worker_that_is_silent_while_the_run_leaves_has_until_its_deadline() -> None:
+    """Its streams may still run: a process that ends has better things to do than to answer."""
+    life = graph()
+    life.heard({0: load()})
+    life.feed(DOWN)
+    gone(life, FRONT, F)
+    for _ in range(11):
+        life.now_s += 3.0
+        assert life.heard({}) == []
+    assert life.worker().health.silent_s > life.fleet.health_bound_s
+    assert life.state() == "draining"

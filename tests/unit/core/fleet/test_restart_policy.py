@@ -109,6 +109,7 @@ def test_failures_are_forgiven_when_an_outage_is_noticed_late() -> None:
     """The first to die of it is seen before it."""
     history, _ = fail(NEW, 1.0)
     history, _ = fail(history, 100.0)
+    assert forgive(history, since_s=100.0) == RestartHistory((1.0,), 1), "counted at that moment"
     assert forgive(history, since_s=99.0) == RestartHistory((1.0,), 1)
     assert forgive(history, since_s=200.0) == history
     assert forgive(RestartHistory((1.0,), 0), since_s=0.0) == NEW

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from dynamo_local.engines.vllm import engine_resources, plugin
-from dynamo_local.engines.vllm.engine import Handoffs
-from dynamo_local.engines.vllm.stats import Statistics
+from dynamo_local.engines.vllm.engine import Handoffs, Statistics
 
 
 def scheduler(running: int = 0, usage: float = 0.0, prefix: tuple[int, int, int] | None = None) -> Any:

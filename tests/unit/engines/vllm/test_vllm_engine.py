@@ -16,8 +16,8 @@ import pytest
 
 from dynamo_local.core.routing.disagg import ASK_PREFILL
 from dynamo_local.engines.vllm.engine import VllmEngine
+from dynamo_local.engines.vllm.launcher import CoreProcesses
 from dynamo_local.engines.vllm.options import VllmOptions
-from dynamo_local.engines.vllm.processes import CoreProcesses
 from dynamo_local.errors import EngineDead, EngineError, InvalidRequest, KvTransferError
 from dynamo_local.ports import EngineOutput, EngineRequest, SamplingParams
 
@@ -106,8 +106,9 @@ def fake_vllm(llm: FakeLlm) -> dict[str, Any]:
         "vllm.v1.engine.exceptions": SimpleNamespace(
             EngineDeadError=EngineDeadError, EngineGenerateError=EngineGenerateError
         ),
-        "dynamo_local.engines.vllm.arguments": SimpleNamespace(engine_args=lambda _words: asked),
-        "dynamo_local.engines.vllm.stat_logger": SimpleNamespace(stat_logger=lambda record: record),
+        "dynamo_local.engines.vllm.arguments": SimpleNamespace(
+            engine_args=lambda _words: asked, stat_logger=lambda record: record
+        ),
     }
 
 

@@ -34,17 +34,14 @@ def exported(
 
 
 def imported(text: str) -> ImportResult:
-    """The configuration of this manifest."""
     return import_graph(read_documents(text, "test"), "test")
 
 
 def components(found: ExportResult) -> dict[str, dict[str, Any]]:
-    """The manifest's components by name."""
     return {one["name"]: one for one in document(found.graph)["spec"]["components"]}
 
 
 def main_of(component: dict[str, Any]) -> dict[str, Any]:
-    """Its main container."""
     (container,) = component["podTemplate"]["spec"]["containers"]
     return dict(container)
 
@@ -56,7 +53,6 @@ def words_of(component: dict[str, Any]) -> list[str]:
 
 
 def env_of(component: dict[str, Any]) -> dict[str, Any]:
-    """Its variables: the value, or where it comes from."""
     return {one["name"]: one.get("value", one.get("valueFrom")) for one in main_of(component).get("env", ())}
 
 
@@ -84,10 +80,8 @@ def manifest(*components: dict[str, Any], **spec: Any) -> str:
 
 
 def worker(args: list[str] | None = None, **more: Any) -> dict[str, Any]:
-    """One vLLM worker."""
     return component(command=VLLM, args=["--model", "org/name"] if args is None else args, **more)
 
 
 def section(text: str, name: str = "W") -> dict[str, Any]:
-    """One section of the configuration."""
     return dict(imported(text).sections[name])

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
+from dynamo_local.errors import BadInput, ConfigError
+from dynamo_local.kubernetes.import_graph import read_documents
 from dynamo_local.kubernetes.manifests import NotCarried
 from tests.unit.kubernetes.manifests.carried import BESIDE, VLLM, component, imported, manifest, section, told, worker
 
@@ -277,7 +279,6 @@ def test_what_cannot_run_on_one_host_is_refused_with_the_reason(part: dict[str, 
 
 
 def service(**keys: Any) -> str:
-    """A graph of v1alpha1 with one vLLM worker, with these keys."""
     main = {"command": VLLM, "args": ["--model", "org/name"]}
     graph = {
         "apiVersion": "nvidia.com/v1alpha1",
@@ -326,3 +327,41 @@ def test_what_serve_would_refuse_is_refused_now() -> None:
     many = worker(resources={"limits": {"nvidia.com/gpu": 4}}, own={"replicas": 3})
     with pytest.raises(NotCarried, match="max_gpu_budget is 8"):
         imported(manifest(many, planner("--config", "{}")))
+
+
+# --- import files
+# Files of manifests: one graph, and other objects beside it.
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "no DynamoGraphDeployment"),
+        ("a: [", "line 1"),
+        ("a: \x00", "not YAML"),
+        ("- 1", "without `kind`"),
+        ("kind: 5", "without `kind`"),
+        ("kind: Service", "kinds Service"),
+        ("kind: DynamoGraphDeployment", "apiVersion is None"),
+        ("kind: DynamoGraphDeployment\napiVersion: nvidia.com/v9", "known are"),
+        (manifest(worker()).replace("name: W", "name: 'a b'"), "components.0.name"),
+        (manifest(worker(), worker() | {"name": "w"}), "unique"),
+        (manifest(worker()) + "---\n" + manifest(worker()).replace("name: g", "name: h"), "say --name"),
+        ("kind: DynamoGraphDeployment\na: 2026-01-01", "not what a manifest may hold"),
+        ("kind: DynamoGraphDeployment\na: &a [*a]", "not what a manifest may hold"),
+        ("[" * 3000, "not"),
+    ],
+)
+def test_what_is_no_manifest_is_refused_in_one_line(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as refused:
+        read_documents(text, "test")
+    assert isinstance(refused.value, BadInput)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_of_several_graphs_one_is_chosen_by_name_and_lists_are_opened() -> None:
+    both = [yaml.safe_load(manifest(worker()).replace("name: g", f"name: {name}")) for name in ("g", "h")]
+    text = yaml.safe_dump({"apiVersion": "v1", "kind": "List", "items": both})
+    assert read_documents(text, "test", "h").graph.metadata.name == "h"
+    with pytest.raises(ConfigError, match="no DynamoGraphDeployment 'x' in it, but g, h"):
+        read_documents(text, "test", "x")

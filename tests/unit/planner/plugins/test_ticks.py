@@ -22,7 +22,6 @@ OWN = Proposal("builtin_load_propose", 10, override(decode=3))
 
 
 def on_virtual_time(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """Minutes pass in no time."""
 
     @functools.wraps(test)
     def run() -> None:

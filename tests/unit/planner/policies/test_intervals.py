@@ -47,7 +47,6 @@ def observation(
     kv: float = 0.7,
     queue: float = 0.3,
 ) -> Decision | None:
-    """The next pull, so late."""
     at_s = intervals.next_pull_at + late_s
     return intervals.on_observation(reading(at_s, None if seen.prefill is None else queue, kv, seen.decode.ready), seen)
 

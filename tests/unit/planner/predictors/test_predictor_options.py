@@ -27,7 +27,6 @@ RISING = (10.0, 20.0, 30.0, 40.0, 50.0)
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The libraries that seem to be installed: what a test puts in."""
     there: set[str] = set()
     monkeypatch.setattr(module, "find_spec", lambda name: name if name in there else None)
     return there

@@ -68,7 +68,6 @@ def make_sender() -> tuple[ResponseSender, FakeTransport]:
 
 
 def make_inbound() -> tuple[InboundStream, FakeTransport]:
-    """Past its greeting."""
     inbound, transport = (
         InboundStream(lambda inbound, token: inbound.accept("w", b""), lambda inbound: None),
         FakeTransport(),
@@ -168,17 +167,6 @@ async def test_frames_that_waited_are_read_as_one_batch() -> None:
     batches: list[list[int]] = []
     await pump(ResponseStream(1, inbound), batches.append)
     assert batches == [[1, 2, 3, 4]]
-
-
-async def test_an_injected_gap_ends_the_stream_typed() -> None:
-    """Lesson of core NATS (3,999 of 5,000 lost unnoticed): what came before the gap is read, then `StreamGap`."""
-    inbound, transport = make_inbound()
-    inbound.data_received(data(0, "a", "b") + data(3, "d") + frame(FrameKind.END, 4))
-    stream = ResponseStream(1, inbound)
-    assert [await anext(stream), await anext(stream)] == ["a", "b"]
-    with pytest.raises(errors.StreamGap, match="continues at item 3, but 2"):
-        await anext(stream)
-    assert transport.aborted
 
 
 async def test_a_missing_end_is_a_lost_worker() -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Missing
+from dynamo_local.planner.pass_model import Kind, PassModel
+from dynamo_local.planner.policies.explain import explain
 from dynamo_local.planner.policies.throughput_load.policy import ThroughputLoadPolicy
-from dynamo_local.planner.values import ComponentTarget, Forecasts, OverrideType, Window
+from dynamo_local.planner.policies.throughput_load.state import ScalingState
+from dynamo_local.planner.values import ComponentTarget, Decision, Forecasts, OverrideType, Reason, Window
 from tests.fakes.planner.engines_seen import (
+    LIMITS,
     MODELS,
+    PREFILL_PASSES,
     LastValue,
     both_loops,
     decide,
@@ -24,6 +31,7 @@ from tests.fakes.planner.engines_seen import (
     sized,
     sla,
     traffic,
+    untrained,
 )
 from tests.fakes.planner.observations import DECODE, PREFILL, pool
 from tests.fakes.planner.options import throughput_load_options
@@ -82,12 +90,6 @@ def test_a_predictor_that_failed_holds() -> None:
     drives = driver(sla(), forecaster=LastValue(failed="it was killed"))
     decision = drives.tick_now(observation(180.0, 3, 3, seen=traffic(180.0, 900)))
     assert (replicas(decision), set(rules(decision).values())) == ((3, 3), {"predict_failed"})
-
-
-def test_traffic_that_is_not_known_holds() -> None:
-    for seen in (traffic(180.0, Missing("prometheus is away")), Missing("prometheus is away")):
-        decision = decide(sla(), 3, 3, seen=seen)
-        assert (replicas(decision), set(rules(decision).values())) == ((3, 3), {"no_traffic_data"})
 
 
 def test_the_predictor_is_asked_for_three_series() -> None:
@@ -154,19 +156,6 @@ def test_proposals_are_those_of_dynamos_builtin_plugins() -> None:
     assert (throughput[0], throughput[1].targets) == (20, bounds)  # type: ignore[union-attr]
 
 
-def test_a_plugin_may_want_otherwise_within_floors_and_budget() -> None:
-    """The reference example of Dynamo's plugins: 7P11D at a budget of 64, 3P5D at one of 8."""
-    for budget, expected in ((64, (7, 11)), (8, (3, 5))):
-        policy = ThroughputLoadPolicy(load_loop(max_gpu_budget=budget), MODELS)
-        state = policy.first(0.0)
-        seen = observation(5.0, 2, 2, queues=[9_000] * 2, kvs=[80_000] * 2)
-        state, _ = policy.predicted(state, seen, None)
-        state, _ = policy.propose(state, seen, None)
-        _, decision = policy.settle(state, seen, (ComponentTarget("prefill", 7), ComponentTarget("decode", 11)))
-        assert replicas(decision) == expected
-        assert set(rules(decision).values()) == {"override_by_user_plugin"}
-
-
 def test_a_plugin_that_rejects_leaves_all_as_it_is() -> None:
     policy = ThroughputLoadPolicy(load_loop(), MODELS)
     state = policy.first(0.0)
@@ -230,3 +219,153 @@ def test_a_queue_that_is_not_known_holds() -> None:
         decide(load_loop(), 2, 1, waiting=3, models={}),
     ):
         assert (replicas(held), rules(held)[PREFILL]) == ((2, 1), "insufficient_data")
+
+
+# --- own benchmarks
+# Models that begin with what a worker measured of itself: before a profile, and before what live passes taught.
+
+SLOW = tuple(replace(one, wall_time_s=one.wall_time_s * 3) for one in PREFILL_PASSES)
+
+
+def seen(policy: ThroughputLoadPolicy, state: ScalingState, at_s: float, benchmark: Any) -> ScalingState:
+    shown = observation(at_s)
+    can = {**shown.capabilities, PREFILL: replace(LIMITS, benchmark=benchmark)}
+    return policy.predicted(state, replace(shown, capabilities=can), None)[0]
+
+
+def took(state: ScalingState) -> float:
+    return state.models[Kind.PREFILL].pass_s(prefill_tokens=PREFILL_PASSES[0].scheduled.sum_prefill_tokens)
+
+
+@pytest.mark.parametrize("known", [untrained(), MODELS], ids=["nothing", "a profile"])
+def test_it_goes_before_a_profile_and_is_named(known: Mapping[Kind, PassModel]) -> None:
+    policy = ThroughputLoadPolicy(load_loop(), known)
+    state = seen(policy, policy.first(0.0), 5.0, SLOW)
+    assert took(state) == pytest.approx(SLOW[0].wall_time_s)
+    assert policy.status(state).models[PREFILL] == "worker"
+    assert state.models[Kind.DECODE] == known[Kind.DECODE]
+
+
+def test_it_is_taken_once_and_again_after_another_configuration() -> None:
+    policy = ThroughputLoadPolicy(load_loop(), untrained())
+    state = seen(policy, policy.first(0.0), 5.0, PREFILL_PASSES)
+    first = state.models[Kind.PREFILL]
+    assert seen(policy, state, 10.0, PREFILL_PASSES).models[Kind.PREFILL] is first
+    assert seen(policy, policy.taking_over(state), 10.0, PREFILL_PASSES).models[Kind.PREFILL] is first
+    again = seen(policy, state, 10.0, SLOW)
+    assert took(again) == pytest.approx(3 * took(state))
+
+
+def test_one_that_makes_no_model_and_none_leave_the_next_source() -> None:
+    policy = ThroughputLoadPolicy(load_loop(), MODELS)
+    begun = policy.first(0.0)
+    for nothing in (None, Missing("it has none"), PREFILL_PASSES[:2]):
+        state = seen(policy, begun, 5.0, nothing)
+        assert took(state) == took(begun)
+    told = policy.status(seen(policy, begun, 5.0, Missing("it has none"))).models
+    assert told[PREFILL].endswith("(it has none)")
+    told = policy.status(seen(policy, begun, 5.0, PREFILL_PASSES[:2])).models
+    assert told[PREFILL].endswith("(its own benchmark makes no model)")
+    bare = ThroughputLoadPolicy(load_loop(), untrained())
+    assert bare.status(seen(bare, bare.first(0.0), 5.0, None)).models == {PREFILL: "none yet", DECODE: "none yet"}
+
+
+# --- reasons
+# Why: Dynamo's enums, the numbers, what it would have taken to do otherwise, and the words.
+
+AT_8 = load_loop(max_gpu_budget=8)
+
+
+def of(decision: Decision, component: str = PREFILL) -> Reason:
+    (found,) = (reason for reason in decision.reasons if reason.component == component)
+    return found
+
+
+def line(decision: Decision, component: str = PREFILL) -> str:
+    (found,) = (one for one in explain(decision) if one.startswith(component))
+    return found
+
+
+def test_a_step_up_in_words() -> None:
+    assert line(decide(load_loop(), 1, 1, queues=[30_000])) == (
+        "PrefillWorker +1 (scale_up): TTFT on the best engine 720.3 > 500; "
+        "at TTFT on the best engine 500 it would have held"
+    )
+
+
+def test_a_refused_step_down_in_words() -> None:
+    said = line(decide(load_loop(), 2, 1, queues=[9_000, 9_000]))
+    assert said.startswith(
+        "PrefillWorker holds (scale_down_refused_consolidation): "
+        "the wait behind the queue, with one engine less, 380 > 335.728"
+    )
+    assert said.endswith("it would have gone -1")
+
+
+def test_a_forecast_in_words() -> None:
+    """With the requests at which one worker less would have done."""
+    said = line(sized(sla(), 7200))
+    assert said == (
+        "PrefillWorker +1 (scale): 40 requests/s are expected, a worker takes 23.53: 2 needed; "
+        "the throughput loop's bound is 2; at predicted requests 4235 it would have held"
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ("publish no forward-pass metrics", decide(load_loop(), 1, 1, queues=[None], kvs=[None])),
+        ("metrics of 1 engines, where 2 are ready", decide(load_loop(), 2, 1, queues=[0, None])),
+        ("workers start or leave (1 ready of 2)", decide(load_loop(), pool(PREFILL, 1, coming=1), 1, queues=[30_000])),
+        ("0 samples of at least 5", decide(load_loop(), 1, 1, models={})),
+        ("not known yet, or what requests look like", sized(sla(), 0, 1, 1)),
+        ("wanted, 8 GPUs counted, max-gpu-budget 8", decide(AT_8, 4, 4, queues=[30_000] * 4, kvs=[100_000] * 4)),
+    ],
+)
+def test_every_hold_is_said(said: str, found: Decision) -> None:
+    assert said in line(found)
+
+
+def test_a_budget_that_held_a_step_says_how_much_it_would_have_taken() -> None:
+    held = decide(AT_8, 4, 4, queues=[30_000] * 4, kvs=[100_000] * 4)
+    other = of(held).otherwise
+    assert other is not None
+    assert (other.name, other.value, other.needed, other.step) == ("max_gpu_budget", 8, 9, 1)
+
+
+def test_both_loops_are_told_under_dynamos_names() -> None:
+    drives = driver(both_loops())
+    while drives.next_at_s < 180.0:
+        between = drives.tick_now(observation(drives.next_at_s))
+    assert between is not None
+    assert of(between).decisions == {"load_scaling_decision": "no_change", "throughput_scaling_decision": "unset"}
+    both = drives.tick_now(observation(180.0, 2, 3, seen=traffic(180.0, 7200)))
+    assert both is not None
+    assert of(both).decisions == {
+        "load_scaling_decision": "scale_down_capped_by_throughput",
+        "throughput_scaling_decision": "set_lower_bound",
+    }
+    assert of(both).otherwise is not None
+    assert (of(both).otherwise.name, of(both).otherwise.needed) == ("throughput_lower_bound", 1)  # type: ignore[union-attr]
+    alone = sized(sla(), 7200)
+    assert of(alone).decisions == {"load_scaling_decision": "disabled", "throughput_scaling_decision": "scale"}
+
+
+@pytest.mark.parametrize("num_req", [900, 4000, 7200, 20_000])
+@pytest.mark.parametrize("ready", [1, 2, 4])
+def test_the_requests_that_would_have_decided_otherwise_do(num_req: int, ready: int) -> None:
+    """Fed back, the step is what was said; one request short of it, it still goes the way that it went."""
+    decision = sized(sla(), num_req, ready, ready)
+    for reason in decision.reasons:
+        other = reason.otherwise
+        if other is None or other.name != "predicted_num_req":
+            continue
+        short = other.needed + (1 if other.needed < num_req else -1)
+        assert of(sized(sla(), other.needed, ready, ready), reason.component).step == other.step != reason.step
+        still = of(sized(sla(), short, ready, ready), reason.component).step
+        assert (still > 0, still < 0) == (reason.step > 0, reason.step < 0)
+
+
+def test_a_target_that_cannot_be_kept_is_said() -> None:
+    said = line(sized(sla(ttft_ms=20.0), 7200))
+    assert "no batch keeps the target: sized for the fastest" in said
