@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 from benchmarks.regret.families import EVEN, FAMILIES, ODD, RECORDED, recorded
-from benchmarks.regret.report import POLICIES, Task, Verdict, as_json, run_task, say, table
+from benchmarks.regret.report import POLICIES, WARM_UP_S, Task, Verdict, as_json, run_task, say, table
 from dynamo_local.errors import BadInput
 
 FOLDER = Path(__file__).parents[2] / "build" / "regret"
@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--first-seed", type=int, default=0, metavar="N", help="begin with that seed")
     parser.add_argument("--policies", default="slo,fixed", help=f"with commas: {', '.join(POLICIES)}")
     parser.add_argument("--hours", type=float, help="length of each trace; by default drawn between 2.5 and 3.5")
+    parser.add_argument("--warm-up", type=float, default=WARM_UP_S / 3600, metavar="HOURS", help="counted apart")
     parser.add_argument("--most", type=float, help="the highest regret that is allowed, such as 0.03")
     parser.add_argument("--minutes", type=float, help="begin no load after so long")
     parser.add_argument("--processes", type=int, default=PROCESSES, help="how many loads at once")
@@ -75,13 +76,13 @@ def _tasks(options: argparse.Namespace) -> Iterator[Task]:
     for seed in seeds:
         for family in families:
             if family != RECORDED:
-                yield Task(family, seed, options.hours, policies, options.kept, options.verbose)
+                yield Task(family, seed, options.hours, policies, options.kept, options.warm_up * 3600, options.verbose)
     if RECORDED in families:
         traces = recorded()
         if not traces:
             say("there are no recorded traces here; DYN_TRACES names their folder")
         for number in range(len(traces)):
-            yield Task(RECORDED, number, None, policies, options.kept, options.verbose)
+            yield Task(RECORDED, number, None, policies, options.kept, options.warm_up * 3600, options.verbose)
 
 
 def _measure(tasks: Sequence[Task], options: argparse.Namespace) -> tuple[list[Verdict], int]:
@@ -106,7 +107,7 @@ def _measure(tasks: Sequence[Task], options: argparse.Namespace) -> tuple[list[V
 
 
 def _said(verdict: Verdict) -> str:
-    since = " after 2 h" if verdict.since_s else ""
+    since = f" after {verdict.since_s / 3600:g} h" if verdict.since_s else ""
     return f"{verdict.policy}{since} {verdict.share:.2%} @ {verdict.gpu_hours:.2f}, regret {verdict.regret:+.1%}"
 
 

@@ -32,9 +32,9 @@ CAP = 24
 """The budget of every policy, and the largest fixed fleet, in GPUs."""
 HOURS = (2.5, 3.5)
 """A trace is that long unless its length is given. The first two hours are left out of the verdict."""
-REQUESTS = (4_000, 12_000)
-"""One simulation of so many takes 2 to 7 s on one core."""
-PEAK_GPUS = (2.5, 10.0)
+REQUESTS = (8_000, 20_000)
+"""One simulation of so many takes 4 to 10 s on one core."""
+PEAK_GPUS = (2.5, 8.0)
 """GPUs of work, fully used, at the rate that one of a hundred half-minutes exceeds."""
 SPEEDS = (0.01, 4.0)
 TAIL = 2.6
@@ -44,8 +44,8 @@ TTFT_FACTORS, ITL_FACTORS = (1.2, 4.0), (1.3, 3.0)
 """Targets, as multiples of what the 95th percentile of the prompts takes alone, and of the gap of one stream."""
 LONGEST_FACTOR = 1.05
 """The longest of 200 prompts keeps its target alone by so much, at the least."""
-TTFT_MAX_S = 8.0
-"""A target that would be longer makes the engines faster, and the fleet smaller, down to the least peak."""
+TTFT_MAX_S, ITL_MAX_S = 6.0, 0.12
+"""Targets that would be longer make the engines faster, and the fleet smaller, down to the least peak."""
 START_UPS_S = (15.0, 90.0)
 SMOOTHED_S = 30
 RECORDED = "recorded"
@@ -266,7 +266,7 @@ def requests_of(family: str, seed: int, hours: float | None = None) -> tuple[Tra
     seconds = round((hours or drawn_hours) * 3600)
     number = round(log_uniform(rng, *REQUESTS) * seconds / (drawn_hours * 3600))
     burstiness, heavy = rng.uniform(0.5, 1.6), rng.random() < 0.5
-    lengths = (log_uniform(rng, 1200, 9000), log_uniform(rng, 20, 300), rng.uniform(0.1, 0.7), rng.uniform(0.2, 0.8))
+    lengths = (log_uniform(rng, 2000, 12000), log_uniform(rng, 20, 200), rng.uniform(0.1, 0.7), rng.uniform(0.2, 0.8))
     shape = FAMILIES[family](rng, seconds)
     of = Lengths(*lengths[:2], shape.isl_sigma or lengths[2], shape.osl_sigma or lengths[3])
     gaps = _gaps(Random(f"{family}/{seed}/gaps"), shape.weibull, burstiness, heavy=heavy)
@@ -375,7 +375,7 @@ def _served(family: str, seed: int, requests: tuple[TraceRequest, ...]) -> Load:
     for each, gpu_s in zip(requests, work, strict=True):
         within[int(each.at_s / SMOOTHED_S)] += gpu_s / SMOOTHED_S
     peak = sorted(within)[int(0.99 * (len(within) - 1))]
-    gpus = max(PEAK_GPUS[0], min(log_uniform(rng, *PEAK_GPUS), peak * TTFT_MAX_S / ttft_s))
+    gpus = max(PEAK_GPUS[0], min(log_uniform(rng, *PEAK_GPUS), peak * TTFT_MAX_S / ttft_s, peak * ITL_MAX_S / itl_s))
     speed = min(SPEEDS[1], max(SPEEDS[0], peak / gpus))
     prefills = math.fsum(timing.prefill_s(each.input_length) for each in requests) / math.fsum(work)
     likely = max(1, round(gpus * prefills)), max(1, round(gpus * (1 - prefills)))

@@ -23,18 +23,22 @@ from benchmarks.contest.measuring import planner_options, slo_of
 from benchmarks.contest.trials import Fleet, Trial
 from benchmarks.regret.families import EVEN, ODD, Load, load_of
 from benchmarks.regret.frontier import FIXED, WINDOW_S, Row, Runs, frontier, hull, least_hours, share_at, simulated
+from benchmarks.regret.rivals import RIVALS
 from benchmarks.traces import Requests
+from dynamo_local.core.routing.estimates import Timing
 from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.policies.protocol import Policy
+from dynamo_local.profile.interpolation import ProfileModel
+from dynamo_local.profile.reading import DEFAULT_PROFILE
 
 WARM_UP_S = 7200.0
-"""The verdict leaves out so much of the beginning."""
+"""One of two verdicts leaves out so much of the beginning."""
 YARDSTICK = 1.2
 """The fixed fleet of the table has so many times the GPUs of the smallest that keeps `TARGET`."""
 TARGET = 0.99
 CLAIRVOYANT = "clairvoyant"
 PLANNERS = ("slo", "load", "sla", "throughput-load")
-POLICIES = (*PLANNERS, CLAIRVOYANT, FIXED)
+POLICIES = (*PLANNERS, CLAIRVOYANT, *RIVALS, FIXED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +59,10 @@ class Verdict:
     took_s: float
 
 
-def judged(load: Load, policies: Sequence[str], folder: Path | None, say: Callable[[str], None]) -> list[Verdict]:
-    """The policies on that load, of the whole trace and after the first two hours (where it is so long)."""
+def judged(
+    load: Load, policies: Sequence[str], folder: Path | None, warm_up_s: float, say: Callable[[str], None]
+) -> list[Verdict]:
+    """The policies on that load: of the whole trace, and after the warm-up (where it is so long)."""
     runs = Runs(load, folder)
     fleets = frontier(runs, say)
     rows = []
@@ -68,12 +74,13 @@ def judged(load: Load, policies: Sequence[str], folder: Path | None, say: Callab
             maker, first = _maker(load, policy)
             rows.append(runs.kept(policy, first, code, partial(simulated, load, first, maker)))
         say(f"{load.name}: {policy} keeps {rows[-1].share():.2%} at {rows[-1].gpu_hours():.2f} GPU-hours")
-    return [verdict(load, row, fleets, since) for row in rows for since in _sinces(load)]
+    return [verdict(load, row, fleets, since) for row in rows for since in _sinces(load, warm_up_s)]
 
 
-def _sinces(load: Load) -> tuple[int, ...]:
-    warm = int(WARM_UP_S / WINDOW_S)
-    return (0, warm) if load.requests[-1].at_s > WARM_UP_S + WINDOW_S else (0,)
+def _sinces(load: Load, warm_up_s: float) -> tuple[int, ...]:
+    """The windows from which a verdict counts."""
+    warm = round(warm_up_s / WINDOW_S)
+    return (0, warm) if warm and load.requests[-1].at_s > warm_up_s + WINDOW_S else (0,)
 
 
 def verdict(load: Load, row: Row, fleets: Iterable[Row], since: int) -> Verdict:
@@ -112,6 +119,9 @@ def _maker(load: Load, policy: str) -> tuple[Callable[[], Policy[Any]], Fleet]:
     if policy == CLAIRVOYANT:
         knows = clairvoyant(load.requests, slo_of(trial), load.start_up_s, load.speed)
         return (lambda: knows), knows.start
+    if policy in RIVALS:
+        timing = Timing(ProfileModel.load(DEFAULT_PROFILE), load.speed)
+        return partial(RIVALS[policy], slo_of(trial), timing), load.first
     return partial(_made, trial, policy), load.first
 
 
@@ -133,7 +143,7 @@ def sources(policy: str) -> str:
     here = Path(__file__).parent
     clairvoyant = here.parent / "contest" / "clairvoyant.py"
     planner = sorted((Path(dynamo_local.__file__).parent / "planner").rglob("*.py"))
-    files = planner if policy in PLANNERS else [clairvoyant]
+    files = planner if policy in PLANNERS else [clairvoyant, here / "rivals.py"]
     told = hashlib.sha256()
     for file in files:
         told.update(file.read_bytes())
@@ -152,13 +162,14 @@ class Task:
     hours: float | None
     policies: tuple[str, ...]
     folder: Path | None
+    warm_up_s: float = WARM_UP_S
     verbose: bool = False
 
 
 def run_task(task: Task) -> list[Verdict]:
     """In a process of its own."""
     tell = say if task.verbose else lambda line: None
-    return judged(load_of(task.family, task.seed, task.hours), task.policies, task.folder, tell)
+    return judged(load_of(task.family, task.seed, task.hours), task.policies, task.folder, task.warm_up_s, tell)
 
 
 def say(line: str) -> None:
@@ -170,9 +181,9 @@ def say(line: str) -> None:
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
-    """For people: losses first. Each row is a policy on a family, after the first two hours where there are more."""
+    """For people: losses first. Each row is a policy on a family."""
     lines = []
-    for title, since in (("After the first two hours", True), ("The whole trace", False)):
+    for title, since in (("After the warm-up", True), ("The whole trace", False)):
         found = [each for each in verdicts if (each.since_s > 0) == since]
         if found:
             lines += [f"{title}:", *_rows(found), ""]
