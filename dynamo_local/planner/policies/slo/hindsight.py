@@ -36,7 +36,7 @@ FIRST_HOLD = 2
 """The candidate that leads until the past says otherwise."""
 FIRST_BINS = 12.0
 """It is ahead by the price of a GPU for so many intervals: nobody leads by chance."""
-MEMORY_S = 7200.0
+MEMORY_S = 5400.0
 """Requests and GPU time of so long ago count e⁻¹."""
 
 Floats = NDArray[np.float64]
@@ -132,10 +132,13 @@ AIM_LEAST = 0.3
 """Misses that no fleet could avoid leave less of that; never less than this share of it."""
 EASY_PRIOR = 200.0
 """What the queueing model says of hopeless requests counts as so many that were seen."""
+DAY_S = 86_400.0
+"""The sums of stretches are kept for so long."""
 JUDGED_MIN = 300.0
 """Before so many requests were judged the price is that of a mean GPU."""
-FACTORS = tuple(4.0 * 0.84**step for step in range(25))
-"""Prices that are tried, in prices of a mean GPU: from 4 down to a sixteenth."""
+FACTORS = tuple(1.5 * 0.88**step for step in range(26))
+"""Prices that are tried, in prices of a mean GPU: from one and a half down to a sixteenth. A dearer one would save GPUs
+for as long as nothing happens that the past has not seen."""
 
 
 # --- The recorded past: requests that ended, until they are judged.
@@ -229,6 +232,50 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
+class Stretch:
+    """A judged stretch of the past: its requests, those that missed a target, and GPU-seconds of the workers that
+    served. `fixed[role][n]` are the requests that n workers would have missed, had there been so many all the time."""
+
+    until_s: float
+    lasted_s: float
+    requests: int
+    missed: int
+    gpu_s: float
+    fixed: tuple[Floats, Floats]
+
+
+@dataclass(frozen=True, slots=True)
+class FixedFleet:
+    """The cheapest fixed fleet that would have kept as large a share over the same time. `share` and `gpu_hours` are
+    what really came, `fixed_*` what that fleet would have made of it, by the queueing model."""
+
+    hours: float
+    share: float
+    gpu_hours: float
+    fleet: tuple[int, int]
+    fixed_share: float
+    fixed_gpu_hours: float
+
+
+def fixed_fleet(stretches: Sequence[Stretch], gpus: tuple[int, int], most_gpus: int) -> FixedFleet | None:
+    """Over these stretches; None without requests. If no fleet keeps as much, the one that keeps most."""
+    requests = sum(each.requests for each in stretches)
+    if not requests:
+        return None
+    lasted_s = sum(each.lasted_s for each in stretches)
+    share = 1.0 - sum(each.missed for each in stretches) / requests
+    prefill, decode = (sum((each.fixed[role] for each in stretches), np.zeros(1)) / requests for role in (0, 1))
+    kept = np.outer(1.0 - np.minimum(prefill, 1.0), 1.0 - np.minimum(decode, 1.0))
+    held = np.add.outer(np.arange(len(prefill)) * gpus[0], np.arange(len(decode)) * gpus[1])
+    kept = np.where(held <= most_gpus, kept, -1.0)
+    enough = kept >= min(share, float(kept.max()))
+    best = int(np.argmin(np.where(enough, held - 1e-6 * kept, np.inf)))
+    fleet = divmod(best, kept.shape[1])
+    own = sum(each.gpu_s for each in stretches) / 3600
+    return FixedFleet(lasted_s / 3600, share, own, fleet, float(kept[fleet]), float(held[fleet]) * lasted_s / 3600)
+
+
+@dataclass(frozen=True, slots=True)
 class Hindsight:
     """What is known of the past. `roles` are the ranks of prefill and decode, `requests` the judged ones (fading).
     `easy` and `easy_missed` are requests, and misses, of intervals that one worker less of each role would have served
@@ -239,6 +286,7 @@ class Hindsight:
     requests: float = 0.0
     easy: float = 0.0
     easy_missed: float = 0.0
+    stretches: tuple[Stretch, ...] = ()
 
     @classmethod
     def of(cls, now_s: float, workers_max: int) -> Hindsight:
@@ -273,20 +321,26 @@ class Hindsight:
         if self.requests < JUDGED_MIN:
             return workers
         found = [
-            max(1, role.held_now(role.leaders(bin_price * each), now_s))
+            max(1, role.held_now(role.leaders(bin_price * each), now_s)) if each else 0
             for role, each in zip(self.roles, gpus, strict=True)
         ]
         return found[0], found[1]
 
-    def judged(self, misses: Misses, lead_bins: tuple[int, int], bin_s: float) -> Hindsight:
-        """With the stretch that was asked for."""
+    def lately(self, seconds: float) -> tuple[Stretch, ...]:
+        """The stretches of the last so many seconds of the judged past."""
+        since_s = self.record.judged_until_s - seconds
+        return tuple(each for each in self.stretches if each.until_s > since_s)
+
+    def judged(self, misses: Misses, lead_bins: tuple[int, int], gpus: tuple[int, int], bin_s: float) -> Hindsight:
+        """With the stretch that was asked for. `gpus` are those of a worker of each role."""
         roles, requests, easy, easy_missed = list(self.roles), self.requests, self.easy, self.easy_missed
-        fades = math.exp(-bin_s / MEMORY_S)
+        fades, gpu_s = math.exp(-bin_s / MEMORY_S), 0.0
         for at, count in enumerate(misses.requests):
             ruled = self.record.ruled_at(self.record.asked_from_s + (at + 1) * bin_s)
             if ruled is None:
                 continue
             requests = fades * requests + count
+            gpu_s += bin_s * (ruled.ready[0] * gpus[0] + ruled.ready[1] * gpus[1])
             is_easy = True
             for role, missed in enumerate((misses.prefill, misses.decode)):
                 one = Bin(ruled.wanted[role], saved_by(missed, at, self.workers_max), float(missed[-1][at]))
@@ -294,8 +348,20 @@ class Hindsight:
                 roles[role] = roles[role].after(one, lead_bins[role], bin_s)
             easy = fades * easy + is_easy * count
             easy_missed = fades * easy_missed + is_easy * self.record.asked_missed[at]
+        until_s = self.record.asked_from_s + len(misses.requests) * bin_s
+        fixed = tuple(np.array([sum(row) for row in missed], dtype=float) for missed in (misses.prefill, misses.decode))
+        stretch = Stretch(
+            until_s,
+            len(misses.requests) * bin_s,
+            sum(misses.requests),
+            sum(self.record.asked_missed),
+            gpu_s,
+            (fixed[0], fixed[1]),
+        )
+        kept = (*self.stretches, stretch) if gpu_s else self.stretches
         return replace(
             self,
+            stretches=tuple(each for each in kept if each.until_s > until_s - DAY_S),
             roles=(roles[0], roles[1]),
             requests=requests,
             easy=easy,
