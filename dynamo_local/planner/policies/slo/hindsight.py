@@ -210,7 +210,9 @@ class Record:
         kept = tuple(each for each in self.requests if each[0] >= until_s - FILL_S)
         done = replace(self, requests=kept, judged_until_s=until_s, due_s=now_s + len(came) / REQUESTS_PER_S)
         if not came:
-            return replace(done, asked=None)
+            return replace(
+                done, asked=Past((), (), (), 0.0, bin_s, bins), asked_from_s=from_s, asked_missed=(0,) * bins
+            )
         first_s = came[0][0]
         if first_s > from_s - fill_s + bin_s and len(came) == REQUESTS_MAX:
             skipped = math.ceil(max(0.0, first_s + fill_s - from_s) / bin_s)
@@ -332,7 +334,9 @@ class Hindsight:
         return tuple(each for each in self.stretches if each.until_s > since_s)
 
     def judged(self, misses: Misses, lead_bins: tuple[int, int], gpus: tuple[int, int], bin_s: float) -> Hindsight:
-        """With the stretch that was asked for. `gpus` are those of a worker of each role."""
+        """With the stretch that was asked for. `gpus` are those of a worker of each role. Nobody starts in the first
+        one: its workers were there."""
+        lead_bins = lead_bins if self.stretches else (0, 0)
         roles, requests, easy, easy_missed = list(self.roles), self.requests, self.easy, self.easy_missed
         fades, gpu_s = math.exp(-bin_s / MEMORY_S), 0.0
         for at, count in enumerate(misses.requests):

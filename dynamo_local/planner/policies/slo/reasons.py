@@ -75,8 +75,8 @@ def _of_the_past(state: SloState, bounds: Bounds, gpu_price: float) -> list[str]
         if fixed is not None and (seconds == HOUR_S or fixed.hours > 1.5):
             found.append(
                 f"in the last {fixed.hours:.1f} h {100 * fixed.share:.1f} % kept the targets with "
-                f"{fixed.gpu_hours:.2f} GPU-hours; the cheapest fixed fleet for as many, {_fleet(fixed.fleet, bounds)}, would have held "
-                f"{fixed.fixed_gpu_hours:.2f}"
+                f"{fixed.gpu_hours:.2f} GPU-hours; the cheapest fixed fleet for as many, "
+                f"{_fleet(fixed.fleet, bounds)}, would have held {fixed.fixed_gpu_hours:.2f}"
             )
     return found
 
@@ -87,7 +87,8 @@ def _fleet(fleet: Fleet, bounds: Bounds) -> str:
 
 def _leaders(ranks: Ranks, bin_price: float) -> str:
     """`1–5 always stay, 6 stays 60 s, none above`: the leading candidate of each rank, neighbours together."""
-    leaders = [HOLDS_S[each] for each in ranks.leaders(bin_price)]
+    # A worker stays for at least as long as those of higher ranks: none of them serves without it.
+    leaders = [HOLDS_S[each] for each in np.maximum.accumulate(ranks.leaders(bin_price)[::-1])[::-1]]
     seen = int(np.max(np.flatnonzero(ranks.held[:, 1]), initial=-1)) + 1
     parts, first = [], 0
     for rank in range(1, seen + 1):

@@ -13,7 +13,7 @@ from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.forecasting.answers import InlineForecaster
 from dynamo_local.planner.policies.slo import forecast as lengths
-from dynamo_local.planner.policies.slo.state import AIM, FACTOR_MAX, FACTOR_MIN, Kept
+from dynamo_local.planner.policies.slo.state import STRICT_MIN, Kept
 from dynamo_local.planner.values import Decision, Ended, Observation, Pool, Reading, Requests, WorkerPools
 from dynamo_local.profile.interpolation import ProfileModel
 from dynamo_local.profile.reading import DEFAULT_PROFILE
@@ -160,38 +160,26 @@ def test_what_waits_is_cleared_beside_what_comes() -> None:
     assert sum(pressed.fleet) <= sum(calm.fleet) + 1
 
 
-def test_a_price_follows_what_was_kept() -> None:
+def kept(missed: int, of: int, hopeless: float = 0.0) -> Kept:
+    """So many of these answers were late; any fleet would have missed that share."""
     late, fine = Ended(1.0, 100, 10, 9.0, 0.01), Ended(1.0, 100, 10, 0.1, 0.01)
-
-    def factor(missed: int, of: int) -> float:
-        answers = [late] * missed + [fine] * (of - missed)
-        return Kept().after(answers, 0.0, 5.0, 1.0, 0.05).factor(0.99)
-
-    aim = round(100 * AIM)  # of 10,000 answers
-    assert factor(0, 10_000) == FACTOR_MAX
-    assert factor(round(0.9 * aim), 10_000) == pytest.approx((1 / 0.9) ** 0.5, abs=0.02)
-    assert factor(aim, 10_000) == pytest.approx(1.0)
-    assert factor(2 * aim, 10_000) == pytest.approx(0.5, abs=0.03)
-    assert factor(1_000, 10_000) == FACTOR_MIN
-    assert factor(0, 0) == pytest.approx(1.0)
+    return Kept().after([late] * missed + [fine] * (of - missed), hopeless, 5.0, 1.0, 0.05)
 
 
-def test_a_target_that_no_fleet_reaches_makes_no_gpu_cheaper() -> None:
-    late, fine = Ended(1.0, 100, 10, 9.0, 0.01), Ended(1.0, 100, 10, 0.1, 0.01)
-    answers = [late] * 400 + [fine] * 9_600
-
-    def factor(hopeless: float) -> float:
-        return Kept().after(answers, hopeless, 5.0, 1.0, 0.05).factor(0.99)
-
-    assert factor(0.0) == FACTOR_MIN
-    assert FACTOR_MIN < factor(0.003) < 0.9
-    assert factor(0.005) == pytest.approx(1.0), "half of what may be missed is out of anybody's reach"
-    assert factor(0.015) == 1.0
+def test_more_misses_than_the_target_allows_make_the_aim_stricter() -> None:
+    assert kept(0, 10_000).strict(0.99) == kept(100, 10_000).strict(0.99) == 1.0
+    assert kept(200, 10_000).strict(0.99) == pytest.approx(0.5, abs=0.05)
+    assert kept(1_000, 10_000).strict(0.99) == STRICT_MIN
 
 
-def test_answers_without_latencies_change_no_price() -> None:
+def test_misses_that_no_fleet_could_avoid_make_it_no_stricter() -> None:
+    assert kept(400, 10_000).strict(0.99) < 0.4
+    assert kept(400, 10_000, hopeless=0.03).strict(0.99) == 1.0
+
+
+def test_answers_without_latencies_say_nothing_of_what_was_kept() -> None:
     unknown = [Ended(1.0, 100, 10)] * 10_000
-    assert Kept().after(unknown, 0.0, 5.0, 1.0, 0.05).factor(0.99) == pytest.approx(1.0), "what was kept is not known"
+    assert Kept().after(unknown, 0.0, 5.0, 1.0, 0.05) == Kept()
 
 
 @pytest.mark.parametrize("rate", [60.0, 120.0])
