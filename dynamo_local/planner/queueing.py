@@ -420,12 +420,15 @@ class _Mixed(_Worker):
 
     def _mixed_pass(self) -> None:
         """Prompts, and parts of them, as far as one pass takes them; one token for each stream."""
-        left, took_s, done = self._engine.options.batched_tokens, 0.0, []
+        left, took_s, launch_s, done = self._engine.options.batched_tokens, 0.0, 0.0, []
         streams, prompts, engine = self.streams, self._prompts, self._engine
         kv = self.kv
         while prompts and left and self._admits():
             at_s, isl, tokens, number = prompts[0]
             part = min(left, isl - self._computed)
+            if not self._computed:  # prompts that begin in one pass are launched together
+                launch_s = engine.pass_s(0)
+                took_s -= launch_s
             took_s += engine.prompt_s(self._computed + part) - engine.prompt_s(self._computed)
             left -= part
             self._computed += part
@@ -439,7 +442,7 @@ class _Mixed(_Worker):
             took_s += self._pass_s(kv, kv / len(streams))
             self.passes += 1
             self.kv += len(streams)
-        self.now_s += took_s
+        self.now_s += took_s + launch_s
         while streams and streams[0][0] <= self.passes:
             self._end()
         for at_s, isl, tokens, number in done:

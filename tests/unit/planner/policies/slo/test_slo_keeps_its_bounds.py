@@ -32,7 +32,7 @@ def _few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class World:
     """Workers that are there at once when they are wanted, and clients with a rate over time. `told`: their latencies
-    are known."""
+    are known. Without prefill workers the graph is aggregated."""
 
     def __init__(
         self, options: PlannerConfig, fleet: tuple[int, int], slower: float = 1.0, *, told: bool = True
@@ -47,7 +47,8 @@ class World:
     def run(self, until_s: float, rate: Callable[[float], float | Missing]) -> None:
         """Tick until then."""
         while (at_s := self.driver.next_at_s) <= until_s:
-            pools = WorkerPools(Pool("P", 1, self.fleet[0], gpus_held=self.fleet[0]), Pool("D", 1, self.fleet[1]))
+            prefill = Pool("P", 1, self.fleet[0], gpus_held=self.fleet[0]) if self.fleet[0] else None
+            pools = WorkerPools(prefill, Pool("D", 1, self.fleet[1]))
             came = rate(at_s)
             traffic = came if isinstance(came, Missing) else None
             requests = None if isinstance(came, Missing) else self._requests(at_s, came)
@@ -55,7 +56,7 @@ class World:
             decision = self.driver.tick_now(observation)
             assert decision is not None
             self.decisions.append(decision)
-            self.fleet = (decision.targets["P"], decision.targets["D"])
+            self.fleet = (decision.targets.get("P", 0), decision.targets["D"])
 
     def _requests(self, at_s: float, rate: float) -> Requests:
         count = round(rate * 5)
@@ -145,6 +146,17 @@ def test_a_worker_that_crashes_is_wanted_again() -> None:
         world.fleet = (max(1, settled[0] - lost[0]), max(1, settled[1] - lost[1]))
         world.run(world.driver.next_at_s + 60, lambda at_s: 30.0)
         assert (world.fleet[0] >= settled[0], world.fleet[1] >= settled[1]) == (True, True)
+
+
+def test_an_aggregated_graph_follows_its_load() -> None:
+    world = World(OPTIONS, (0, 2))
+    world.run(200, lambda at_s: 4.0)
+    calm = world.fleet
+    world.run(400, lambda at_s: 40.0)
+    assert world.fleet[0] == 0
+    assert world.fleet[1] > calm[1]
+    assert all(set(decision.targets) == {"D"} for decision in world.decisions)
+    assert {reason.component for reason in world.decisions[-1].reasons} == {"D"}
 
 
 def test_what_waits_is_cleared_beside_what_comes() -> None:
