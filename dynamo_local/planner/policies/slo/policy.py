@@ -205,7 +205,10 @@ class SloPolicy:
         if past is not None:
             ready = _ready(observation.pools)
             past = past.decided(ruled, ready, observation.at_s)
-            fleet = within(past.held(ruled, gpu_price * INTERVAL_S, bounds.gpus, observation.at_s), now, bounds)
+            held = past.held(ruled, gpu_price * INTERVAL_S, bounds.gpus, observation.at_s)
+            if any(each.name == FLIP for each in state.scaling_options):
+                held = _kept(ruled, held, sum(now))
+            fleet = within(held, now, bounds)
         fleet = self._not_below_the_first(state, observation, fleet, now, flips)
         if fleet == now and all(scaling_option.name != FLIP for scaling_option in state.scaling_options):
             fleet = swapped(
@@ -422,6 +425,15 @@ def _moment(state: SloState, scaling_option: int, known: dict[float, tuple[Share
         reported = known[on_grid(each.rate)]
         scenarios += [(each.weight * each.rate / len(reported), shares) for shares in reported]
     return Moment(tuple(scenarios))
+
+
+def _kept(ruled: Fleet, held: Fleet, total: int) -> Fleet:
+    """What the past holds beyond what the rule wants, where workers change roles. A worker that left one role by a flip
+    is not missing there: no more are held than the `total` that there are."""
+    fleet = [*ruled]
+    while sum(fleet) < min(sum(held), total):
+        fleet[0 if held[0] - fleet[0] >= held[1] - fleet[1] else 1] += 1
+    return fleet[0], fleet[1]
 
 
 def _of_role(role: str, fleet: Fleet) -> int:
