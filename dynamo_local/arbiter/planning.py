@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from dynamo_local.planner.plugins.service import PluginService
 from dynamo_local.planner.policies.protocol import Policy
 from dynamo_local.planner.records import decision_log as decisions
 from dynamo_local.planner.records.decision_log import DecisionLog, decision_log_path
-from dynamo_local.planner.records.ticks import TickLog, tick_log_path
+from dynamo_local.planner.records.ticks import TickLog, recorded_requests, tick_log_path
 from dynamo_local.planner.scaling_times import ScalingTimes
 from dynamo_local.state.schema import PlannerEntry
 
@@ -44,6 +44,10 @@ log = logging.getLogger(__name__)
 
 NOT_STARTED = Trouble("the planner's start")
 
+RECORDED_S = 6 * 3600.0
+"""A planner begins with its recorded requests of at most so long ago: older ones would count less than 2 %."""
+RECORDED_MAX = 200_000
+"""And with at most so many."""
 NOT_OPTIONS = frozenset({"enabled", "namespace"})
 """Keys of the section that are no options of a policy."""
 AT_START = {
@@ -203,9 +207,13 @@ class ArbiterPlanner:
             await self._keep()
             return self.status()
 
-    async def prepared(self, options: PlannerConfig) -> Policy[Any]:
-        """The policy of these options. Raises `ConfigError`."""
-        return await asyncio.to_thread(_policy_of, options)
+    async def prepared(self, options: PlannerConfig, *, begins: bool = False) -> Policy[Any]:
+        """The policy of these options. One that begins knows the recorded requests. Raises `ConfigError`."""
+        by_name = {spec.name: spec.resources.gpu for spec in self._graph.services}
+        prefill, decode = planned_components(self._graph)
+        gpus = (0 if prefill is None else max(1, by_name[prefill]), max(1, by_name[decode]))
+        ticks = tick_log_path(self._log_path.parent) if begins else None
+        return await asyncio.to_thread(_policy_of, options, gpus, ticks)
 
     def reconfigure(
         self, graph: GraphSpec, options: PlannerConfig | None = None, policy: Policy[Any] | None = None
@@ -288,7 +296,7 @@ class ArbiterPlanner:
                 "this run carries out another planner's decisions (--follow), and two planners would undo each "
                 "other's; to plan here, `dynamo serve` it without --follow"
             )
-        policy = await self.prepared(options)
+        policy = await self.prepared(options, begins=True)
         if self._loop is None or self._world is None:
             self._world = self.world()
             self._loop = await self._made(self._world)
@@ -463,8 +471,19 @@ class PlannerPlugins:
         return Counters() if self._service is None else self._service.registry.counters
 
 
-def _policy_of(options: PlannerConfig) -> Policy[Any]:
-    """`choosing.policy_of`. The first call imports all policies, and some of them read files: call it in a thread."""
+def _policy_of(options: PlannerConfig, gpus: tuple[int, int], ticks: Path | None) -> Policy[Any]:
+    """`choosing.policy_of`. The first call imports all policies, and some of them read files: call it in a thread.
+
+    Without `history` the policy `slo` begins with the requests of the tick log, if they can be read.
+    """
     from dynamo_local.planner import choosing
 
-    return choosing.policy_of(options)
+    recorded: Sequence[tuple[float, int, int]] = ()
+    if ticks is not None and options.policy == "slo" and options.history is None:
+        try:
+            recorded = recorded_requests(ticks, RECORDED_S, RECORDED_MAX)
+        except (BadInput, OSError) as error:
+            log.warning("the planner begins without its recorded requests: %s", error)
+        if recorded:
+            log.info("the planner begins with %d requests of its last %.1f h", len(recorded), -recorded[0][0] / 3600)
+    return choosing.policy_of(options, gpus=gpus, recorded=recorded)

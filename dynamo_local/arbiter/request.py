@@ -87,6 +87,10 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, 
         planned_components(spec)
         check_planner(planner, spec)
         check_profile(planner, spec)
+        if planner.history is not None:
+            from dynamo_local.planner.choosing import history_of  # imports all policies
+
+            history_of(planner)
     follow = _followed(options, spec, starts)
     spec = with_flips(graph, spec, config)
     notes = (

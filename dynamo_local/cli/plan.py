@@ -101,6 +101,8 @@ def plan(as_json: bool, write: Path | None, **words: Any) -> int:
         click.echo(json.dumps(_json(candidates, text), indent=2))
     else:
         _print(candidates, wanted, traces, text, write)
+        if words["trace"] is not None:
+            click.echo(f"a planner of the policy slo begins with this load by Planner: {{history: {words['trace']}}}")
     return 0 if planned.attained else EXIT_FAILED
 
 

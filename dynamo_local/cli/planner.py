@@ -230,7 +230,7 @@ def _here(options: Mapping[str, Any]) -> dict[str, Any]:
     from dynamo_local.profile.reading import shipped_profiles
 
     found = dict(options)
-    for name in ("log_dir", "load_predictor_warmup_trace", "profile_results_dir"):
+    for name in ("history", "log_dir", "load_predictor_warmup_trace", "profile_results_dir"):
         path = found.get(name)
         if path and not (name == "profile_results_dir" and path in shipped_profiles()):
             found[name] = str(Path(path).absolute())

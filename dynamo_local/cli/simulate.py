@@ -418,6 +418,7 @@ def _case(
     from dynamo_local.core.routing.estimates import Targets
     from dynamo_local.core.types import Actuator
     from dynamo_local.engines.sim.options import SimOptions
+    from dynamo_local.planner.choosing import policy_of
     from dynamo_local.simulator.options import FleetShape, SimulationOptions
     from dynamo_local.simulator.simulation import Case
 
@@ -448,6 +449,7 @@ def _case(
         name,
         options,
         planner=config if planned and config.enabled else None,
+        make_policy=partial(policy_of, gpus=(options.prefill_gpus if shape[0] else 0, options.decode_gpus)),
         no_operation=config.no_operation,
         make_picker=partial(sim_picker, params["router"], params["seed"], sim, targets),
     )

@@ -436,6 +436,9 @@ class SloFields(BaseModel):
     """Share of the requests that is to keep both targets: a tenth of the misses makes a GPU worth ten times as much."""
     cost_factor: Positive = 1.0
     """How much a GPU must do to be held, against what `target` asks of it: 2 holds fewer, 0.5 more."""
+    history: Path | None = None
+    """Trace (as `load-predictor-warmup-trace`) of the requests before the start: the past by which it plans at first.
+    Without it that is what the planner of this namespace recorded last."""
 
 
 # --- targets

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import glob
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,12 @@ from dynamo_local.planner.policies.load_planner import LoadPlanner
 from dynamo_local.planner.policies.protocol import Policy
 from dynamo_local.planner.policies.sla import SlaPolicy
 from dynamo_local.planner.policies.slo.policy import SloPolicy
-from dynamo_local.planner.policies.slo.scaling_options import START_UP_S
+from dynamo_local.planner.policies.slo.scaling_options import INTERVAL_S, START_UP_S
+from dynamo_local.planner.policies.slo.warm_start import Request, warmed
 from dynamo_local.planner.policies.throughput_load.policy import ThroughputLoadPolicy
 from dynamo_local.planner.policies.throughput_load.state import learning_of
 from dynamo_local.planner.predictors import check_installed, windows_max
+from dynamo_local.planner.queueing import Engine, EngineOptions
 from dynamo_local.planner.queueing_task import passes_of
 from dynamo_local.planner.values import WINDOWS_MAX, Window
 from dynamo_local.profile.interpolation import interpolators
@@ -59,6 +61,11 @@ def read_warmup(named: str, window_s: float, windows_max: int = WINDOWS_MAX) -> 
     Blocks, for as long as reading takes. Raises `BadTrace`, in one line.
     """
     return _windows(_arrivals(_files(named)), window_s, windows_max)
+
+
+def read_requests(named: str) -> list[Request]:
+    """The trace's requests, as `read_warmup` names it: seconds, ascending, and tokens. Raises `BadTrace`."""
+    return sorted((each.at_ms / 1000, each.isl, max(1, each.osl)) for each in _arrivals(_files(named)))
 
 
 # --- which files -------------------------------------------------------------------------------
@@ -170,11 +177,29 @@ def _window(arrivals: list[_Arrival]) -> Window:
     )
 
 
-def policy_of(options: PlannerConfig, *, start_up_s: float = START_UP_S, speed: float = 1.0) -> Policy[Any]:
+def history_of(options: PlannerConfig) -> list[Request]:
+    """The requests of `history`; none without that option. Raises `ConfigError`."""
+    if options.history is None:
+        return []
+    try:
+        return read_requests(str(options.history))
+    except BadTrace as error:
+        raise ConfigError(f"Planner: history: {error}") from error
+
+
+def policy_of(
+    options: PlannerConfig,
+    *,
+    start_up_s: float = START_UP_S,
+    speed: float = 1.0,
+    gpus: tuple[int, int] | None = None,
+    recorded: Sequence[Request] = (),
+) -> Policy[Any]:
     """A new policy with these options. Raises `ConfigError` if a file or a library that they name cannot be used.
 
     `slo` takes `start_up_s` for the lead time until it has observed a start, and engines that are `speed` times as
-    fast as their profile says.
+    fast as their profile says. It begins with the `recorded` requests if there is no `history`. That takes seconds.
+    `gpus` are those of a prefill worker (0: the graph is aggregated) and of a decode worker; by default the options'.
     """
     check_installed(options)
     match options.policy:
@@ -183,10 +208,30 @@ def policy_of(options: PlannerConfig, *, start_up_s: float = START_UP_S, speed: 
         case "sla":
             return _sla(options)
         case "slo":
-            profile = str(options.profile_results_dir or DEFAULT_PROFILE)
-            return SloPolicy(options, passes_of(profile, speed), profile, start_up_s, speed)
+            each = gpus or (options.prefill_engine_num_gpu or 1, options.decode_engine_num_gpu or 1)
+            return _slo(options, start_up_s, speed, each, history_of(options) or recorded)
         case "throughput-load":
             return _throughput_load(options)
+
+
+def _slo(
+    options: PlannerConfig, start_up_s: float, speed: float, gpus: tuple[int, int], requests: Sequence[Request]
+) -> SloPolicy:
+    profile = str(options.profile_results_dir or DEFAULT_PROFILE)
+    passes, engine = passes_of(profile, speed), EngineOptions(mixed=not gpus[0])
+    history = None
+    if requests:
+        history = warmed(
+            requests,
+            Engine(passes, engine),
+            options.ttft_ms / 1000,
+            options.itl_ms / 1000,
+            workers_max=options.max_gpu_budget // min(each for each in gpus if each),
+            lead_s=start_up_s,
+            gpus=gpus,
+            bin_s=INTERVAL_S,
+        )
+    return SloPolicy(options, passes, profile, start_up_s, speed, history=history)
 
 
 def _sla(options: PlannerConfig) -> SlaPolicy:

@@ -128,13 +128,8 @@ def read(
     Empty if nothing was written. Lines that are no records (half written, edited) are left out.
     """
     found: list[Record] = []
-    below = None
-    for record in _backwards(path, kinds):
-        seq = record["seq"]
-        if below is not None and seq >= below:
-            continue  # the file was rotated while we read: the same lines under their new name
-        below = seq
-        if seq <= since_seq or (last is not None and len(found) >= last):
+    for record in newest_first(path, kinds):
+        if record["seq"] <= since_seq or (last is not None and len(found) >= last):
             break
         if wanted(record):
             found.append(record)
@@ -162,6 +157,29 @@ def oldest_first(path: Path, kinds: Kinds) -> Iterator[Record]:
                     yield record
 
 
+def newest_first(path: Path, kinds: Kinds, *, bytes_max: float = math.inf) -> Iterator[Record]:
+    """Newest first, through the file and its rotated predecessors; of them at most the last `bytes_max` bytes.
+
+    A last line without its end is left out.
+    """
+    below, left = math.inf, bytes_max
+    for file in (path, *(_numbered(path, n) for n in range(1, KEPT + 1))):
+        try:
+            with file.open("rb") as handle:
+                size = handle.seek(0, os.SEEK_END)
+                handle.seek(max(0, size - int(min(size, left))))
+                block = handle.read()
+        except FileNotFoundError:
+            continue
+        left = max(0, left - len(block))
+        for line in reversed(block.split(b"\n")[:-1]):
+            record = parsed(line, kinds) if line else None
+            # The file may be rotated while we read: the same lines under their new name.
+            if record is not None and record["seq"] < below:
+                below = record["seq"]
+                yield record
+
+
 def parsed(line: bytes, kinds: Kinds) -> Record | None:
     """The record of one line; None if it is none."""
     try:
@@ -179,18 +197,6 @@ def _numbered(path: Path, n: int) -> Path:
 
 def _line(record: Record) -> bytes:
     return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
-
-
-def _backwards(path: Path, kinds: Kinds) -> Iterator[Record]:
-    """Newest first, through the file and its rotated predecessors. A last line without its end is left out."""
-    for file in (path, *(_numbered(path, n) for n in range(1, KEPT + 1))):
-        try:
-            block = file.read_bytes()
-        except FileNotFoundError:
-            continue
-        for line in reversed(block.split(b"\n")[:-1]):
-            if line and (record := parsed(line, kinds)) is not None:
-                yield record
 
 
 # Reads traces: files of JSON lines, gzipped if their names end in `.gz`.

@@ -186,6 +186,39 @@ def decided(decision: Decision | None) -> Decided | None:
     return Decided(dict(decision.targets), decision.steps, rules)
 
 
+RECORDED_BYTES_MAX = 64 * 1024 * 1024
+
+
+def recorded_requests(path: Path, seconds: float, count: int) -> list[tuple[float, int, int]]:
+    """The last requests of the log, at most those of so many seconds and so many: when each came (seconds, ascending),
+    and the tokens of its prompt and answer. The last tick is at 0 s.
+
+    Time in which nothing was recorded is left out. Reads at most `RECORDED_BYTES_MAX`. Raises `BadInput` or `OSError`.
+    """
+    found: list[tuple[float, int, int]] = []
+    ends_s = 0.0  # where the ticks that are not read yet end
+    for record in jsonl.newest_first(path, KINDS, bytes_max=RECORDED_BYTES_MAX):
+        if record["kind"] != TICK or record["version"] not in READABLE:
+            continue
+        try:
+            reported = json.loads(zlib.decompress(base64.b64decode(record["pull"], validate=True))).get("requests")
+            seen = None if reported is None else _clients_in(reported)
+        except (AttributeError, KeyError, TypeError, ValueError, zlib.error) as error:
+            raise _bad(record, error) from None
+        if seen is None:
+            continue
+        moved_s = ends_s - seen.at_s
+        found += [
+            (each.at_s - each.lasted_s + moved_s, each.isl, max(1, each.osl))
+            for each in seen.ended
+            if each.ttft_s is not None
+        ]
+        ends_s -= max(0.0, seen.at_s - seen.since_s)
+        if ends_s <= -seconds or len(found) >= count:
+            break
+    return sorted(found)
+
+
 # --- records ---------------------------------------------------------------------------------------
 
 

@@ -23,6 +23,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,7 +82,7 @@ class Ranks:
 
     def after(self, one: Bin, lead_bins: int, bin_s: float) -> Ranks:
         """With one more interval of the past. A worker that was away serves `lead_bins` intervals after its order."""
-        fades = math.exp(-bin_s / MEMORY_S)
+        fades = self.fades(bin_s)
         idle = np.where(np.arange(len(self.idle)) < one.wanted, 0.0, self.idle + 1)
         there = idle[:, None] * bin_s <= np.asarray(HOLDS_S)[None, :]
         away = np.where(there & ~self.there, float(lead_bins), np.maximum(self.away - 1, 0.0))
@@ -95,6 +96,29 @@ class Ranks:
             idle=idle,
             there=there,
             away=away,
+        )
+
+    @staticmethod
+    def fades(bin_s: float) -> float:
+        """What remains of a sum after an interval of `bin_s` seconds."""
+        return math.exp(-bin_s / MEMORY_S)
+
+    def resized(self, workers_max: int) -> Ranks:
+        """With so many ranks: the upper ones go, or come without a past."""
+        none, kept = Ranks.of(workers_max), min(workers_max, len(self.idle))
+
+        def joined(known: NDArray[Any], new: NDArray[Any]) -> NDArray[Any]:
+            return np.concatenate((known[:kept], new[kept:]))
+
+        return Ranks(
+            joined(self.saved, none.saved),
+            joined(self.held, none.held),
+            joined(self.saveable, none.saveable),
+            self.missed,
+            joined(self.idle, none.idle),
+            joined(self.there, none.there),
+            joined(self.away, none.away),
+            joined(self.wanted, none.wanted),
         )
 
     def wants(self, workers: int, now_s: float) -> Ranks:
@@ -245,6 +269,12 @@ class Stretch:
     gpu_s: float
     fixed: tuple[Floats, Floats]
 
+    def resized(self, workers_max: int) -> Stretch:
+        """For so many workers. More than were judged would have missed as many as all of those."""
+        counts = np.arange(workers_max + 1)
+        prefill, decode = (missed[np.minimum(counts, len(missed) - 1)] for missed in self.fixed)
+        return replace(self, fixed=(prefill, decode))
+
 
 @dataclass(frozen=True, slots=True)
 class FixedFleet:
@@ -294,6 +324,19 @@ class Hindsight:
     def of(cls, now_s: float, workers_max: int) -> Hindsight:
         """Without a past."""
         return cls(Record(now_s), (Ranks.of(workers_max), Ranks.of(workers_max)))
+
+    def begun(self, now_s: float) -> Hindsight:
+        """A past whose clock ended at 0 s, as that of a planner that begins now."""
+        prefill, decode = (replace(role, wanted=role.wanted + now_s) for role in self.roles)
+        return replace(self, record=Record(now_s), roles=(prefill, decode))
+
+    def resized(self, workers_max: int) -> Hindsight:
+        """With so many workers of a role, at most. A stretch that is being judged is given up."""
+        if workers_max == self.workers_max:
+            return self
+        prefill, decode = (role.resized(workers_max) for role in self.roles)
+        stretches = tuple(each.resized(workers_max) for each in self.stretches)
+        return replace(self, roles=(prefill, decode), stretches=stretches, record=replace(self.record, asked=None))
 
     @property
     def workers_max(self) -> int:

@@ -46,12 +46,14 @@ from dynamo_local.planner.policies.slo.scaling_options import (
     swapped,
 )
 from dynamo_local.planner.policies.slo.state import (
+    Means,
     SloState,
     clearing,
     seen_requests,
     with_requests,
     with_scaling_options,
 )
+from dynamo_local.planner.policies.slo.warm_start import WarmStart
 from dynamo_local.planner.queueing import EngineOptions, Passes, Shares
 from dynamo_local.planner.queueing_task import Question, misses_of, on_grid, shares_of
 from dynamo_local.planner.values import (
@@ -89,7 +91,8 @@ class _Absorbed:
 
 @dataclass(frozen=True, slots=True)
 class SloPolicy:
-    """`planner.policies.protocol.Policy` of `SloState`. `passes` is the profile's engine."""
+    """`planner.policies.protocol.Policy` of `SloState`. `passes` is the profile's engine; `history` has requests from
+    before the planner began."""
 
     options: PlannerConfig
     passes: Passes
@@ -97,11 +100,20 @@ class SloPolicy:
     start_up_s: float = START_UP_S
     speed: float = 1.0
     engine: EngineOptions = EngineOptions()  # noqa: RUF009 - frozen
+    history: WarmStart | None = None
     _last: _Absorbed = field(default_factory=lambda: _Absorbed(), compare=False, repr=False)
 
     def first(self, now_s: float) -> SloState:
-        """The first decision is due after one interval."""
-        return SloState(now_s, now_s + INTERVAL_S, first_until_s=now_s)
+        """The first decision is due after one interval. A history is the past that ends now."""
+        state = SloState(now_s, now_s + INTERVAL_S, first_until_s=now_s)
+        history = self.history
+        if history is None:
+            return state
+        means = Means(history.rate, history.mean_gpus, history.bins)
+        mean_price = price(self.options.target, self.options.cost_factor, means.rate, means.gpus)
+        past = history.past.begun(now_s)
+        found = past.factor(history.gpus, self.options.target, mean_price * INTERVAL_S, 1.0)
+        return replace(state, past=past, means=means, price_factor=found)
 
     def taking_over(self, state: SloState) -> SloState:
         """Knowledge of the traffic stays. Results that depend on the targets are computed anew."""
@@ -342,8 +354,7 @@ class SloPolicy:
             return state
         most = self._most(observation.pools)
         past = state.past
-        if past is None or past.workers_max != most:
-            past = Hindsight.of(seen.since_s, most)
+        past = Hindsight.of(seen.since_s, most) if past is None else past.resized(most)
         ttft_s, itl_s = self.options.ttft_ms / 1000, self.options.itl_ms / 1000
         past = replace(past, record=past.record.after(seen.ended, ttft_s, itl_s))
         return replace(state, past=past.asking(state.ended, observation.at_s, INTERVAL_S))

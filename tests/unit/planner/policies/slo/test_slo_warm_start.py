@@ -1,0 +1,153 @@
+"""Requests from before the start are judged as the planner's own past, and hold workers from the first decision on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo_local.config.planner import PlannerConfig
+from dynamo_local.errors import BadInput, ConfigError
+from dynamo_local.planner.choosing import policy_of
+from dynamo_local.planner.policies.slo.hindsight import HOLDS_S, JUDGED_MIN, Hindsight
+from dynamo_local.planner.policies.slo.policy import SloPolicy
+from dynamo_local.planner.policies.slo.warm_start import HISTORY_REQUESTS, Request, WarmStart, stretches, warmed
+from dynamo_local.planner.queueing import Engine, EngineOptions
+from dynamo_local.planner.queueing_task import passes_of
+from dynamo_local.planner.records.ticks import recorded_requests, tick_record
+from dynamo_local.planner.values import Ended, Observation, Pool, Reading, Requests, WorkerPools
+from dynamo_local.profile.reading import DEFAULT_PROFILE
+from dynamo_local.system.json_lines import JsonLog
+
+BIN_S = 5.0
+GPU_PRICE = 0.2
+"""Requests that a GPU must save per interval."""
+
+
+def bursts(lull_s: float, hours: float = 1.5) -> list[Request]:
+    """One request per second, and forty per second in bursts of one minute."""
+    found, at_s = list[Request](), 0.0
+    while at_s < hours * 3600:
+        bursting = at_s % (60.0 + lull_s) < 60.0
+        found.append((at_s, 3000, 20))
+        at_s += 0.025 if bursting else 1.0
+    return found
+
+
+def begun(requests: list[Request], workers_max: int = 4) -> WarmStart:
+    engine = Engine(passes_of(DEFAULT_PROFILE), EngineOptions())
+    found = warmed(requests, engine, 0.5, 0.05, workers_max, lead_s=30.0, gpus=(1, 1), bin_s=BIN_S)
+    assert found is not None
+    return found
+
+
+def held(past: Hindsight, price: float = GPU_PRICE, now_s: float = 1000.0) -> int:
+    """Prefill workers that are held at the first decision, where the rule wants one."""
+    return past.begun(now_s).held((1, 1), price, (1, 1), now_s)[0]
+
+
+def test_the_workers_of_bursts_with_short_lulls_are_held_from_the_first_decision_on() -> None:
+    past = begun(bursts(60.0)).past
+    assert past.requests > JUDGED_MIN
+    assert held(past) >= 2
+
+
+def test_after_a_long_lull_the_workers_of_the_last_burst_are_gone() -> None:
+    past = begun([*bursts(1200.0, 1.0), (3600.0 + 1100.0, 3000, 20)]).past
+    assert held(past) < held(begun(bursts(60.0)).past)
+
+
+def test_its_clock_ends_at_the_beginning_of_the_plan() -> None:
+    past = begun(bursts(60.0)).past.begun(500.0)
+    assert past.record.judged_until_s == 500.0
+    assert past.roles[0].wanted.max() <= 500.0
+    assert past.stretches == (), "explain counts what this run has held"
+
+
+def test_another_number_of_workers_keeps_the_ranks_that_both_have() -> None:
+    past = begun(bursts(60.0)).past
+    fewer, more = past.resized(2), past.resized(9)
+    assert (fewer.workers_max, more.workers_max) == (2, 9)
+    assert (fewer.roles[0].saved == past.roles[0].saved[:2]).all()
+    assert (more.roles[0].saved[:4] == past.roles[0].saved).all()
+    assert fewer.roles[0].there.shape == (2, len(HOLDS_S))
+
+
+def test_a_long_history_is_thinned_and_keeps_its_end() -> None:
+    came = [(n / 4, 100, 10) for n in range(4 * 86_400)]
+    found = stretches(came, 0.0, 86_400.0, BIN_S)
+    assert sum(len(each.times) for each in found) <= 1.1 * HISTORY_REQUESTS
+    last = found[-1]
+    assert last.times[-1] == pytest.approx(last.judged_from_s + last.bins * BIN_S, abs=1.0)
+
+
+# --- the option
+
+
+def options(**given: Any) -> PlannerConfig:
+    return PlannerConfig(policy="slo", **given)
+
+
+def trace(file: Path, requests: list[Request]) -> Path:
+    rows = ({"timestamp": 1000 * at_s, "input_length": isl, "output_length": osl} for at_s, isl, osl in requests)
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+def test_the_policy_begins_with_the_history_of_a_file(tmp_path: Path) -> None:
+    policy = policy_of(options(history=trace(tmp_path / "t.jsonl", bursts(60.0, 0.25))))
+    assert isinstance(policy, SloPolicy)
+    state = policy.first(100.0)
+    assert state.past is not None
+    assert state.past.requests > JUDGED_MIN
+    assert state.means.rate > 1.0
+
+
+def test_a_wrong_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "t.jsonl"
+    with pytest.raises(ConfigError, match=r"Planner: history: .*no file"):
+        policy_of(options(history=file))
+    file.write_text('{"timestamp": 0}')
+    with pytest.raises(ConfigError, match=r"history: .*line 1: input_length is missing"):
+        policy_of(options(history=file))
+
+
+def test_only_slo_takes_it() -> None:
+    with pytest.raises(ValueError, match="history is an option of the policy slo"):
+        PlannerConfig(policy="load", history="t.jsonl")
+
+
+# --- the tick log
+
+
+class Log(JsonLog):
+    what = "tick"
+    kinds = ()
+
+
+def tick(since_s: float, *began_s: float) -> dict[str, Any]:
+    at_s = since_s + 5.0
+    ended = tuple(Ended(each + 2.0, 100, 11, ttft_s=1.0, itl_s=0.1) for each in began_s)
+    pools = WorkerPools(None, Pool("decode", 1, 1), pending=False)
+    return tick_record(
+        Observation(Reading(at_s, None, {}), pools, requests=Requests(since_s, at_s, (), ended)), decision=None
+    )
+
+
+def test_recorded_requests_are_those_of_the_log_without_the_time_between_two_planners(tmp_path: Path) -> None:
+    path = tmp_path / "ticks.jsonl"
+    assert recorded_requests(path, 3600.0, 100) == []
+    Log(path).append([tick(0.0, 1.0), tick(5.0, 6.0), tick(900.0, 901.0), tick(2.0, 3.0)])
+    found = recorded_requests(path, 3600.0, 100)
+    assert [each[0] for each in found] == [-19.0, -14.0, -9.0, -4.0]
+    assert found[0][1:] == (100, 11)
+    assert [each[0] for each in recorded_requests(path, 10.0, 100)] == [-9.0, -4.0]
+
+
+def test_a_record_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "ticks.jsonl"
+    Log(path).append([{**tick(0.0, 1.0), "pull": "????"}])
+    with pytest.raises(BadInput, match="record 1 of the log of ticks"):
+        recorded_requests(path, 3600.0, 100)
