@@ -22,8 +22,8 @@ from dynamo_local.planner.policies.slo.hindsight import (
 from dynamo_local.planner.queueing import Engine, Past, misses
 
 HISTORY_REQUESTS = 60_000
-"""A warm start judges about so many requests: 4 s of processor time for a day of 42 requests/s. Of a longer history it takes every
-second stretch, or every third, …"""
+"""A warm start judges about so many requests (4 s of processor time). Of a longer history it takes every second
+stretch, or every third, …"""
 
 Request = tuple[float, int, int]
 """When it came (seconds, on any clock), and the tokens of its prompt and answer."""
