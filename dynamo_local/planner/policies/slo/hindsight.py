@@ -100,7 +100,7 @@ class Ranks:
 
     @staticmethod
     def fades(bin_s: float) -> float:
-        """What remains of a sum after an interval of `bin_s` seconds."""
+        """The part of a sum that remains after an interval of `bin_s` seconds."""
         return math.exp(-bin_s / MEMORY_S)
 
     def resized(self, workers_max: int) -> Ranks:

@@ -22,8 +22,8 @@ from dynamo_local.planner.policies.slo.hindsight import (
 from dynamo_local.planner.queueing import Engine, Past, misses
 
 HISTORY_REQUESTS = 60_000
-"""A warm start judges about so many requests (4 s of processor time). Of a longer history it takes every second
-stretch, or every third, …"""
+"""A warm start judges about so many requests (4 s of processor time). A longer history is judged by
+every second stretch, or every third, …"""
 
 Request = tuple[float, int, int]
 """When it came (seconds, on any clock), and the tokens of its prompt and answer."""
@@ -53,7 +53,7 @@ def warmed(
 ) -> WarmStart | None:
     """The last day of these requests, judged; None where they last for less than one interval of `bin_s` seconds.
 
-    `gpus` are those of a worker of each role. A start takes `lead_s`. What the rule wanted is not recorded. So each
+    `gpus` are those of a worker of each role. A start takes `lead_s`. The history has no decisions. So each
     interval wants as few workers as save all that the intervals of the last lead time save.
     """
     came = sorted(requests)
@@ -107,7 +107,7 @@ def stretches(came: Sequence[Request], from_s: float, until_s: float, bin_s: flo
 
 
 def _past(came: Sequence[Request], begins_s: float, bin_s: float, bins: int) -> Past:
-    """Of more than `REQUESTS_MAX` requests only the last ones, in whole intervals, behind those that fill."""
+    """If there are more than `REQUESTS_MAX` requests, only the last ones, in whole intervals, behind those that fill."""
     if len(came) > REQUESTS_MAX:
         came = came[-REQUESTS_MAX:]
         skipped = math.ceil(max(0.0, came[0][0] + FILL_S / 6 - begins_s) / bin_s)
