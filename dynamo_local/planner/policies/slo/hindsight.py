@@ -5,6 +5,7 @@ says how many more would have been kept in each interval with the n-th worker th
 are its holds: how long the worker stays after the rule last wanted it.
 
 * 0 s: the rule alone decides.
+* Headroom: the worker is there as soon as the rule wants one worker less.
 * Longer: the worker bridges lulls. This is ski rental, per worker, with the observed lulls in place of a worst case.
 * Always, or never. "Always up to rank n, and never above" is a fixed fleet. So every fixed fleet is a candidate.
 
@@ -23,6 +24,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +32,10 @@ from numpy.typing import NDArray
 from dynamo_local.planner.queueing import Misses, Past
 from dynamo_local.planner.values import Ended
 
-HOLDS_S = (-math.inf, 0.0, 30.0, 60.0, 120.0, 240.0, 480.0, 900.0, math.inf)
-"""How long a worker stays after it was last wanted. The first is never there, the last always."""
+HOLDS_S = (-math.inf, 0.0, 30.0, 60.0, 120.0, 240.0, 480.0, 900.0, 0.0, 120.0, math.inf)
+"""The candidates: how long a worker stays after it was last wanted. The first is never there, the last always."""
+EARLIER = (0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0)
+"""A candidate with 1 is wanted as soon as the rule wants one worker less: headroom."""
 FIRST_HOLD = 2
 """The candidate that leads until the past says otherwise."""
 FIRST_BINS = 12.0
@@ -54,10 +58,11 @@ class Bin:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """All ranks of one role with all candidates. Arrays have a row for each rank, and a column for each of `HOLDS_S`.
+    """All ranks of one role with all candidates. Arrays have a row for each rank, and a column for each candidate.
 
     `saved` are requests, `held` intervals of one worker. `saveable` and `missed` are requests that the largest fleet
     keeps and misses. `idle` is the number of intervals since a rank was last wanted; `away` those until it serves.
+    `idle` and `wanted` have a column for each value of `EARLIER`.
     """
 
     saved: Floats
@@ -76,14 +81,14 @@ class Ranks:
         shape = (workers_max, len(HOLDS_S))
         there = np.zeros(shape, dtype=np.bool_)
         there[:, -1] = True
-        none = np.full(workers_max, np.inf)
+        none = np.full((workers_max, 2), np.inf)
         return cls(np.zeros(shape), np.zeros(shape), np.zeros(workers_max), 0.0, none, there, np.zeros(shape), -none)
 
     def after(self, one: Bin, lead_bins: int, bin_s: float) -> Ranks:
         """With one more interval of the past. A worker that was away serves `lead_bins` intervals after its order."""
         fades = math.exp(-bin_s / MEMORY_S)
-        idle = np.where(np.arange(len(self.idle)) < one.wanted, 0.0, self.idle + 1)
-        there = idle[:, None] * bin_s <= np.asarray(HOLDS_S)[None, :]
+        idle = np.where(_wanted(len(self.idle), one.wanted), 0.0, self.idle + 1)
+        there = idle[:, EARLIER] * bin_s <= np.asarray(HOLDS_S)
         away = np.where(there & ~self.there, float(lead_bins), np.maximum(self.away - 1, 0.0))
         serves = there & (away <= 0)
         return replace(
@@ -99,7 +104,7 @@ class Ranks:
 
     def wants(self, workers: int, now_s: float) -> Ranks:
         """The rule wants so many workers now."""
-        wanted = np.where(np.arange(len(self.wanted)) < workers, now_s, self.wanted)
+        wanted = np.where(_wanted(len(self.wanted), workers), now_s, self.wanted)
         return replace(self, wanted=wanted)
 
     def leaders(self, bin_price: float) -> NDArray[np.intp]:
@@ -114,14 +119,29 @@ class Ranks:
 
     def held_now(self, leaders: NDArray[np.intp], now_s: float) -> int:
         """So many workers are held by these candidates."""
-        ranks = np.flatnonzero(now_s - self.wanted <= np.asarray(HOLDS_S)[leaders])
-        return int(ranks[-1]) + 1 if len(ranks) else 0
+        since_s = now_s - self.wanted[np.arange(len(leaders)), np.asarray(EARLIER)[leaders]]
+        return int(np.count_nonzero(since_s <= np.asarray(HOLDS_S)[leaders]))
+
+
+def _wanted(ranks: int, workers: int) -> NDArray[np.bool_]:
+    """Which ranks are wanted where the rule wants so many workers; and with one more."""
+    return np.arange(ranks)[:, None] < np.array([[workers, workers + 1]])
 
 
 def saved_by(misses: Sequence[Sequence[int]], at: int, workers_max: int) -> Floats:
-    """Requests of interval `at` that each rank saves, by `Misses.prefill` or `Misses.decode`."""
-    column = np.array([misses[min(workers, len(misses) - 1)][at] for workers in range(workers_max + 1)], dtype=float)
-    return np.maximum(column[:-1] - column[1:], 0.0)
+    """Requests of interval `at` that each rank saves, by `Misses.prefill` or `Misses.decode`.
+
+    A rank saves no more than the one before it: where only several workers together save requests, each has its part.
+    """
+    column = [misses[min(workers, len(misses) - 1)][at] for workers in range(workers_max + 1)]
+    blocks: list[tuple[float, int]] = []
+    for before, after in pairwise(column):
+        total, ranks = float(max(0, before - after)), 1
+        while blocks and blocks[-1][0] * ranks < total * blocks[-1][1]:
+            more, others = blocks.pop()
+            total, ranks = total + more, ranks + others
+        blocks.append((total, ranks))
+    return np.repeat([total / ranks for total, ranks in blocks], [ranks for _, ranks in blocks])
 
 
 # --- The price of a GPU, by what the recorded past would have cost.
