@@ -1,4 +1,4 @@
-"""What each worker would have been worth in the recorded past. Pure; numpy arrays are never changed in place.
+"""The worth of each worker in the recorded past. Pure; numpy arrays are never changed in place.
 
 The n-th worker of a role (its rank) is judged by itself. `queueing.misses` replays the requests that really came, and
 says how many more would have been kept in each interval with the n-th worker than without it. The candidates of a rank
@@ -36,10 +36,12 @@ HOLDS_S = (-math.inf, 0.0, 30.0, 60.0, 120.0, 240.0, 480.0, 900.0, 0.0, 120.0, m
 """The candidates: how long a worker stays after it was last wanted. The first is never there, the last always."""
 EARLIER = (0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0)
 """A candidate with 1 is wanted as soon as the rule wants one worker less: headroom."""
-FIRST_HOLD = 2
+FIRST_HOLD = 1
 """The candidate that leads until the past says otherwise."""
 FIRST_BINS = 12.0
 """It is ahead by the price of a GPU for so many intervals: nobody leads by chance."""
+NEVER_BINS = 36.0
+"""And "never" is behind by so many: orders ahead of a rise look like waste until the rise has come."""
 MEMORY_S = 5400.0
 """Requests and GPU time of so long ago count e⁻¹."""
 
@@ -111,6 +113,7 @@ class Ranks:
         """For each rank, its best candidate where a worker costs so many requests per interval."""
         value = self.saved - bin_price * self.held
         value[:, FIRST_HOLD] += bin_price * FIRST_BINS
+        value[:, 0] -= bin_price * NEVER_BINS
         return np.argmax(value, axis=1)
 
     def avoidable(self, leaders: NDArray[np.intp]) -> float:
@@ -151,7 +154,10 @@ AIM = 0.7
 AIM_LEAST = 0.3
 """Misses that no fleet could avoid leave less of that; never less than this share of it."""
 EASY_PRIOR = 200.0
-"""What the queueing model says of hopeless requests counts as so many that were seen."""
+"""Hopeless requests of the queueing model count as so many that were seen."""
+PEAK_BINS = 6
+BEYOND = 1.05
+"""A load above the highest that was judged by this factor is a new one: no worker is unworthy of it."""
 DAY_S = 86_400.0
 """The sums of stretches are kept for so long."""
 JUDGED_MIN = 300.0
@@ -255,14 +261,17 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A judged stretch of the past: its requests, those that missed a target, and GPU-seconds of the workers that
-    served. `fixed[role][n]` are the requests that n workers would have missed, had there been so many all the time."""
+    """A judged stretch of the past: its requests, those that missed a target, GPU-seconds of the workers that served,
+    and the highest rate of `PEAK_BINS` intervals (requests/s).
+
+    `fixed[role][n]` are the requests that n workers would have missed, had there been so many all the time."""
 
     until_s: float
     lasted_s: float
     requests: int
     missed: int
     gpu_s: float
+    peak: float
     fixed: tuple[Floats, Floats]
 
 
@@ -277,6 +286,12 @@ class FixedFleet:
     fleet: tuple[int, int]
     fixed_share: float
     fixed_gpu_hours: float
+
+
+def _peak(requests: Sequence[int], bin_s: float) -> float:
+    bins = min(PEAK_BINS, len(requests))
+    sums = [sum(requests[first : first + bins]) for first in range(len(requests) - bins + 1)]
+    return max(sums) / (bins * bin_s)
 
 
 def fixed_fleet(stretches: Sequence[Stretch], gpus: tuple[int, int], most_gpus: int) -> FixedFleet | None:
@@ -299,7 +314,7 @@ def fixed_fleet(stretches: Sequence[Stretch], gpus: tuple[int, int], most_gpus: 
 
 @dataclass(frozen=True, slots=True)
 class Hindsight:
-    """What is known of the past. `roles` are the ranks of prefill and decode, `requests` the judged ones (fading).
+    """All that is known of the past. `roles` are the ranks of prefill and decode, `requests` the judged ones (fading).
     `easy` and `easy_missed` are requests, and misses, of intervals that one worker less of each role would have served
     as well: more workers would not have helped."""
 
@@ -338,14 +353,19 @@ class Hindsight:
         roles = self.roles[0].wants(wanted[0], now_s), self.roles[1].wants(wanted[1], now_s)
         return replace(self, roles=roles, record=self.record.decided(now_s, wanted, ready))
 
-    def held(self, workers: tuple[int, int], bin_price: float, gpus: tuple[int, int], now_s: float) -> tuple[int, int]:
-        """The workers to have where the rule wants `workers`. Without a judged past these."""
+    def held(
+        self, workers: tuple[int, int], bin_price: float, gpus: tuple[int, int], rate: float, now_s: float
+    ) -> tuple[int, int]:
+        """The workers to have where the rule wants `workers` for `rate` requests/s. Without a judged past these; and no
+        fewer, if there was no such load yet."""
         if self.requests < JUDGED_MIN:
             return workers
         found = [
             max(1, role.held_now(role.leaders(bin_price * each), now_s)) if each else 0
             for role, each in zip(self.roles, gpus, strict=True)
         ]
+        if rate > BEYOND * max((each.peak for each in self.stretches), default=0.0):
+            return max(found[0], workers[0]), max(found[1], workers[1])
         return found[0], found[1]
 
     def lately(self, seconds: float) -> tuple[Stretch, ...]:
@@ -380,6 +400,7 @@ class Hindsight:
             sum(misses.requests),
             sum(self.record.asked_missed),
             gpu_s,
+            _peak(misses.requests, bin_s),
             (fixed[0], fixed[1]),
         )
         kept = (*self.stretches, stretch) if gpu_s else self.stretches
