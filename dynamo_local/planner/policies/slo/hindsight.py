@@ -264,7 +264,8 @@ class Stretch:
     """A judged stretch of the past: its requests, those that missed a target, GPU-seconds of the workers that served,
     and the highest rate of `PEAK_BINS` intervals (requests/s).
 
-    `fixed[role][n]` are the requests that n workers would have missed, had there been so many all the time."""
+    `fixed[role][n]` are the requests that n workers would have missed, had there been so many all the time.
+    """
 
     until_s: float
     lasted_s: float

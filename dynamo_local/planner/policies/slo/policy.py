@@ -429,8 +429,10 @@ def _moment(state: SloState, scaling_option: int, known: dict[float, tuple[Share
 
 
 def _kept(ruled: Fleet, held: Fleet, total: int) -> Fleet:
-    """The workers that the past holds beyond those that the rule wants, where workers change roles. A worker that left one role by a flip
-    is not missing there: no more are held than the `total` that there are."""
+    """The fleet with the workers that the past holds beyond those that the rule wants, where workers change roles.
+
+    A worker that left one role by a flip is not missing there: no more are held than the `total` that there are.
+    """
     fleet = [*ruled]
     while sum(fleet) < min(sum(held), total):
         fleet[0 if held[0] - fleet[0] >= held[1] - fleet[1] else 1] += 1
