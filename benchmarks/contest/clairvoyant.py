@@ -7,6 +7,7 @@ before it is needed, and is kept over pauses in which it could not be back in ti
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,11 +80,90 @@ def _smallest(shares: Shares, cap: int) -> Fleet:
     return max((size, served, fleet) for served, size, fleet in fits if served >= best - GIVEN_UP)[2]
 
 
+Wanted = tuple[float, int, int]
+"""When so many prefill and decode workers were wanted."""
+Waiting = tuple[float, tuple[Wanted, ...]]
+"""The time of the next decision, and what was wanted lately."""
+
+
 @dataclass(frozen=True, slots=True)
-class Clairvoyant:
-    """`planner.policies.protocol.Policy` of the time of its next decision: it goes by `needed` and looks at nothing."""
+class Yardstick(ABC):
+    """`planner.policies.protocol.Policy` of a rule without a state of its own, asked every `STEP_S`.
+
+    A worker is given back when it was not wanted for `hold_s` seconds.
+    """
 
     options: PlannerConfig
+
+    @property
+    def hold_s(self) -> float:
+        """Seconds for which a worker is kept that is no longer wanted."""
+        return 0.0
+
+    @abstractmethod
+    def wanted(self, observation: Observation) -> Fleet:
+        """The prefill and decode workers that this moment wants."""
+
+    def first(self, now_s: float) -> Waiting:
+        return now_s + STEP_S, ()
+
+    def taking_over(self, state: Waiting) -> Waiting:
+        return state
+
+    def next_at_s(self, state: Waiting) -> float:
+        return state[0]
+
+    def needs(self, state: Waiting) -> Needs:
+        return Needs()
+
+    def status(self, state: Waiting) -> PolicyStatus:
+        return PolicyStatus(state[0])
+
+    def forecasting(self, state: Waiting, observation: Observation) -> ForecastTask | None:
+        return None
+
+    def predicted(
+        self, state: Waiting, observation: Observation, forecasts: Forecasts | Missing | None
+    ) -> tuple[Waiting, Prediction | None]:
+        return state, None
+
+    def propose(
+        self, state: Waiting, observation: Observation, prediction: Prediction | None
+    ) -> tuple[Waiting, tuple[Proposal, ...]]:
+        """The most of what was wanted within `hold_s`, within the budget: what is wanted now comes first."""
+        now_s = observation.at_s
+        now = self.wanted(observation)
+        lately = (*(each for each in state[1] if each[0] > now_s - self.hold_s), (now_s, *now))
+        prefill, decode = max(each[1] for each in lately), max(each[2] for each in lately)
+        while prefill + decode > max(2, self.options.max_gpu_budget):
+            if decode == 1 or (prefill > 1 and prefill - now[0] >= decode - now[1]):
+                prefill -= 1
+            else:
+                decode -= 1
+        targets = (ComponentTarget("prefill", prefill), ComponentTarget("decode", decode))
+        return (state[0], lately), (Proposal(type(self).__name__.lower(), 0, Override(targets, "wanted")),)
+
+    def settle(
+        self, state: Waiting, observation: Observation, targets: tuple[ComponentTarget, ...]
+    ) -> tuple[Waiting, Decision | None]:
+        """As proposed."""
+        wanted = {target.sub_component_type: target.replicas for target in targets}
+        found = {pool.component: wanted[role] for role, pool in observation.pools.by_role.items()}
+        after = observation.at_s + STEP_S
+        reasons = tuple(
+            Reason(pool.component, found[pool.component] - pool.capacity, "scale", {}) for pool in observation.pools.all
+        )
+        ordered = tuple(sorted(reasons, key=lambda reason: reason.step >= 0))
+        return (after, state[1]), Decision(observation.at_s, found, ordered, next_tick_at=after)
+
+    def manual(self, state: Waiting, now_s: float) -> Waiting:
+        return state
+
+
+@dataclass(frozen=True, slots=True)
+class Clairvoyant(Yardstick):
+    """It goes by `needed` and looks at nothing."""
+
     needed: tuple[Fleet, ...]
     start_up_s: float
 
@@ -98,40 +178,9 @@ class Clairvoyant:
         ahead = self.needed[first : first + int((self.start_up_s + STEP_S) / STEP_S) + 1] or self.needed[-1:]
         return max(each[0] for each in ahead), max(each[1] for each in ahead)
 
-    def first(self, now_s: float) -> float:
-        """See `Policy`, as for all below."""
-        return now_s + STEP_S
-
-    def taking_over(self, state: float) -> float:
-        """It is as it was."""
-        return state
-
-    def next_at_s(self, state: float) -> float:
-        """Every `STEP_S`."""
-        return state
-
-    def needs(self, state: float) -> Needs:
-        """Nothing."""
-        return Needs()
-
-    def status(self, state: float) -> PolicyStatus:
-        """When it decides next."""
-        return PolicyStatus(state)
-
-    def forecasting(self, state: float, observation: Observation) -> ForecastTask | None:
-        """It knows."""
-        return None
-
-    def predicted(
-        self, state: float, observation: Observation, forecasts: Forecasts | Missing | None
-    ) -> tuple[float, Prediction | None]:
-        """It knows."""
-        return state, None
-
-    def propose(
-        self, state: float, observation: Observation, prediction: Prediction | None
-    ) -> tuple[float, tuple[Proposal, ...]]:
-        """What is needed until a worker that is ordered later could be there; shrunk to the budget."""
+    def wanted(self, observation: Observation) -> Fleet:
+        """What is needed until a worker that is ordered later could be there; shrunk to the budget, first by what is
+        not needed now."""
         prefill, decode = self.needed_from(observation.at_s)
         now = self.needed[min(int(observation.at_s / STEP_S), len(self.needed) - 1)]
         while prefill + decode > self.options.max_gpu_budget:
@@ -139,25 +188,7 @@ class Clairvoyant:
                 prefill -= 1
             else:
                 decode -= 1
-        targets = (ComponentTarget("prefill", prefill), ComponentTarget("decode", decode))
-        return state, (Proposal("clairvoyant", 0, Override(targets, "known")),)
-
-    def settle(
-        self, state: float, observation: Observation, targets: tuple[ComponentTarget, ...]
-    ) -> tuple[float, Decision | None]:
-        """As proposed."""
-        wanted = {target.sub_component_type: target.replicas for target in targets}
-        found = {pool.component: wanted[role] for role, pool in observation.pools.by_role.items()}
-        after = observation.at_s + STEP_S
-        reasons = tuple(
-            Reason(pool.component, found[pool.component] - pool.capacity, "scale", {}) for pool in observation.pools.all
-        )
-        ordered = tuple(sorted(reasons, key=lambda reason: reason.step >= 0))
-        return after, Decision(now_s=observation.at_s, targets=found, reasons=ordered, next_tick_at=after)
-
-    def manual(self, state: float, now_s: float) -> float:
-        """Nobody else scales."""
-        return state
+        return prefill, decode
 
 
 def clairvoyant(

@@ -75,7 +75,7 @@ class EngineOptions:
     """How engines are used. `batched_tokens`: prompt tokens of one prefill pass, which prompts share where `batches`
     (else one prompt at a time). `turns`: workers are taken in turn (round robin); else a prefill goes to the first
     that is free, and a stream to where the least KV is in use. `prefill_factor` and `decode_factor` are what was
-    measured over what the profile says."""
+    measured over what the profile says. `mixed`: the workers are aggregated, and do both."""
 
     batched_tokens: int = 8192
     max_num_seqs: int = 256
@@ -84,6 +84,7 @@ class EngineOptions:
     turns: bool = False
     prefill_factor: float = 1.0
     decode_factor: float = 1.0
+    mixed: bool = False
 
 
 class Engine:
@@ -154,20 +155,17 @@ WARM_UP = 0.15
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Streams by the time at which their prefill is done: `(seconds, prompt tokens, tokens yet to come)`."""
+    """Streams by the time at which their prefill is done: `(seconds, prompt tokens, tokens yet to come)`. Those before
+    `judged_from` only fill the workers."""
 
     came: tuple[tuple[float, int, int], ...]
+    judged_from: int
 
     @classmethod
     def of(cls, demand: Demand, times: Sequence[float]) -> Streams:
         """Those of this demand, each from its time (seconds) on: a burst of prompts is no burst of streams."""
         rows = sorted(zip(times, demand.isl, demand.osl, strict=True))
-        return cls(tuple((at_s, isl, max(1, osl - 1)) for at_s, isl, osl in rows))
-
-    @property
-    def judged_from(self) -> int:
-        """The first one that is judged."""
-        return int(len(self.came) * WARM_UP)
+        return cls(tuple((at_s, isl, max(1, osl - 1)) for at_s, isl, osl in rows), int(len(rows) * WARM_UP))
 
     @property
     def judged(self) -> int:
@@ -182,13 +180,19 @@ def decode_share(demand: Demand, times: Sequence[float], workers: int, engine: E
 
 
 class Run:
-    """So many workers with these streams, as far as somebody wanted to know it."""
+    """So many workers with these streams, as far as somebody wanted to know it. With `ttft_s` the workers are
+    aggregated: the streams are requests by their arrival, whose first token must come within it."""
 
-    def __init__(self, streams: Streams, workers: int, engine: Engine, itl_s: float) -> None:
+    def __init__(
+        self, streams: Streams, workers: int, engine: Engine, itl_s: float, ttft_s: float | None = None
+    ) -> None:
         self._streams = streams
         self._left = enumerate(streams.came)
         self._tally = _Tally()
-        self._fleet = [_Worker(engine, itl_s, self._tally) for _ in range(workers)]
+        self._fleet = [
+            _Worker(engine, itl_s, self._tally) if ttft_s is None else _Mixed(engine, itl_s, self._tally, ttft_s)
+            for _ in range(workers)
+        ]
         self._go_on = self._in_turn if engine.options.turns else self._least_loaded
         self._loads = [0.0] * workers
         self._due: list[tuple[float, int]] = [(math.inf, -1)]
@@ -206,13 +210,18 @@ class Run:
                 each.finish()
         return self._tally.kept / judged if self._tally.missed <= most else -1.0
 
+    @property
+    def missed(self) -> Sequence[int]:
+        """The numbers of the judged streams that missed the target, after `share`."""
+        return self._tally.numbers
+
     def _in_turn(self, most: int) -> bool:
         """False where more than `most` are missed."""
         judged_from, tally, fleet = self._streams.judged_from, self._tally, self._fleet
         for number, (at_s, isl, tokens) in self._left:
             worker = fleet[number % len(fleet)]
             worker.advance(at_s)
-            worker.take(at_s, isl, tokens, number >= judged_from)
+            worker.take(at_s, isl, tokens, number if number >= judged_from else -1)
             if tally.missed > most:
                 return False
         return True
@@ -228,7 +237,7 @@ class Run:
             worker = fleet[index]
             before_s = worker.due_s
             worker.advance(at_s)
-            worker.take(at_s, isl, tokens, number >= judged_from)
+            worker.take(at_s, isl, tokens, number if number >= judged_from else -1)
             loads[index] = worker.load
             if worker.due_s != before_s:
                 heappush(due, (worker.due_s, index))
@@ -251,12 +260,17 @@ class Run:
 
 
 class _Tally:
-    """Streams that were kept, and that were missed."""
+    """Judged streams: how many were kept, how many were missed, and the numbers of the missed ones."""
 
-    __slots__ = ("kept", "missed")
+    __slots__ = ("kept", "missed", "numbers")
 
     def __init__(self) -> None:
         self.kept = self.missed = 0
+        self.numbers: list[int] = []
+
+    def miss(self, number: int) -> None:
+        self.missed += 1
+        self.numbers.append(number)
 
 
 def _fewest(judged: int, least: float) -> int:
@@ -281,21 +295,23 @@ class _Worker:
         self._pass_s: Callable[[float, float], float] = engine.itl_s
         self._max_kv, self._max_seqs = engine.max_kv_tokens, engine.options.max_num_seqs
         self._waiting: deque[tuple[int, int]] = deque()
-        self.streams: list[tuple[float, float, int, int, bool]] = []
+        self.streams: list[tuple[float, float, int, int, int]] = []
         self.now_s = self.passes = self.kv = self.load = 0.0
         self.due_s = math.inf
         self._took_s: float | None = None
         """From `now_s` to the next end; None where something has changed since."""
 
-    def take(self, at_s: float, isl: int, tokens: int, judged: bool) -> None:
-        """A stream of so many tokens yet to come, whose prompt has `isl`. Bring it to `at_s` first."""
+    def take(self, at_s: float, isl: int, tokens: int, number: int) -> None:
+        """A stream of so many tokens yet to come, whose prompt has `isl`. A `number` below 0 is not judged. Bring the
+        worker to `at_s` first."""
         streams = self.streams
         self.load += isl + tokens / 2
         if streams and (self._waiting or self.kv + isl > self._max_kv or len(streams) >= self._max_seqs):
             self._waiting.append((isl, tokens))
-            self._tally.missed += judged
+            if number >= 0:
+                self._tally.miss(number)
             return
-        heappush(streams, (self.passes + tokens, at_s, isl, tokens, judged))
+        heappush(streams, (self.passes + tokens, at_s, isl, tokens, number))
         self.kv += isl
         self._took_s = took_s = self._to_next_s()
         self.due_s = self.now_s + took_s
@@ -345,19 +361,96 @@ class _Worker:
         ahead = streams[0][0] - self.passes
         self.passes += ahead
         self.kv += len(streams) * ahead
-        _, began_s, isl, tokens, judged = heappop(streams)
+        _, began_s, isl, tokens, number = heappop(streams)
         self.kv = self.kv - isl - tokens if streams else 0.0
         self.load -= isl + tokens / 2
-        if judged:
+        if number >= 0:
             if self.now_s - began_s <= self._itl_s * tokens * (1 + 1e-9):
                 self._tally.kept += 1
             else:
-                self._tally.missed += 1
+                self._tally.miss(number)
         waiting = self._waiting
         while waiting and not (streams and (self.kv + waiting[0][0] > self._max_kv or len(streams) >= self._max_seqs)):
             isl, tokens = waiting.popleft()
-            heappush(streams, (self.passes + tokens, self.now_s, isl, tokens, False))
+            heappush(streams, (self.passes + tokens, self.now_s, isl, tokens, -1))
             self.kv += isl
+
+
+class _Mixed(_Worker):
+    """One aggregated engine. While prompts wait, its passes take prompt tokens besides the next token of each stream.
+    Such a pass takes as long as both one after the other. A pass that has begun ends, so `now_s` may be later than the
+    moment that it was brought to."""
+
+    __slots__ = ("_computed", "_engine", "_prompts", "_ttft_s")
+
+    def __init__(self, engine: Engine, itl_s: float, tally: _Tally, ttft_s: float) -> None:
+        super().__init__(engine, itl_s, tally)
+        self._engine, self._ttft_s = engine, ttft_s
+        self._prompts: deque[tuple[float, int, int, int]] = deque()
+        self._computed = 0
+        """Tokens of the first prompt that earlier passes have computed."""
+
+    def take(self, at_s: float, isl: int, tokens: int, number: int) -> None:
+        self.load += isl + tokens / 2
+        self._prompts.append((at_s, isl, tokens, number))
+        self.due_s = min(self.due_s, self.now_s)
+
+    def advance(self, to_s: float) -> None:
+        while self.now_s < to_s:
+            if self._prompts and self._admits():
+                self._mixed_pass()
+            elif self.streams:
+                super().advance(min(to_s, self.now_s + self._to_next_s()))
+            else:
+                self.now_s = to_s
+        if self._prompts:
+            self.due_s = self.now_s
+        else:
+            self.due_s = self.now_s + self._to_next_s() if self.streams else math.inf
+
+    def finish(self) -> None:
+        while self._prompts:
+            self.advance(self.now_s + 1.0)
+        super().finish()
+
+    def _admits(self) -> bool:
+        streams = self.streams
+        fits = self.kv + self._prompts[0][1] <= self._max_kv and len(streams) < self._max_seqs
+        return fits or self._computed > 0 or not streams
+
+    def _mixed_pass(self) -> None:
+        """Prompts, and parts of them, as far as one pass takes them; one token for each stream."""
+        left, took_s, launch_s, done = self._engine.options.batched_tokens, 0.0, 0.0, []
+        streams, prompts, engine = self.streams, self._prompts, self._engine
+        kv = self.kv
+        while prompts and left and self._admits():
+            at_s, isl, tokens, number = prompts[0]
+            part = min(left, isl - self._computed)
+            if not self._computed:  # prompts that begin in one pass are launched together
+                launch_s = engine.pass_s(0)
+                took_s -= launch_s
+            took_s += engine.prompt_s(self._computed + part) - engine.prompt_s(self._computed)
+            left -= part
+            self._computed += part
+            if self._computed < isl:
+                break
+            self._computed = 0
+            prompts.popleft()
+            self.kv += isl
+            done.append((at_s, isl, tokens, number))
+        if streams:
+            took_s += self._pass_s(kv, kv / len(streams))
+            self.passes += 1
+            self.kv += len(streams)
+        self.now_s += took_s + launch_s
+        while streams and streams[0][0] <= self.passes:
+            self._end()
+        for at_s, isl, tokens, number in done:
+            if number >= 0 and self.now_s - at_s > self._ttft_s:
+                self._tally.miss(number)
+                number = -1
+            heappush(streams, (self.passes + tokens, self.now_s, isl, tokens, number))
+        self._took_s = None
 
 
 # --- prefill
@@ -459,9 +552,23 @@ class Evaluator:
                 self._known.popitem(last=False)
         return known
 
+    def misses(self, past: Past, workers_max: int) -> Misses:
+        """The requests of this past that each number of workers up to `workers_max` would have missed."""
+        return misses(past, workers_max, self._engine, self._ttft_s, self._itl_s)
+
     def _computed(self, demand: Demand, rate: float, workers_max: int) -> Shares:
         self.computed += 1
         engine, times = self._engine, demand.times(rate)
+        if engine.options.mixed:
+            requests = Streams.of(demand, times)
+
+            def aggregated(workers: int, least: float) -> float:
+                if workers not in both:
+                    both[workers] = Run(requests, workers, engine, self._itl_s, self._ttft_s)
+                return both[workers].share(least)
+
+            both: dict[int, Run] = {}
+            return Shares((1.0,) * (workers_max + 1), _monotone(aggregated, workers_max))
         allowed_s = self._ttft_s - self._after_s
         done: dict[int, list[float]] = {}
 
@@ -504,3 +611,102 @@ def _monotone(of: Callable[[int, float], float], workers_max: int) -> tuple[floa
         if shares[workers] < LOST * best:
             break
     return tuple(shares)
+
+
+# --- hindsight
+# Requests as they really came, against every number of workers: who would have missed a target. Pure.
+
+HOPELESS = 0.75
+"""Where more than this share would miss its target, fewer workers are not looked at: they miss as many, or more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """Requests as they came: seconds (ascending), and the tokens of prompt and answer. Those before `judged_from_s`
+    only fill the workers. The rest is counted in bins of `bin_s` seconds from then on."""
+
+    times: tuple[float, ...]
+    isl: tuple[int, ...]
+    osl: tuple[int, ...]
+    judged_from_s: float
+    bin_s: float
+    bins: int
+
+    def bin(self, at_s: float) -> int:
+        """The bin of that moment; below 0, or from `bins` on, where it is not judged."""
+        return math.floor((at_s - self.judged_from_s) / self.bin_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Misses:
+    """Requests of each bin that would have missed a target, by the number of workers (0, 1, 2, …): `prefill[n][bin]`
+    their TTFT, `decode[n][bin]` their ITL. `requests` are all of each bin."""
+
+    requests: tuple[int, ...]
+    prefill: tuple[tuple[int, ...], ...]
+    decode: tuple[tuple[int, ...], ...]
+
+
+def misses(past: Past, workers_max: int, engine: Engine, ttft_s: float, itl_s: float) -> Misses:
+    """The requests that each number of workers would have missed, if there had been so many all the time."""
+    times, bins = list(past.times), [past.bin(at_s) for at_s in past.times]
+    requests = _counted(bins, range(len(times)), past.bins)
+    if engine.options.mixed:
+        came = zip(times, past.isl, past.osl, strict=True)
+        streams = Streams(tuple((at_s, isl, max(1, osl - 1)) for at_s, isl, osl in came), 0)
+
+        def aggregated(workers: int) -> tuple[int, ...]:
+            run = Run(streams, workers, engine, itl_s, ttft_s)
+            run.share()
+            return _counted(bins, run.missed, past.bins)
+
+        none = ((0,) * past.bins,) * (workers_max + 1)
+        return Misses(requests, none, _by_number(aggregated, requests, workers_max))
+    allowed_s = ttft_s - min(itl_s, engine.itl_s(engine.max_kv_tokens / 8, 2048))
+    done: dict[int, list[float]] = {}
+
+    def prefill(workers: int) -> tuple[int, ...]:
+        found = done[workers] = done_at(times, past.isl, workers, engine)
+        return _counted(bins, [n for n, at_s in enumerate(times) if found[n] - at_s > allowed_s], past.bins)
+
+    of_prefill = _by_number(prefill, requests, workers_max)
+    enough = next(n for n, missed in enumerate(of_prefill) if sum(missed) <= sum(of_prefill[-1]) + FULL * len(times))
+    first_s = done.get(enough) or done_at(times, past.isl, max(1, enough), engine)
+    rows = sorted(zip(first_s, past.isl, past.osl, bins, strict=True))
+    streams = Streams(tuple((at_s, isl, max(1, osl - 1)) for at_s, isl, osl, _ in rows), 0)
+    of_stream = [each[3] for each in rows]
+
+    def decode(workers: int) -> tuple[int, ...]:
+        run = Run(streams, workers, engine, itl_s)
+        run.share()
+        return _counted(of_stream, run.missed, past.bins)
+
+    return Misses(requests, of_prefill, _by_number(decode, requests, workers_max))
+
+
+def _counted(bins: Sequence[int], numbers: Sequence[int], count: int) -> tuple[int, ...]:
+    found = [0] * count
+    for number in numbers:
+        if 0 <= bins[number] < count:
+            found[bins[number]] += 1
+    return tuple(found)
+
+
+def _by_number(
+    of: Callable[[int], tuple[int, ...]], requests: tuple[int, ...], workers_max: int
+) -> tuple[tuple[int, ...], ...]:
+    """For 0 to `workers_max` workers. Only those numbers are computed that matter, as in `_monotone`."""
+    known = {workers_max: of(workers_max)}
+    good = sum(known[workers_max]) + FULL * sum(requests)
+    low, high = 0, workers_max
+    while high - low > 1:
+        middle = (low + high) // 2
+        known[middle] = of(middle)
+        low, high = (low, middle) if sum(known[middle]) <= good else (middle, high)
+    found = [requests] * (workers_max + 1)
+    found[high:] = [known[high]] * (workers_max + 1 - high)
+    for workers in range(high - 1, 0, -1):
+        found[workers] = known.get(workers) or of(workers)
+        if sum(found[workers]) > HOPELESS * sum(requests):
+            break
+    return tuple(found)

@@ -1,7 +1,8 @@
 """A question to the queueing model as a `ForecastTask`, which the process that forecasts can answer, and its answer.
 
-The series are gaps, ISL and OSL of each demand, and last the rates. The answer has the shares of prefill and of decode
-for each rate and demand, each for 0, 1, 2, … workers.
+The series are gaps, ISL and OSL of each demand, then the rates, and last times, ISL and OSL of a recorded past, if it
+is to be judged. The answer has the shares of prefill and of decode for each rate and demand, each for 0, 1, 2, …
+workers. Then come the requests of the past in each interval, and those that each number of workers would have missed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import ConfigError
-from dynamo_local.planner.queueing import Demand, Engine, EngineOptions, Evaluator, Passes, Shares
+from dynamo_local.planner.queueing import Demand, Engine, EngineOptions, Evaluator, Misses, Passes, Past, Shares
 from dynamo_local.planner.values import Forecasts, ForecastTask
 from dynamo_local.profile.interpolation import ProfileModel
 
@@ -39,6 +40,7 @@ class Question:
     demands: tuple[Demand, ...]
     engine: EngineOptions
     speed: float = 1.0
+    past: Past | None = None
 
     def task(self) -> ForecastTask:
         """The question as what a forecasting process is asked."""
@@ -50,7 +52,12 @@ class Question:
             "speed": self.speed,
             **asdict(self.engine),
         }
-        return ForecastTask(NAME, (*columns, self.rates), self.workers_max, 1.0, tuple(options.items()))
+        series = (*columns, self.rates)
+        if self.past is not None:
+            past = self.past
+            series = (*series, past.times, past.isl, past.osl)
+            options |= {"judged_from_s": past.judged_from_s, "bin_s": past.bin_s, "bins": past.bins}
+        return ForecastTask(NAME, series, self.workers_max, 1.0, tuple(options.items()))
 
 
 def on_grid(rate: float) -> float:
@@ -78,6 +85,16 @@ def shares_of(
     return tuple(found)
 
 
+def misses_of(reported: Forecasts | Missing | None, workers_max: int) -> Misses | None:
+    """The requests of the question's past that each number of workers would have missed. None where it is not there."""
+    rows = () if reported is None or isinstance(reported, Missing) else reported.values[-2 * workers_max - 3 :]
+    found = [tuple(map(int, row)) for row in rows if not isinstance(row, Missing)]
+    if len(found) < 2 * workers_max + 3 or len({len(row) for row in found}) > 1:
+        return None
+    requests, *missed = found
+    return Misses(requests, tuple(missed[: workers_max + 1]), tuple(missed[workers_max + 1 :]))
+
+
 def _pair(rows: Iterator[tuple[float, ...] | Missing]) -> Shares | None:
     prefill, decode = next(rows, None), next(rows, None)
     if prefill is None or decode is None or isinstance(prefill, Missing) or isinstance(decode, Missing):
@@ -88,23 +105,35 @@ def _pair(rows: Iterator[tuple[float, ...] | Missing]) -> Shares | None:
 def answer(task: ForecastTask) -> Forecasts:
     """The shares, here and now: milliseconds for each that is not remembered. `Missing` without its profile."""
     options = dict(task.options)
+    series, past = list(task.series), None
+    if "bins" in options:
+        *series, times, isl, osl = task.series
+        judged_from_s, bin_s, bins = (float(options.pop(name)) for name in ("judged_from_s", "bin_s", "bins"))
+        past = Past(times, _whole(isl), _whole(osl), judged_from_s, bin_s, int(bins))
     try:
         evaluator = _evaluator(tuple(sorted(options.items())))
     except ConfigError as error:
         return Forecasts((Missing(str(error)),))
-    *columns, rates = task.series
+    *columns, rates = series
     demands = [_demand(columns[first : first + 3]) for first in range(0, len(columns), 3)]
     values: list[tuple[float, ...] | Missing] = []
     for rate in rates:
         for demand in demands:
             found = evaluator.shares(demand, hash(demand), rate, task.steps)
             values += [found.prefill, found.decode]
+    if past is not None:
+        missed = evaluator.misses(past, task.steps)
+        values += [missed.requests, *missed.prefill, *missed.decode]
     return Forecasts(tuple(values))
 
 
 def _demand(columns: Sequence[Sequence[float]]) -> Demand:
     gaps, isl, osl = columns
-    return Demand(tuple(gaps), tuple(int(each) for each in isl), tuple(int(each) for each in osl))
+    return Demand(tuple(gaps), _whole(isl), _whole(osl))
+
+
+def _whole(values: Sequence[float]) -> tuple[int, ...]:
+    return tuple(int(each) for each in values)
 
 
 @lru_cache(maxsize=EVALUATORS)

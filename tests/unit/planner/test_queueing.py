@@ -7,9 +7,24 @@ from dataclasses import replace
 
 import pytest
 
-from dynamo_local.planner.queueing import Demand, Engine, EngineOptions, Evaluator, Run, Streams, decode_share
+from dynamo_local.planner.queueing import (
+    Demand,
+    Engine,
+    EngineOptions,
+    Evaluator,
+    Past,
+    Run,
+    Streams,
+    decode_share,
+    done_at,
+    misses,
+)
 from dynamo_local.planner.queueing_task import passes_of
 from dynamo_local.profile.reading import DEFAULT_PROFILE
+from dynamo_local.simulator.metrics import measure
+from dynamo_local.simulator.options import FleetShape, SimulationOptions, Slo
+from dynamo_local.simulator.simulation import Case, run_case
+from dynamo_local.simulator.trace import TraceRequest
 from tests.fakes.planner import plain_queueing as plain
 
 TTFT_S, ITL_S = 0.3, 0.012
@@ -71,3 +86,69 @@ def test_a_run_that_was_left_off_goes_on_to_the_same_share(use: str) -> None:
         for least in (1.0, 0.9, 0.5, 0.1):
             assert run.share(least) == (whole if whole >= least else -1.0)
         assert run.share() == whole
+
+
+def past(seed: int, rate: float, fills_s: float = 20.0) -> Past:
+    demand = requests(seed, 600)
+    return Past(tuple(demand.times(rate)), demand.isl, demand.osl, fills_s, 5.0, 16)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_past_counts_whom_each_number_of_workers_would_have_made_late(seed: int) -> None:
+    engine, came = Engine(PASSES, EngineOptions()), past(seed, 6.0)
+    found = misses(came, 8, engine, TTFT_S, ITL_S)
+    allowed_s = TTFT_S - min(ITL_S, engine.itl_s(engine.max_kv_tokens / 8, 2048))
+    for workers in (1, 2, 8):
+        done = done_at(list(came.times), came.isl, workers, engine)
+        late = [0] * came.bins
+        for at_s, done_s in zip(came.times, done, strict=True):
+            if done_s - at_s > allowed_s and 0 <= came.bin(at_s) < came.bins:
+                late[came.bin(at_s)] += 1
+        assert sum(found.prefill[workers]) == pytest.approx(sum(late), abs=1), "as good as the largest fleet is enough"
+    assert found.prefill[0] == found.decode[0] == found.requests, "nobody serves"
+    assert sum(found.requests) == sum(0 <= came.bin(at_s) < came.bins for at_s in came.times)
+
+
+def test_requests_that_fill_the_workers_are_not_judged_but_are_in_the_way() -> None:
+    engine = Engine(PASSES, EngineOptions())
+    times, few = tuple(n * 0.01 for n in range(400)), EngineOptions(max_num_seqs=4)
+    crowded = Past(times, (200,) * 400, (300,) * 400, 3.5, 5.0, 1)
+    alone = Past(times[350:], (200,) * 50, (300,) * 50, 3.5, 5.0, 1)
+    assert sum(misses(crowded, 4, engine, 9.0, 9.0).requests) == sum(misses(alone, 4, engine, 9.0, 9.0).requests) == 50
+    slow = Engine(PASSES, few)
+    assert sum(misses(crowded, 4, slow, 9.0, 9.0).decode[4]) >= sum(misses(alone, 4, slow, 9.0, 9.0).decode[4])
+
+
+def test_an_empty_past_misses_nothing() -> None:
+    found = misses(Past((), (), (), 0.0, 5.0, 3), 4, Engine(PASSES, EngineOptions()), TTFT_S, ITL_S)
+    assert found.requests == found.prefill[0] == found.decode[4] == (0, 0, 0)
+
+
+# --- aggregated workers
+
+
+@pytest.mark.parametrize(("workers", "seed"), [(2, 0), (4, 1), (8, 2)])
+def test_aggregated_shares_are_near_those_of_the_simulator(workers: int, seed: int) -> None:
+    demand, rate, ttft_ms, itl_ms = requests(seed, 600), 7.0 * workers, 300.0, 15.0
+    engine = Engine(PASSES, EngineOptions(mixed=True))
+    shares = Evaluator(engine, ttft_ms / 1000, itl_ms / 1000).shares(demand, 1, rate, 8)
+    assert set(shares.prefill) == {1.0}
+    rows = [TraceRequest(*each) for each in zip(demand.times(rate), demand.isl, demand.osl, strict=True)]
+    options = SimulationOptions(shape=FleetShape(0, workers), gpus=workers)
+    simulated = measure(run_case(rows, Case("", options)), Slo(ttft_ms, itl_ms))
+    assert shares.decode[workers] == pytest.approx(simulated.attainment, abs=0.08)
+
+
+def test_prompts_delay_the_tokens_of_an_aggregated_worker() -> None:
+    engine = Engine(PASSES, EngineOptions(mixed=True))
+    alone, beside = (Streams(((0.0, 500, 200), *((0.2, 8000, 1),) * n), 0) for n in (0, 6))
+    itl_s = 1.2 * engine.itl_s(700, 700)
+    assert list(run_of(alone, engine, itl_s).missed) == []
+    assert 0 in run_of(beside, engine, itl_s).missed
+
+
+def run_of(streams: Streams, engine: Engine, itl_s: float) -> Run:
+    """One worker with these requests."""
+    run = Run(streams, 1, engine, itl_s, ttft_s=10.0)
+    run.share()
+    return run

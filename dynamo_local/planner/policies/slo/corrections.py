@@ -101,12 +101,13 @@ class _Seen:
 @dataclass(frozen=True, slots=True)
 class Learning:
     """The bases of the factors: the profile's engine, the prompt tokens of one of its passes, and the targets in
-    seconds."""
+    seconds. In `mixed` passes prompts delay tokens, so gaps say nothing of decode passes."""
 
     passes: Passes
     batched_tokens: int
     ttft_s: float
     itl_s: float
+    mixed: bool = False
 
     def alone_s(self, isl: int) -> float:
         """TTFT of a prompt that never waits, by the profile."""
@@ -123,7 +124,7 @@ def learned(before: Factors, ended: Sequence[Ended], served: Sequence[Served], b
         return before
     sample = seen.answers[-SAMPLE:]
     fast_s = _quantile([each.ttft_s for each in sample if each.ttft_s is not None], LOW_QUANTILE)
-    decode = None if fast_s > by.ttft_s else _decode(seen, served, by.passes)
+    decode = None if by.mixed or fast_s > by.ttft_s else _decode(seen, served, by.passes)
     isl = sum(each.isl for each in sample) // len(sample)
     return Factors(
         _towards(before.prefill_raw, _prefill(seen, served, by), REACHABLE * by.ttft_s / max(by.alone_s(isl), 1e-9)),

@@ -173,7 +173,7 @@ def _quantiles(weighted: Sequence[tuple[float, float]]) -> list[float]:
 
 WINDOWS_S = (150.0, 600.0)
 """Lengths of the last minutes, and of the last ten: a mix that has just changed is half believed at once."""
-REQUESTS = 800
+REQUESTS = 400
 """A demand has so many requests."""
 ENDED_MIN = 20
 """A window with fewer answers is filled up with earlier ones."""

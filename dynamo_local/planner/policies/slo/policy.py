@@ -26,11 +26,14 @@ from dynamo_local.planner.policies.protocol import holding
 from dynamo_local.planner.policies.slo import reasons as words
 from dynamo_local.planner.policies.slo.corrections import Learning, Served, learned, with_served
 from dynamo_local.planner.policies.slo.forecast import Scenario, demands
+from dynamo_local.planner.policies.slo.hindsight import Hindsight
 from dynamo_local.planner.policies.slo.reasons import SloRule, reasons
 from dynamo_local.planner.policies.slo.scaling_options import (
+    COLD_START,
     FLIP,
     INTERVAL_S,
     START_UP_S,
+    WAKE,
     Ahead,
     Bounds,
     Fleet,
@@ -50,7 +53,7 @@ from dynamo_local.planner.policies.slo.state import (
     with_scaling_options,
 )
 from dynamo_local.planner.queueing import EngineOptions, Passes, Shares
-from dynamo_local.planner.queueing_task import Question, on_grid, shares_of
+from dynamo_local.planner.queueing_task import Question, misses_of, on_grid, shares_of
 from dynamo_local.planner.values import (
     ComponentTarget,
     Decision,
@@ -62,15 +65,14 @@ from dynamo_local.planner.values import (
     PolicyStatus,
     Prediction,
     Proposal,
-    Reading,
     Requests,
     WorkerPools,
 )
 
 PLUGIN_ID, PRIORITY = "builtin_slo_propose", 20
-DEMANDS_EVERY_S = 30.0
-"""Lengths and bursts are taken anew so often; while few are known, at each decision."""
-DEMANDS_EARLY_S = 120.0
+DEMANDS_EVERY_S = 60.0
+"""Lengths and bursts are taken anew so often; earlier, whenever half as much again is known."""
+DEMANDS_GROWTH = 1 / 3
 FIRST_LEADS = 2.0
 """For so many start-ups there are no fewer workers than at the start."""
 SLACK_S = 1e-3
@@ -144,6 +146,7 @@ class SloPolicy:
         reported = shares_of(forecasts, len(rates), len(state.demands))
         if isinstance(reported, Missing):
             return replace(state, held=(SloRule.PREDICT_FAILED, reported.reason)), None
+        state = self._with_past(state, observation.pools, forecasts)
         known = dict(zip(rates, reported, strict=True))
         newest = tuple(_moment(state, index, known) for index in range(len(state.scaling_options)))
         before = state.moments or ((),) * len(newest)
@@ -153,6 +156,28 @@ class SloPolicy:
         )
         state = replace(state, moments=moments, expected=newest)
         return state, self._prediction(state)
+
+    def _with_past(self, state: SloState, pools: WorkerPools, forecasts: Forecasts | Missing | None) -> SloState:
+        """With the stretch of the past that was judged, and the price that it makes."""
+        past = state.past
+        if past is None or past.record.asked is None:
+            return state
+        misses = misses_of(forecasts, self._most(pools))
+        if misses is None:
+            return state
+        gpus = self.bounds(pools).gpus
+        past = past.judged(misses, self._lead_bins(state, pools), gpus, INTERVAL_S)
+        state = replace(state, past=past)
+        mean_price = price(self.options.target, self.options.cost_factor, state.means.rate, state.means.gpus)
+        strict = state.kept.strict(self.options.target)
+        found = past.factor(gpus, self.options.target, mean_price * INTERVAL_S, strict)
+        return replace(state, price_factor=found)
+
+    def _lead_bins(self, state: SloState, pools: WorkerPools) -> tuple[int, int]:
+        """Intervals until a worker of each role serves, by the quickest scaling option that brings one."""
+        leads = {each.name: each.lead_bins(INTERVAL_S) for each in state.scaling_options}
+        found = [leads[WAKE if pool.asleep and WAKE in leads else COLD_START] for pool in pools.all]
+        return found[0], found[-1]
 
     def _prediction(self, state: SloState) -> Prediction:
         ahead = state.demands[-1]
@@ -166,7 +191,7 @@ class SloPolicy:
         self, state: SloState, observation: Observation, prediction: Prediction | None
     ) -> tuple[SloState, tuple[Proposal, ...]]:
         """The fleet that is worth its price."""
-        state = replace(state, chosen=None)
+        state = replace(state, chosen=None, ruled=None)
         if not self._due(state, observation) or state.held is not None or not state.expected:
             return state, ()
         now, bounds = _capacity(observation.pools), self.bounds(observation.pools)
@@ -176,14 +201,26 @@ class SloPolicy:
             for scaling_option, at_lead, until in zip(state.scaling_options, state.expected, state.moments, strict=True)
         ]
         fleet, flips = climbed(now, ahead, quick(observation.pools, observation.reading), gpu_price, bounds)
+        ruled, past = fleet, state.past
+        if past is not None:
+            ready = _ready(observation.pools)
+            past = past.decided(ruled, ready, observation.at_s)
+            rate = max(state.expected[0].rate, *state.rates[:1])
+            held = past.held(ruled, gpu_price * INTERVAL_S, bounds.gpus, rate, observation.at_s)
+            if any(each.name == FLIP for each in state.scaling_options):
+                held = _kept(ruled, held, sum(now))
+            fleet = within(held, now, bounds)
         fleet = self._not_below_the_first(state, observation, fleet, now, flips)
         if fleet == now and all(scaling_option.name != FLIP for scaling_option in state.scaling_options):
             fleet = swapped(
                 fleet, (*state.moments[0], state.expected[0]), gpu_price, state.scaling_options[0].order_price, bounds
             )
-        targets = (ComponentTarget("prefill", fleet[0]), ComponentTarget("decode", fleet[1]))
-        said = f"{fleet[0]} prefill and {fleet[1]} decode workers for {state.expected[0].rate:.3g} requests/s"
-        return replace(state, chosen=fleet, flips=flips), (Proposal(PLUGIN_ID, PRIORITY, Override(targets, said)),)
+        targets = tuple(ComponentTarget(role, _of_role(role, fleet)) for role in observation.pools.by_role)
+        workers = " and ".join(f"{each.replicas} {each.sub_component_type}" for each in targets)
+        said = f"{workers} workers for {state.expected[0].rate:.3g} requests/s"
+        return replace(state, chosen=fleet, ruled=ruled, past=past, flips=flips), (
+            Proposal(PLUGIN_ID, PRIORITY, Override(targets, said)),
+        )
 
     def _not_below_the_first(
         self, state: SloState, observation: Observation, fleet: Fleet, now: Fleet, flips: int
@@ -213,27 +250,21 @@ class SloPolicy:
             decided=(state.began_s, (observation.reading,)),
         )
         # Where this policy holds for want of data a plugin may still ask for workers, as under the other policies.
-        if (
-            observation.pools.prefill is None
-            or observation.blind is not None
-            or observation.pools.pending
-            or not targets
-        ):
+        if observation.blind is not None or observation.pools.pending or not targets:
             held = state.held or (SloRule.OVERRIDDEN, "a plugin rejected what was proposed")
             return after, holding(observation, held, after.due_s)
         wanted = {target.sub_component_type: target.replicas for target in targets}
         now, bounds = _capacity(observation.pools), self.bounds(observation.pools)
         requested = (wanted.get("prefill", now[0]), wanted.get("decode", now[1]))
         fleet = within(requested, now, bounds)
-        found = reasons(
-            state, observation.pools, requested, fleet, self.price(state, observation.pools), bounds, self.options
-        )
+        gpu_price = self.price(state, observation.pools)
+        found = reasons(state, observation.pools, requested, fleet, gpu_price, bounds, self.options)
         return after, Decision(
             now_s=observation.at_s,
-            targets={pool.component: count for pool, count in zip(observation.pools.all, fleet, strict=True)},
+            targets={pool.component: _of_role(role, fleet) for role, pool in observation.pools.by_role.items()},
             reasons=tuple(sorted(found, key=lambda reason: reason.step >= 0)),
             next_tick_at=after.due_s,
-            notes=words.notes(state),
+            notes=words.notes(state, bounds, gpu_price),
         )
 
     def manual(self, state: SloState, now_s: float) -> SloState:
@@ -243,25 +274,33 @@ class SloPolicy:
     # --- inside --------------------------------------------------------------------------------
 
     def bounds(self, pools: WorkerPools) -> Bounds:
-        """Floors and budget for these workers. Needs a graph with prefill workers."""
-        assert pools.prefill is not None
-        gpus = (max(1, pools.prefill.gpus_per_worker), max(1, pools.decode.gpus_per_worker))
+        """Floors and budget for these workers. An aggregated graph has prefill workers of no GPU, and none of them."""
+        prefill = 0 if pools.prefill is None else max(1, pools.prefill.gpus_per_worker)
+        gpus = (prefill, max(1, pools.decode.gpus_per_worker))
         low = self.options
-        floors = tuple(max(1, low.min_endpoint, floor_workers(low.min_gpu_budget, each)) for each in gpus)
+        floors = tuple(
+            max(1, low.min_endpoint, floor_workers(low.min_gpu_budget, each)) if each else 0 for each in gpus
+        )
         found = Bounds(gpus, (floors[0], floors[1]), low.max_gpu_budget)
         if found.fits(found.floors):
             return found
         # More than each role can have: so many are always on, and only the split is chosen.
-        least = max(1, low.min_endpoint)
-        return replace(found, floors=(least, least), min_gpus=min(low.min_gpu_budget, low.max_gpu_budget))
+        fewest = max(1, low.min_endpoint)
+        floors = (fewest if prefill else 0, fewest)
+        return replace(found, floors=floors, min_gpus=min(low.min_gpu_budget, low.max_gpu_budget))
 
     def price(self, state: SloState, pools: WorkerPools) -> float:
         """The price of a GPU, in requests per second."""
         options, rate, gpus = self.options, state.means.rate, max(state.means.gpus, 1.0)
-        if state.expected and pools.prefill is not None:
+        if state.expected:
             served = overrun_yield(_capacity(pools), state.expected[0], self.bounds(pools))
             rate = rate if served is None else min(rate, served * gpus)
-        return price(options.target, options.cost_factor, rate, gpus) * state.kept.factor(options.target)
+        return price(options.target, options.cost_factor, rate, gpus) * state.price_factor
+
+    def _most(self, pools: WorkerPools) -> int:
+        """Workers of a role that there could be."""
+        gpus = (each for each in self.bounds(pools).gpus if each)
+        return max(*_capacity(pools), self.options.max_gpu_budget // min(gpus))
 
     def _due(self, state: SloState, observation: Observation) -> bool:
         return observation.at_s >= state.due_s - SLACK_S
@@ -278,8 +317,6 @@ class SloPolicy:
     def _taken_in(self, state: SloState, observation: Observation) -> SloState:
         state = replace(state, expected=())
         pools = observation.pools
-        if pools.prefill is None:
-            return replace(state, held=(SloRule.DISAGGREGATED_ONLY, words.NEEDS_PREFILL))
         if pools.pending:
             return replace(state, held=(SloRule.SCALING_IN_PROGRESS, words.NOT_ACKNOWLEDGED))
         seen = seen_requests(observation)
@@ -293,26 +330,42 @@ class SloPolicy:
         if scaling_options != state.scaling_options:
             state = with_scaling_options(state, scaling_options, INTERVAL_S)
         state = with_requests(state, seen, self.bounds(pools).held(now))
-        served = Served(seen.since_s, seen.at_s, pools.prefill.ready, pools.decode.ready)
-        state = self._judged(replace(state, served=with_served(state.served, served)), seen, observation.reading)
+        served = Served(seen.since_s, seen.at_s, *_ready(pools))
+        state = self._judged(replace(state, served=with_served(state.served, served)), seen, observation)
         state = self._with_demands(state, observation.at_s)
+        state = self._recorded(state, observation, seen)
         return replace(state, held=None if state.demands else (SloRule.NO_TRAFFIC_DATA, words.NOBODY_YET))
 
-    def _judged(self, state: SloState, seen: Requests, reading: Reading) -> SloState:
+    def _recorded(self, state: SloState, observation: Observation, seen: Requests) -> SloState:
+        """With the answers in the record, and the next stretch of the past to be judged. If requests are only counted
+        together, nobody knows in which bursts they came: nothing is judged."""
+        if observation.requests is None:
+            return state
+        most = self._most(observation.pools)
+        past = state.past
+        if past is None or past.workers_max != most:
+            past = Hindsight.of(seen.since_s, most)
+        ttft_s, itl_s = self.options.ttft_ms / 1000, self.options.itl_ms / 1000
+        past = replace(past, record=past.record.after(seen.ended, ttft_s, itl_s))
+        return replace(state, past=past.asking(state.ended, observation.at_s, INTERVAL_S))
+
+    def _judged(self, state: SloState, seen: Requests, observation: Observation) -> SloState:
         """With what the answers say of the engines, of what was kept, and of what waits."""
         options = self.options
         ttft_s, itl_s = options.ttft_ms / 1000, options.itl_ms / 1000
         newest = state.moments[0][-1] if state.moments and state.moments[0] else None
         hopeless = 0.0 if newest is None else newest.hopeless
+        if state.past is not None:
+            hopeless = max(hopeless, state.past.hopeless)
         rate = state.rates[0] if state.rates else 0.0
-        more = clearing(reading, rate, ttft_s, state.scaling_options[0].lead_s)
+        more = clearing(observation.reading, rate, ttft_s, state.scaling_options[0].lead_s)
         return replace(
             state,
             factors=learned(
                 state.factors,
                 state.ended,
                 state.served,
-                Learning(self.passes, self.engine.batched_tokens, ttft_s, itl_s),
+                Learning(self.passes, self.engine.batched_tokens, ttft_s, itl_s, observation.pools.prefill is None),
             ),
             kept=state.kept.after(seen.ended, hopeless, seen.at_s - seen.since_s, ttft_s, itl_s),
             clearing=more,
@@ -323,7 +376,8 @@ class SloPolicy:
         )
 
     def _with_demands(self, state: SloState, now_s: float) -> SloState:
-        early = len(state.rates) * INTERVAL_S < DEMANDS_EARLY_S
+        known_s = len(state.rates) * INTERVAL_S
+        early = now_s - state.demands_at_s >= DEMANDS_GROWTH * known_s
         age_s = now_s - state.demands_at_s
         changed = (state.factors.prefill, state.factors.decode) != (state.demands_for.prefill, state.demands_for.decode)
         if state.demands and not (early or changed or age_s >= DEMANDS_EVERY_S - SLACK_S):
@@ -334,18 +388,22 @@ class SloPolicy:
         return replace(state, demands=found, demands_at_s=now_s, demands_for=state.factors)
 
     def _question(self, state: SloState, pools: WorkerPools, rates: tuple[float, ...]) -> Question:
-        options, bounds = self.options, self.bounds(pools)
-        most = max(*_capacity(pools), options.max_gpu_budget // min(bounds.gpus))
-        used = state.demands_for
+        options, used = self.options, state.demands_for
         return Question(
             self.profile,
             options.ttft_ms / 1000,
             options.itl_ms / 1000,
-            most,
+            self._most(pools),
             rates,
             state.demands,
-            replace(self.engine, prefill_factor=used.prefill, decode_factor=used.decode),
+            replace(
+                self.engine,
+                prefill_factor=used.prefill,
+                decode_factor=used.decode,
+                mixed=pools.prefill is None,
+            ),
             self.speed,
+            None if state.past is None else state.past.record.asked,
         )
 
 
@@ -368,6 +426,25 @@ def _moment(state: SloState, scaling_option: int, known: dict[float, tuple[Share
         reported = known[on_grid(each.rate)]
         scenarios += [(each.weight * each.rate / len(reported), shares) for shares in reported]
     return Moment(tuple(scenarios))
+
+
+def _kept(ruled: Fleet, held: Fleet, total: int) -> Fleet:
+    """The fleet with the workers that the past holds beyond those that the rule wants, where workers change roles.
+
+    A worker that left one role by a flip is not missing there: no more are held than the `total` that there are.
+    """
+    fleet = [*ruled]
+    while sum(fleet) < min(sum(held), total):
+        fleet[0 if held[0] - fleet[0] >= held[1] - fleet[1] else 1] += 1
+    return fleet[0], fleet[1]
+
+
+def _of_role(role: str, fleet: Fleet) -> int:
+    return fleet[0] if role == "prefill" else fleet[1]
+
+
+def _ready(pools: WorkerPools) -> Fleet:
+    return (0 if pools.prefill is None else pools.prefill.ready, pools.decode.ready)
 
 
 def _capacity(pools: WorkerPools) -> Fleet:

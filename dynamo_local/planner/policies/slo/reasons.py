@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 
+import numpy as np
+
 from dynamo_local.config.planner import PlannerConfig
-from dynamo_local.planner.policies.slo.scaling_options import FLIP, WAKE, Bounds, Fleet, Moment, worth
+from dynamo_local.planner.policies.slo.hindsight import DAY_S, EARLIER, HOLDS_S, JUDGED_MIN, Ranks, fixed_fleet
+from dynamo_local.planner.policies.slo.scaling_options import FLIP, INTERVAL_S, WAKE, Bounds, Fleet, Moment, worth
 from dynamo_local.planner.policies.slo.state import SloState
 from dynamo_local.planner.values import Reason, WorkerPools
 
 # --- words
 # A decision of the policy `slo` in words. Pure.
 
-NEEDS_PREFILL = "the policy slo is for graphs with prefill workers of their own; throughput-load plans this one"
 NOT_ACKNOWLEDGED = "the environment has not acknowledged the last decision yet"
 NOBODY_YET = "no request has been answered yet, so that lengths are not known"
 
@@ -46,9 +49,9 @@ def why(rule: str, numbers: Mapping[str, float], role: int) -> str:
     return reported
 
 
-def notes(state: SloState) -> tuple[str, ...]:
+def notes(state: SloState, bounds: Bounds, gpu_price: float) -> tuple[str, ...]:
     """Notes on the numbers, for people."""
-    found = []
+    found = _of_the_past(state, bounds, gpu_price)
     for role, raw in zip(ROLES, (state.factors.prefill_raw, state.factors.decode_raw), strict=True):
         if abs(raw - 1) >= FACTOR_SAID:
             found.append(
@@ -56,6 +59,54 @@ def notes(state: SloState) -> tuple[str, ...]:
                 "a profile of these engines would be better"
             )
     return tuple(found)
+
+
+def _of_the_past(state: SloState, bounds: Bounds, gpu_price: float) -> list[str]:
+    """Which candidates lead, and what the cheapest fixed fleet would have cost."""
+    past = state.past
+    if past is None or past.requests < JUDGED_MIN:
+        return []
+    found = []
+    for name, ranks, gpus in zip(ROLES, past.roles, bounds.gpus, strict=True):
+        if gpus:
+            found.append(f"by the recorded past, {name} workers: {_leaders(ranks, gpu_price * INTERVAL_S * gpus)}")
+    for seconds in (HOUR_S, DAY_S):
+        fixed = fixed_fleet(past.lately(seconds), bounds.gpus, bounds.max_gpus)
+        if fixed is not None and (seconds == HOUR_S or fixed.hours > 1.5):
+            found.append(
+                f"in the last {fixed.hours:.1f} h {100 * fixed.share:.1f} % kept the targets with "
+                f"{fixed.gpu_hours:.2f} GPU-hours; the cheapest fixed fleet for as many, "
+                f"{_fleet(fixed.fleet, bounds)}, would have held {fixed.fixed_gpu_hours:.2f}"
+            )
+    return found
+
+
+def _fleet(fleet: Fleet, bounds: Bounds) -> str:
+    return f"{fleet[0]}P{fleet[1]}D" if bounds.gpus[0] else _count(fleet[1])
+
+
+def _leaders(ranks: Ranks, bin_price: float) -> str:
+    """`1–5 always stay, 6 stays 60 s, none above`: the leading candidate of each rank, neighbours together."""
+    leaders = ranks.leaders(bin_price)
+    seen = int(np.max(np.flatnonzero(ranks.held[:, 1]), initial=-1)) + 1
+    parts, first = [], 0
+    for rank in range(1, seen + 1):
+        if rank == seen or leaders[rank] != leaders[first]:
+            named = f"{first + 1}" if rank == first + 1 else f"{first + 1}–{rank}"
+            parts.append(f"{named} {_stays(int(leaders[first]), rank > first + 1)}")
+            first = rank
+    return ", ".join(parts) or "none was wanted yet"
+
+
+def _stays(candidate: int, several: bool) -> str:
+    hold_s = HOLDS_S[candidate]
+    if EARLIER[candidate]:
+        return f"{'are' if several else 'is'} there one worker early, and {hold_s:g} s longer"
+    if hold_s == math.inf:
+        return "always stay" if several else "always stays"
+    if hold_s == -math.inf:
+        return "are not worth it" if several else "is not worth it"
+    return f"{'stay' if several else 'stays'} {hold_s:g} s longer than needed"
 
 
 def _sooner(numbers: Mapping[str, float]) -> str:
@@ -114,8 +165,6 @@ class SloRule(enum.StrEnum):
     """There is no forecast, or the queueing model gave no answer."""
     SCALING_IN_PROGRESS = "scaling_in_progress"
     """Another environment has yet to acknowledge the last decision."""
-    DISAGGREGATED_ONLY = "disaggregated_only"
-    """The graph has no prefill workers of its own."""
 
 
 def reasons(
@@ -130,7 +179,7 @@ def reasons(
     """One for prefill and one for decode. `asked` is what the pipeline has merged, `fleet` what it comes to."""
     expected = state.expected[0] if state.expected else None
     found = []
-    for role, pool in enumerate(pools.all):
+    for role, pool in enumerate(pools.all, start=2 - len(pools.all)):
         rule = _rule(state, role, pool.capacity, requested, fleet, expected, bounds, gpu_price)
         numbers = {"workers": float(pool.capacity), "max_gpu_budget": float(bounds.max_gpus)}
         if expected is not None:
@@ -195,7 +244,7 @@ def _numbers(
         "workers_wanted": float(fleet[role]),
         "attainment": served / expected.rate if expected.rate > 0 else 1.0,
         "price_requests_per_hour": gpu_price * HOUR_S,
-        "price_factor": state.kept.factor(options.target),
+        "price_factor": state.price_factor,
         "clearing_requests_per_second": state.clearing,
         "less_misses_per_hour": _gain(expected, _changed(fleet, role, -1), fleet),
         "more_saves_per_hour": _gain(expected, fleet, _changed(fleet, role, 1)),

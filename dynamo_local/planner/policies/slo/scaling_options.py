@@ -231,7 +231,8 @@ def grown(
 def filled(fleet: Fleet, moment: Expected, bounds: Bounds) -> Fleet:
     """With as many more as there always are, each where it serves most."""
     while bounds.held(fleet) < bounds.min_gpus:
-        more = [other for other in (plus(fleet, (1, 0)), plus(fleet, (0, 1))) if bounds.fits(other)]
+        steps = [step for step, gpus in (((1, 0), bounds.gpus[0]), ((0, 1), bounds.gpus[1])) if gpus]
+        more = [other for other in (plus(fleet, step) for step in steps) if bounds.fits(other)]
         if not more:
             break
         fleet = max(more, key=moment.served)
@@ -323,9 +324,10 @@ class AnySplit:
 
 
 def quick(pools: WorkerPools, reading: Reading) -> Quick:
-    """The capacity of these pools. Needs a graph with prefill workers."""
-    assert pools.prefill is not None
+    """The capacity of these pools."""
     prefill, decode = pools.prefill, pools.decode
+    if prefill is None:
+        return Quick((0, decode.ready), (0, decode.asleep))
     bears = decode.flippable
     while bears > 0 and not _bears(reading, decode.ready, bears):
         bears -= 1

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.policies.slo.corrections import Factors, Served
 from dynamo_local.planner.policies.slo.forecast import REQUESTS, WINDOWS_S, Outlook, Scenario
+from dynamo_local.planner.policies.slo.hindsight import Hindsight
 from dynamo_local.planner.policies.slo.scaling_options import Fleet, Moment, ScalingOption
 from dynamo_local.planner.queueing import Demand
 from dynamo_local.planner.values import Ended, Observation, Reading, Requests, Traffic
@@ -21,18 +22,8 @@ MEMORY_S = 900.0
 """Answers of so long ago count e⁻¹."""
 PRIOR_ANSWERS = 1000.0
 """As if so many had been answered before, just as many of them late as the target allows."""
-AIM = 0.35
-"""The policy aims at this share of the misses that the target allows. The future is not known: a share that only its
-mean keeps is missed half of the time."""
-EXPONENT, FACTOR_MAX = 0.5, 1.2
-"""While less is missed than is aimed at, a price goes by the root of what may be missed over what was, up to this
-factor. Up to 1.5 as it was, what a calm stretch had saved was spent on the first rise."""
-EXPONENT_BELOW, FACTOR_MIN = 1.0, 0.25
-"""While more is missed it goes by the ratio itself, down to this factor: forecasts, or the queueing model, promise more
-than comes true."""
-
-REACH = 0.5
-"""Where any fleet would miss so much of what the target lets be missed, the target is taken to be out of reach."""
+STRICT_MIN = 0.5
+"""While more is missed than the target allows, fewer misses are aimed at, down to this share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +47,12 @@ class Kept:
             self.hopeless * fades + hopeless * len(known),
         )
 
-    def factor(self, target: float) -> float:
-        """The factor of the price. It is above 1 while fewer avoidable requests miss the targets than is aimed at, and
-        below 1 while more do. The more misses no fleet could avoid, the less it goes below 1. If the target is out
-        of reach, no number of GPUs helps, and a GPU is worth what it serves."""
+    def strict(self, target: float) -> float:
+        """At most 1: what the target allows over what was missed, if more was missed that some fleet could keep. The
+        queueing model, or the forecasts, then promise more than comes true."""
         allowed = max(1e-4, 1.0 - target)
-        prior = PRIOR_ANSWERS * allowed * AIM
-        avoidable = max(0.0, self.missed - self.hopeless) + prior
-        ratio = allowed * AIM * (self.answers + PRIOR_ANSWERS) / avoidable
-        if ratio >= 1:
-            return min(ratio**EXPONENT, FACTOR_MAX)
-        reach = max(0.0, 1.0 - self.hopeless / (REACH * allowed * max(self.answers, 1.0)))
-        return max(ratio ** (EXPONENT_BELOW * reach), FACTOR_MIN)
+        missed = max(0.0, self.missed - self.hopeless) + PRIOR_ANSWERS * allowed
+        return max(STRICT_MIN, min(1.0, allowed * (self.answers + PRIOR_ANSWERS) / missed))
 
 
 def clearing(reading: Reading, rate: float, ttft_s: float, within_s: float) -> float:
@@ -112,9 +97,11 @@ class SloState:
     Each scaling option has an entry in `outlooks`, `scenarios` (with `clearing`), `expected` (at its lead time) and
     `moments`. These are the moments from now to the lead time, the next one first, as former decisions expected them.
 
-    `served` are the workers of the last minutes, and `kept` counts the kept targets of the last answers. `clearing` is
+    `served` are the workers of the last minutes, and `kept` counts the kept targets of the last answers. `past` judges
+    the recorded requests; `price_factor` is the price that it found, in prices of a mean GPU. `ruled` is the fleet that
+    the rule wants; `chosen` has the workers that the past would have held besides. `clearing` is
     the rate (requests/s) beyond the expected one that removes waiting requests. `first` is the initial fleet, a floor
-    until `first_until_s`. `held` says why this tick plans nothing (rule, sentence). `chosen` is the proposed fleet.
+    until `first_until_s`. `held` says why this tick plans nothing (rule, sentence).
     `flips` of its decode workers were prefill workers (negative: the other way).
     """
 
@@ -133,12 +120,15 @@ class SloState:
     factors: Factors = Factors()  # noqa: RUF009 - frozen
     served: tuple[Served, ...] = ()
     kept: Kept = Kept()
+    past: Hindsight | None = None
+    price_factor: float = 1.0
     clearing: float = 0.0
     scenarios: tuple[tuple[Scenario, ...], ...] = ()
     first: Fleet | None = None
     first_until_s: float = 0.0
     held: tuple[str, str] | None = None
     expected: tuple[Moment, ...] = ()
+    ruled: Fleet | None = None
     chosen: Fleet | None = None
     flips: int = 0
     decided: tuple[float, tuple[Reading, ...]] = (0.0, ())

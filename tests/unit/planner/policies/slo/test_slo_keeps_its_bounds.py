@@ -13,7 +13,7 @@ from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.forecasting.answers import InlineForecaster
 from dynamo_local.planner.policies.slo import forecast as lengths
-from dynamo_local.planner.policies.slo.state import AIM, FACTOR_MAX, FACTOR_MIN, Kept
+from dynamo_local.planner.policies.slo.state import STRICT_MIN, Kept
 from dynamo_local.planner.values import Decision, Ended, Observation, Pool, Reading, Requests, WorkerPools
 from dynamo_local.profile.interpolation import ProfileModel
 from dynamo_local.profile.reading import DEFAULT_PROFILE
@@ -32,7 +32,7 @@ def _few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class World:
     """Workers that are there at once when they are wanted, and clients with a rate over time. `told`: their latencies
-    are known."""
+    are known. Without prefill workers the graph is aggregated."""
 
     def __init__(
         self, options: PlannerConfig, fleet: tuple[int, int], slower: float = 1.0, *, told: bool = True
@@ -47,7 +47,8 @@ class World:
     def run(self, until_s: float, rate: Callable[[float], float | Missing]) -> None:
         """Tick until then."""
         while (at_s := self.driver.next_at_s) <= until_s:
-            pools = WorkerPools(Pool("P", 1, self.fleet[0], gpus_held=self.fleet[0]), Pool("D", 1, self.fleet[1]))
+            prefill = Pool("P", 1, self.fleet[0], gpus_held=self.fleet[0]) if self.fleet[0] else None
+            pools = WorkerPools(prefill, Pool("D", 1, self.fleet[1]))
             came = rate(at_s)
             traffic = came if isinstance(came, Missing) else None
             requests = None if isinstance(came, Missing) else self._requests(at_s, came)
@@ -55,7 +56,7 @@ class World:
             decision = self.driver.tick_now(observation)
             assert decision is not None
             self.decisions.append(decision)
-            self.fleet = (decision.targets["P"], decision.targets["D"])
+            self.fleet = (decision.targets.get("P", 0), decision.targets["D"])
 
     def _requests(self, at_s: float, rate: float) -> Requests:
         count = round(rate * 5)
@@ -147,6 +148,17 @@ def test_a_worker_that_crashes_is_wanted_again() -> None:
         assert (world.fleet[0] >= settled[0], world.fleet[1] >= settled[1]) == (True, True)
 
 
+def test_an_aggregated_graph_follows_its_load() -> None:
+    world = World(OPTIONS, (0, 2))
+    world.run(200, lambda at_s: 4.0)
+    calm = world.fleet
+    world.run(400, lambda at_s: 40.0)
+    assert world.fleet[0] == 0
+    assert world.fleet[1] > calm[1]
+    assert all(set(decision.targets) == {"D"} for decision in world.decisions)
+    assert {reason.component for reason in world.decisions[-1].reasons} == {"D"}
+
+
 def test_what_waits_is_cleared_beside_what_comes() -> None:
     calm, pressed = World(OPTIONS, (2, 2)), World(OPTIONS, (2, 2))
     for world in (calm, pressed):
@@ -160,38 +172,26 @@ def test_what_waits_is_cleared_beside_what_comes() -> None:
     assert sum(pressed.fleet) <= sum(calm.fleet) + 1
 
 
-def test_a_price_follows_what_was_kept() -> None:
+def kept(missed: int, of: int, hopeless: float = 0.0) -> Kept:
+    """So many of these answers were late; any fleet would have missed that share."""
     late, fine = Ended(1.0, 100, 10, 9.0, 0.01), Ended(1.0, 100, 10, 0.1, 0.01)
-
-    def factor(missed: int, of: int) -> float:
-        answers = [late] * missed + [fine] * (of - missed)
-        return Kept().after(answers, 0.0, 5.0, 1.0, 0.05).factor(0.99)
-
-    aim = round(100 * AIM)  # of 10,000 answers
-    assert factor(0, 10_000) == FACTOR_MAX
-    assert factor(round(0.9 * aim), 10_000) == pytest.approx((1 / 0.9) ** 0.5, abs=0.02)
-    assert factor(aim, 10_000) == pytest.approx(1.0)
-    assert factor(2 * aim, 10_000) == pytest.approx(0.5, abs=0.03)
-    assert factor(1_000, 10_000) == FACTOR_MIN
-    assert factor(0, 0) == pytest.approx(1.0)
+    return Kept().after([late] * missed + [fine] * (of - missed), hopeless, 5.0, 1.0, 0.05)
 
 
-def test_a_target_that_no_fleet_reaches_makes_no_gpu_cheaper() -> None:
-    late, fine = Ended(1.0, 100, 10, 9.0, 0.01), Ended(1.0, 100, 10, 0.1, 0.01)
-    answers = [late] * 400 + [fine] * 9_600
-
-    def factor(hopeless: float) -> float:
-        return Kept().after(answers, hopeless, 5.0, 1.0, 0.05).factor(0.99)
-
-    assert factor(0.0) == FACTOR_MIN
-    assert FACTOR_MIN < factor(0.003) < 0.9
-    assert factor(0.005) == pytest.approx(1.0), "half of what may be missed is out of anybody's reach"
-    assert factor(0.015) == 1.0
+def test_more_misses_than_the_target_allows_make_the_aim_stricter() -> None:
+    assert kept(0, 10_000).strict(0.99) == kept(100, 10_000).strict(0.99) == 1.0
+    assert kept(130, 10_000).strict(0.99) == pytest.approx(1 / 1.3, abs=0.05)
+    assert kept(1_000, 10_000).strict(0.99) == STRICT_MIN
 
 
-def test_answers_without_latencies_change_no_price() -> None:
+def test_misses_that_no_fleet_could_avoid_make_it_no_stricter() -> None:
+    assert kept(400, 10_000).strict(0.99) == STRICT_MIN
+    assert kept(400, 10_000, hopeless=0.03).strict(0.99) == 1.0
+
+
+def test_answers_without_latencies_say_nothing_of_what_was_kept() -> None:
     unknown = [Ended(1.0, 100, 10)] * 10_000
-    assert Kept().after(unknown, 0.0, 5.0, 1.0, 0.05).factor(0.99) == pytest.approx(1.0), "what was kept is not known"
+    assert Kept().after(unknown, 0.0, 5.0, 1.0, 0.05) == Kept()
 
 
 @pytest.mark.parametrize("rate", [60.0, 120.0])

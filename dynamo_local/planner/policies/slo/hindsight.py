@@ -1,0 +1,432 @@
+"""The worth of each worker in the recorded past. Pure; numpy arrays are never changed in place.
+
+The n-th worker of a role (its rank) is judged by itself. `queueing.misses` replays the requests that really came, and
+says how many more would have been kept in each interval with the n-th worker than without it. The candidates of a rank
+are its holds: how long the worker stays after the rule last wanted it.
+
+* 0 s: the rule alone decides.
+* Headroom: the worker is there as soon as the rule wants one worker less.
+* Longer: the worker bridges lulls. This is ski rental, per worker, with the observed lulls in place of a worst case.
+* Always, or never. "Always up to rank n, and never above" is a fixed fleet. So every fixed fleet is a candidate.
+
+A worker that was away needs its lead time again. It is paid from its order on. The candidate with the most saved
+requests, less the price of its GPU time, leads. Sums fade by `MEMORY_S`: the leader follows a load that changes.
+
+Sources: convex demand splits into one ski rental per server (Lin, Wierman, Andrew, Thereska, "Dynamic right-sizing for
+power-proportional data centers", INFOCOM 2011). A hold of one lead's loss is never worse than twice the best (Karlin,
+Manasse, McGeoch, Owicki, 1994). The best candidate on fading sums is the leader of Herbster and Warmuth's shifting
+experts (1998). It has no worst-case bound of its own; benchmarks.regret measures what it costs.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamo_local.planner.queueing import Misses, Past
+from dynamo_local.planner.values import Ended
+
+HOLDS_S = (-math.inf, 0.0, 30.0, 60.0, 120.0, 240.0, 480.0, 900.0, 0.0, 120.0, math.inf)
+"""The candidates: how long a worker stays after it was last wanted. The first is never there, the last always."""
+EARLIER = (0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0)
+"""A candidate with 1 is wanted as soon as the rule wants one worker less: headroom."""
+FIRST_HOLD = 1
+"""The candidate that leads until the past says otherwise."""
+FIRST_BINS = 12.0
+"""It is ahead by the price of a GPU for so many intervals: nobody leads by chance."""
+NEVER_BINS = 36.0
+"""And "never" is behind by so many: orders ahead of a rise look like waste until the rise has come."""
+MEMORY_S = 5400.0
+"""Requests and GPU time of so long ago count e⁻¹."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """One interval of the past, judged. `wanted` is what the rule wanted then. `saved[n - 1]` are the requests that
+    were kept with n workers, but not with one less. `missed` are those that any number of workers would have missed."""
+
+    wanted: int
+    saved: Floats
+    missed: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """All ranks of one role with all candidates. Arrays have a row for each rank, and a column for each candidate.
+
+    `saved` are requests, `held` intervals of one worker. `saveable` and `missed` are requests that the largest fleet
+    keeps and misses. `idle` is the number of intervals since a rank was last wanted; `away` those until it serves.
+    `idle` and `wanted` have a column for each value of `EARLIER`.
+    """
+
+    saved: Floats
+    held: Floats
+    saveable: Floats
+    missed: float
+    idle: Floats
+    there: NDArray[np.bool_]
+    away: Floats
+    wanted: Floats
+    """When each rank was last wanted (planner's clock, seconds); not judged yet."""
+
+    @classmethod
+    def of(cls, workers_max: int) -> Ranks:
+        """Without a past."""
+        shape = (workers_max, len(HOLDS_S))
+        there = np.zeros(shape, dtype=np.bool_)
+        there[:, -1] = True
+        none = np.full((workers_max, 2), np.inf)
+        return cls(np.zeros(shape), np.zeros(shape), np.zeros(workers_max), 0.0, none, there, np.zeros(shape), -none)
+
+    def after(self, one: Bin, lead_bins: int, bin_s: float) -> Ranks:
+        """With one more interval of the past. A worker that was away serves `lead_bins` intervals after its order."""
+        fades = math.exp(-bin_s / MEMORY_S)
+        idle = np.where(_wanted(len(self.idle), one.wanted), 0.0, self.idle + 1)
+        there = idle[:, EARLIER] * bin_s <= np.asarray(HOLDS_S)
+        away = np.where(there & ~self.there, float(lead_bins), np.maximum(self.away - 1, 0.0))
+        serves = there & (away <= 0)
+        return replace(
+            self,
+            saved=fades * self.saved + serves * one.saved[:, None],
+            held=fades * self.held + there,
+            saveable=fades * self.saveable + one.saved,
+            missed=fades * self.missed + one.missed,
+            idle=idle,
+            there=there,
+            away=away,
+        )
+
+    def wants(self, workers: int, now_s: float) -> Ranks:
+        """The rule wants so many workers now."""
+        wanted = np.where(_wanted(len(self.wanted), workers), now_s, self.wanted)
+        return replace(self, wanted=wanted)
+
+    def leaders(self, bin_price: float) -> NDArray[np.intp]:
+        """For each rank, its best candidate where a worker costs so many requests per interval."""
+        value = self.saved - bin_price * self.held
+        value[:, FIRST_HOLD] += bin_price * FIRST_BINS
+        value[:, 0] -= bin_price * NEVER_BINS
+        return np.argmax(value, axis=1)
+
+    def avoidable(self, leaders: NDArray[np.intp]) -> float:
+        """Requests that these candidates would have missed, and the largest fleet would have kept."""
+        return float(np.sum(self.saveable - self.saved[np.arange(len(leaders)), leaders]))
+
+    def held_now(self, leaders: NDArray[np.intp], now_s: float) -> int:
+        """So many workers are held by these candidates."""
+        since_s = now_s - self.wanted[np.arange(len(leaders)), np.asarray(EARLIER)[leaders]]
+        return int(np.count_nonzero(since_s <= np.asarray(HOLDS_S)[leaders]))
+
+
+def _wanted(ranks: int, workers: int) -> NDArray[np.bool_]:
+    """Which ranks are wanted where the rule wants so many workers; and with one more."""
+    return np.arange(ranks)[:, None] < np.array([[workers, workers + 1]])
+
+
+def saved_by(misses: Sequence[Sequence[int]], at: int, workers_max: int) -> Floats:
+    """Requests of interval `at` that each rank saves, by `Misses.prefill` or `Misses.decode`.
+
+    A rank saves no more than the one before it: where only several workers together save requests, each has its part.
+    """
+    column = [misses[min(workers, len(misses) - 1)][at] for workers in range(workers_max + 1)]
+    blocks: list[tuple[float, int]] = []
+    for before, after in pairwise(column):
+        total, ranks = float(max(0, before - after)), 1
+        while blocks and blocks[-1][0] * ranks < total * blocks[-1][1]:
+            more, others = blocks.pop()
+            total, ranks = total + more, ranks + others
+        blocks.append((total, ranks))
+    return np.repeat([total / ranks for total, ranks in blocks], [ranks for _, ranks in blocks])
+
+
+# --- The price of a GPU, by what the recorded past would have cost.
+
+AIM = 0.7
+"""The policy aims at this share of the misses that the target allows: the future is not the past."""
+AIM_LEAST = 0.3
+"""Misses that no fleet could avoid leave less of that; never less than this share of it."""
+EASY_PRIOR = 200.0
+"""Hopeless requests of the queueing model count as so many that were seen."""
+PEAK_BINS = 6
+BEYOND = 1.05
+"""A load above the highest that was judged by this factor is a new one: no worker is unworthy of it."""
+DAY_S = 86_400.0
+"""The sums of stretches are kept for so long."""
+JUDGED_MIN = 300.0
+"""Before so many requests were judged the price is that of a mean GPU."""
+FACTORS = tuple(1.5 * 0.88**step for step in range(26))
+"""Prices that are tried, in prices of a mean GPU: from one and a half down to a sixteenth. A dearer one would save GPUs
+for as long as nothing happens that the past has not seen."""
+
+
+# --- The recorded past: requests that ended, until they are judged.
+
+STRETCH_S = 60.0
+"""The past is judged in stretches of at least so long,"""
+STRETCH_MAX_S = 180.0
+"""and of at most so long."""
+FILL_S = 120.0
+"""Requests of so long before fill the workers first, if answers take that long."""
+FILL_MIN_S = 20.0
+REQUESTS_MAX = 6000
+"""A stretch has at most so many requests, with those that fill the workers. More would take the arbiter's loop too
+long."""
+REQUESTS_PER_S = 60.0
+"""At higher rates only a part of the past is judged: so many requests per second in the mean."""
+LASTED_QUANTILE = 0.98
+"""A moment is judged once this share of the answers takes less time than has passed since."""
+LASTED_SAMPLE = 500
+DECISIONS_MAX = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Ruled:
+    """A decision of the rule: the workers of each role that it wanted, and those that served then."""
+
+    at_s: float
+    wanted: tuple[int, int]
+    ready: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """`requests` that ended: arrival (planner's clock, seconds), the tokens of prompt and answer, and whether a target
+    was missed. `decisions` are the last ones of the rule. All before `judged_until_s` is judged. `asked` is the stretch
+    that is being judged, with the requests of each of its intervals that missed a target."""
+
+    judged_until_s: float
+    requests: tuple[tuple[float, int, int, bool], ...] = ()
+    decisions: tuple[Ruled, ...] = ()
+    due_s: float = -math.inf
+    asked: Past | None = None
+    asked_from_s: float = 0.0
+    asked_missed: tuple[int, ...] = ()
+
+    def after(self, ended: Sequence[Ended], ttft_s: float, itl_s: float) -> Record:
+        """With these answers. One of which no latency is known is left out: nobody knows when it came."""
+        new = [
+            (each.at_s - each.lasted_s, each.isl, max(1, each.osl), each.ttft_s > ttft_s or (each.itl_s or 0.0) > itl_s)
+            for each in ended
+            if each.ttft_s is not None
+        ]
+        return replace(self, requests=(*self.requests, *new)) if new else self
+
+    def decided(self, now_s: float, wanted: tuple[int, int], ready: tuple[int, int]) -> Record:
+        """The rule wants so many workers of each role, while so many serve."""
+        return replace(self, decisions=(*self.decisions, Ruled(now_s, wanted, ready))[-DECISIONS_MAX:])
+
+    def asking(self, now_s: float, lasted_s: float, bin_s: float) -> Record:
+        """With the next stretch to be judged in `asked`; None where none is due. Answers take `lasted_s` at most."""
+        until_s = now_s - lasted_s
+        from_s = max(self.judged_until_s, until_s - STRETCH_MAX_S)
+        if now_s < self.due_s or until_s - from_s < STRETCH_S - bin_s:
+            return replace(self, asked=None)
+        fill_s = min(max(lasted_s, FILL_MIN_S), FILL_S)
+        bins = int((until_s - from_s) // bin_s)
+        until_s = from_s + bins * bin_s
+        came = sorted(each for each in self.requests if from_s - fill_s <= each[0] < until_s)[-REQUESTS_MAX:]
+        kept = tuple(each for each in self.requests if each[0] >= until_s - FILL_S)
+        done = replace(self, requests=kept, judged_until_s=until_s, due_s=now_s + len(came) / REQUESTS_PER_S)
+        if not came:
+            return replace(
+                done, asked=Past((), (), (), 0.0, bin_s, bins), asked_from_s=from_s, asked_missed=(0,) * bins
+            )
+        first_s = came[0][0]
+        if first_s > from_s - fill_s + bin_s and len(came) == REQUESTS_MAX:
+            skipped = math.ceil(max(0.0, first_s + fill_s - from_s) / bin_s)
+            from_s, bins = from_s + skipped * bin_s, bins - skipped
+        if bins <= 0:
+            return replace(done, asked=None)
+        times, isl, osl, late = zip(*came, strict=True)
+        past = Past(tuple(at_s - first_s for at_s in times), isl, osl, from_s - first_s, bin_s, bins)
+        missed = [0] * bins
+        for at_s, was_late in zip(past.times, late, strict=True):
+            if was_late and 0 <= (at := past.bin(at_s)) < bins:
+                missed[at] += 1
+        return replace(done, asked=past, asked_from_s=from_s, asked_missed=tuple(missed))
+
+    def ruled_at(self, at_s: float) -> Ruled | None:
+        """The last decision before that time; None before the first."""
+        index = bisect_right(self.decisions, at_s, key=lambda each: each.at_s)
+        return self.decisions[index - 1] if index else None
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A judged stretch of the past: its requests, those that missed a target, GPU-seconds of the workers that served,
+    and the highest rate of `PEAK_BINS` intervals (requests/s).
+
+    `fixed[role][n]` are the requests that n workers would have missed, had there been so many all the time.
+    """
+
+    until_s: float
+    lasted_s: float
+    requests: int
+    missed: int
+    gpu_s: float
+    peak: float
+    fixed: tuple[Floats, Floats]
+
+
+@dataclass(frozen=True, slots=True)
+class FixedFleet:
+    """The cheapest fixed fleet that would have kept as large a share over the same time. `share` and `gpu_hours` are
+    what really came, `fixed_*` what that fleet would have made of it, by the queueing model."""
+
+    hours: float
+    share: float
+    gpu_hours: float
+    fleet: tuple[int, int]
+    fixed_share: float
+    fixed_gpu_hours: float
+
+
+def _peak(requests: Sequence[int], bin_s: float) -> float:
+    bins = min(PEAK_BINS, len(requests))
+    sums = [sum(requests[first : first + bins]) for first in range(len(requests) - bins + 1)]
+    return max(sums) / (bins * bin_s)
+
+
+def fixed_fleet(stretches: Sequence[Stretch], gpus: tuple[int, int], most_gpus: int) -> FixedFleet | None:
+    """Over these stretches; None without requests. If no fleet keeps as much, the one that keeps most."""
+    requests = sum(each.requests for each in stretches)
+    if not requests:
+        return None
+    lasted_s = sum(each.lasted_s for each in stretches)
+    share = 1.0 - sum(each.missed for each in stretches) / requests
+    prefill, decode = (sum((each.fixed[role] for each in stretches), np.zeros(1)) / requests for role in (0, 1))
+    kept = np.outer(1.0 - np.minimum(prefill, 1.0), 1.0 - np.minimum(decode, 1.0))
+    held = np.add.outer(np.arange(len(prefill)) * gpus[0], np.arange(len(decode)) * gpus[1])
+    kept = np.where(held <= most_gpus, kept, -1.0)
+    enough = kept >= min(share, float(kept.max()))
+    best = int(np.argmin(np.where(enough, held - 1e-6 * kept, np.inf)))
+    fleet = divmod(best, kept.shape[1])
+    own = sum(each.gpu_s for each in stretches) / 3600
+    return FixedFleet(lasted_s / 3600, share, own, fleet, float(kept[fleet]), float(held[fleet]) * lasted_s / 3600)
+
+
+@dataclass(frozen=True, slots=True)
+class Hindsight:
+    """All that is known of the past. `roles` are the ranks of prefill and decode, `requests` the judged ones (fading).
+    `easy` and `easy_missed` are requests, and misses, of intervals that one worker less of each role would have served
+    as well: more workers would not have helped."""
+
+    record: Record
+    roles: tuple[Ranks, Ranks]
+    requests: float = 0.0
+    easy: float = 0.0
+    easy_missed: float = 0.0
+    stretches: tuple[Stretch, ...] = ()
+
+    @classmethod
+    def of(cls, now_s: float, workers_max: int) -> Hindsight:
+        """Without a past."""
+        return cls(Record(now_s), (Ranks.of(workers_max), Ranks.of(workers_max)))
+
+    @property
+    def workers_max(self) -> int:
+        """So many workers of a role are judged."""
+        return len(self.roles[0].idle)
+
+    @property
+    def hopeless(self) -> float:
+        """Share of the requests that miss a target with any number of workers, as it was seen."""
+        modelled = max(role.missed for role in self.roles) / max(self.requests, 1.0)
+        return (self.easy_missed + EASY_PRIOR * modelled) / (self.easy + EASY_PRIOR)
+
+    def asking(self, lately: Sequence[Ended], now_s: float, bin_s: float) -> Hindsight:
+        """With the next stretch to be judged. `lately` are the answers that say how long one takes."""
+        lasted_s = sorted(each.lasted_s for each in lately[-LASTED_SAMPLE:])
+        if not lasted_s:
+            return self
+        return replace(self, record=self.record.asking(now_s, lasted_s[int(len(lasted_s) * LASTED_QUANTILE)], bin_s))
+
+    def decided(self, wanted: tuple[int, int], ready: tuple[int, int], now_s: float) -> Hindsight:
+        """The rule wants so many workers of each role, while so many serve."""
+        roles = self.roles[0].wants(wanted[0], now_s), self.roles[1].wants(wanted[1], now_s)
+        return replace(self, roles=roles, record=self.record.decided(now_s, wanted, ready))
+
+    def held(
+        self, workers: tuple[int, int], bin_price: float, gpus: tuple[int, int], rate: float, now_s: float
+    ) -> tuple[int, int]:
+        """The workers to have where the rule wants `workers` for `rate` requests/s. Without a judged past these; and no
+        fewer, if there was no such load yet."""
+        if self.requests < JUDGED_MIN:
+            return workers
+        found = [
+            max(1, role.held_now(role.leaders(bin_price * each), now_s)) if each else 0
+            for role, each in zip(self.roles, gpus, strict=True)
+        ]
+        if rate > BEYOND * max((each.peak for each in self.stretches), default=0.0):
+            return max(found[0], workers[0]), max(found[1], workers[1])
+        return found[0], found[1]
+
+    def lately(self, seconds: float) -> tuple[Stretch, ...]:
+        """The stretches of the last so many seconds of the judged past."""
+        since_s = self.record.judged_until_s - seconds
+        return tuple(each for each in self.stretches if each.until_s > since_s)
+
+    def judged(self, misses: Misses, lead_bins: tuple[int, int], gpus: tuple[int, int], bin_s: float) -> Hindsight:
+        """With the stretch that was asked for. `gpus` are those of a worker of each role. Nobody starts in the first
+        one: its workers were there."""
+        lead_bins = lead_bins if self.stretches else (0, 0)
+        roles, requests, easy, easy_missed = list(self.roles), self.requests, self.easy, self.easy_missed
+        fades, gpu_s = math.exp(-bin_s / MEMORY_S), 0.0
+        for at, count in enumerate(misses.requests):
+            ruled = self.record.ruled_at(self.record.asked_from_s + (at + 1) * bin_s)
+            if ruled is None:
+                continue
+            requests = fades * requests + count
+            gpu_s += bin_s * (ruled.ready[0] * gpus[0] + ruled.ready[1] * gpus[1])
+            is_easy = True
+            for role, missed in enumerate((misses.prefill, misses.decode)):
+                one = Bin(ruled.wanted[role], saved_by(missed, at, self.workers_max), float(missed[-1][at]))
+                is_easy = is_easy and not one.saved[max(0, ruled.ready[role] - 1) :].any()
+                roles[role] = roles[role].after(one, lead_bins[role], bin_s)
+            easy = fades * easy + is_easy * count
+            easy_missed = fades * easy_missed + is_easy * self.record.asked_missed[at]
+        until_s = self.record.asked_from_s + len(misses.requests) * bin_s
+        fixed = tuple(np.array([sum(row) for row in missed], dtype=float) for missed in (misses.prefill, misses.decode))
+        stretch = Stretch(
+            until_s,
+            len(misses.requests) * bin_s,
+            sum(misses.requests),
+            sum(self.record.asked_missed),
+            gpu_s,
+            _peak(misses.requests, bin_s),
+            (fixed[0], fixed[1]),
+        )
+        kept = (*self.stretches, stretch) if gpu_s else self.stretches
+        return replace(
+            self,
+            stretches=tuple(each for each in kept if each.until_s > until_s - DAY_S),
+            roles=(roles[0], roles[1]),
+            requests=requests,
+            easy=easy,
+            easy_missed=easy_missed,
+            record=replace(self.record, asked=None),
+        )
+
+    def factor(self, gpus: tuple[int, int], target: float, bin_price: float, strict: float) -> float:
+        """The dearest price of a GPU at which the recorded past would have kept the target.
+
+        `gpus` are those of a worker of each role. `bin_price` is the price of a mean GPU, in requests per interval.
+        `strict` (at most 1) aims at fewer misses, because more were missed than the past promised."""
+        if self.requests < JUDGED_MIN:
+            return strict
+        allowed = max(1e-4, 1.0 - target)
+        left = 1.0 - self.hopeless / allowed
+        aim = AIM * strict * allowed * self.requests * (1.0 if left <= 0 else max(left, AIM_LEAST))
+        for each in FACTORS:
+            leaders = [role.leaders(bin_price * each * of_one) for role, of_one in zip(self.roles, gpus, strict=True)]
+            if sum(role.avoidable(lead) for role, lead in zip(self.roles, leaders, strict=True)) <= aim:
+                return each
+        return FACTORS[-1]
