@@ -71,6 +71,7 @@ class ArbiterPlanner:
         links: Links,
         clock: Clock,
         logs: Path,
+        run_id: str | None = None,
         background: Callable[[Coroutine[Any, Any, Any]], None],
         tell: Tell,
         times: ScalingTimes | None = None,
@@ -99,6 +100,7 @@ class ArbiterPlanner:
         self._times = ScalingTimes(clock.now_s) if times is None else times
         controller.subscribe(on_transition=self._times.on_transition)  # from the first start on
         self._log_path = decision_log_path(logs)
+        self._run_id = run_id
         self.options = options
         self.follows = follows
         self._observers: list[PlannerObserver] = []
@@ -357,7 +359,9 @@ class ArbiterPlanner:
 
     async def _made(self, world: ArbiterWorld) -> PlannerLoop:
         prefill, _ = planned_components(self._graph)
-        logged = await asyncio.to_thread(LoggedDecisions, DecisionLog, self._log_path, self._background, self._tell)
+        logged = await asyncio.to_thread(
+            LoggedDecisions, DecisionLog, self._log_path, self._background, self._tell, self._beside
+        )
         self._logged = logged
         ticks_path = tick_log_path(self._log_path.parent)
         self._ticks = await asyncio.to_thread(LoggedTicks, TickLog, ticks_path, self._background, self._tell)
@@ -379,6 +383,10 @@ class ArbiterPlanner:
             recorder=self._ticks,
             observers=[logged, *self._observers],
         )
+
+    def _beside(self) -> dict[str, Any]:
+        """What a logged decision has beside its record."""
+        return {"run_id": self._run_id, "targets": self._sampling.kept.status()}
 
     def on_manual_change(self) -> None:
         """A person's command has changed something: the policy holds for a while."""
