@@ -329,7 +329,7 @@ _PAGE = page_template(
 
 
 def write_report(log: Path, to: Path, *, since_s: float | None = None, title: str, run: str = "all") -> int:
-    """Write the report of a run's decisions in that log after `since_s` (Unix time), as a page or as a picture (`.svg`).
+    """Write the report of a run's decisions after `since_s` (Unix time), as a page or as a picture (`.svg`).
 
     Returns the number of decisions. Raises `NotRunning` where there are none, `BadInput` where it cannot be written.
     """

@@ -275,7 +275,7 @@ def oldest_first(path: Path) -> Iterator[Record]:
 
 
 def of_run(logged: Iterable[Record], run: str) -> Iterator[Record]:
-    """Those of the runs whose id begins so; `all`: of every run. Lines before 0.17 have no id."""
+    """Those of the runs whose id begins so; `all`: of every run. Lines of earlier versions have no id."""
     return (record for record in logged if run == "all" or str(record.get("run_id") or "").startswith(run))
 
 
