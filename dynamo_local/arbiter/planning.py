@@ -385,7 +385,7 @@ class ArbiterPlanner:
         )
 
     def _beside(self) -> dict[str, Any]:
-        """What a logged decision has beside its record."""
+        """The fields of a logged decision beside its record."""
         return {"run_id": self._run_id, "targets": self._sampling.kept.status()}
 
     def on_manual_change(self) -> None:

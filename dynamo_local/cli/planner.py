@@ -140,7 +140,7 @@ def status(as_json: bool, namespace: str | None) -> None:
     _change(namespace, as_json, "status")
 
 
-run_option = click.option("--run", metavar="ID", help="Of an earlier run, or of `all`.  [default: this run]")
+run_option = click.option("--run", metavar="ID", help="An earlier run, or `all` of them.  [default: this run]")
 
 
 @planner.command()

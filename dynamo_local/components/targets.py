@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class LatencyTargets(BaseModel):
-    """Targets of a service. By default those of `Planner`, `Common`, `--ttft` and `--itl`."""
+    """Targets of a service. Its default is those of `Planner`, `Common`, `--ttft` and `--itl`."""
 
     ttft: float | None = Field(
         default=None,
