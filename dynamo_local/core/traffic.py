@@ -136,10 +136,11 @@ def kept_words(targets: Mapping[str, Any] | None) -> Iterator[str]:
     if not targets:
         return
     spans = {"minute": "in the last minute", "hour": "in the last hour", "day": "in the last day", "total": "in all"}
-    parts = []
+    parts, before = list[str](), None
     for name, span in spans.items():
         found = targets.get(name) or {}
-        if found.get("share") is not None:
+        if found.get("share") is not None and found["requests"] != before:
+            before = found["requests"]  # a longer window that has no more requests says the same
             parts.append(f"{100 * found['share']:.2f} % of {found['requests']:,} requests {span}")
     missed = (targets.get("total") or {}).get("missed") or {}
     causes = [
