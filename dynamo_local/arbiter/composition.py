@@ -251,12 +251,12 @@ def _planning(
         links=base.links,
         clock=clock,
         logs=paths.logs,
-        run_id=base.deployment.run_id,
         background=base.tasks.run,
         tell=tell,
         times=ScalingTimes(clock.now_s, known=lead_times.start_up_s, lead_times=lead_times.medians),
         follows=follows,
         plugins=PlannerPlugins(clock, environ=os.environ, runtime=paths.runtime, tell=tell),
+        beside=lambda: {"run_id": base.deployment.run_id, "targets": sampling.kept.status()},
     )
     planning.subscribe(status=lambda: {"lead_times": lead_times.status()})
     return planning

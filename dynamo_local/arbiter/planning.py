@@ -57,7 +57,10 @@ AT_START = {
 
 
 class ArbiterPlanner:
-    """The planner of one run, stopped at first. Its commands raise `DynamoError`s for people."""
+    """The planner of one run, stopped at first. Its commands raise `DynamoError`s for people.
+
+    `beside` gives the fields of a logged decision beside its record.
+    """
 
     def __init__(
         self,
@@ -71,12 +74,12 @@ class ArbiterPlanner:
         links: Links,
         clock: Clock,
         logs: Path,
-        run_id: str | None = None,
         background: Callable[[Coroutine[Any, Any, Any]], None],
         tell: Tell,
         times: ScalingTimes | None = None,
         follows: Callable[[], dict[str, Any] | None] = lambda: None,
         plugins: PlannerPlugins | None = None,
+        beside: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self._graph = graph
         self._controller = controller
@@ -100,7 +103,7 @@ class ArbiterPlanner:
         self._times = ScalingTimes(clock.now_s) if times is None else times
         controller.subscribe(on_transition=self._times.on_transition)  # from the first start on
         self._log_path = decision_log_path(logs)
-        self._run_id = run_id
+        self._beside = beside
         self.options = options
         self.follows = follows
         self._observers: list[PlannerObserver] = []
@@ -383,10 +386,6 @@ class ArbiterPlanner:
             recorder=self._ticks,
             observers=[logged, *self._observers],
         )
-
-    def _beside(self) -> dict[str, Any]:
-        """The fields of a logged decision beside its record."""
-        return {"run_id": self._run_id, "targets": self._sampling.kept.status()}
 
     def on_manual_change(self) -> None:
         """A person's command has changed something: the policy holds for a while."""
