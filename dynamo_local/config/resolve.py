@@ -140,7 +140,8 @@ def resolve(graph: LoadedGraph, config: Config, *, namespace: str | None) -> Gra
 def planner_config(graph: LoadedGraph, config: Config) -> PlannerConfig:
     """The `Planner` section, or the defaults. A graph's own Planner service with a model of its own keeps its keys."""
     service = graph.services.get(PLANNER)
-    section = {} if service is not None and service.config_model is not None else config.service(PLANNER)
+    own = service is not None and service.config_model is not None
+    section = {} if own else {**config.planner_targets, **config.service(PLANNER)}
     return planner_section(f"{config.source}: {PLANNER}", section)
 
 
