@@ -439,7 +439,7 @@ def _case(
     from dynamo_local.simulator.options import FleetShape, SimulationOptions
     from dynamo_local.simulator.simulation import Case
 
-    config = planner_section("--planner", _with_targets(given, params, apart=shape[0] > 0))
+    config = planner_section("--planner", _with_targets(given, params))
     sim = SimOptions.from_mapping(given["sim"])
     targets = Targets.of_ms(params["ttft_ms"], params["itl_ms"])
     allowed = actuators(config)
@@ -471,17 +471,17 @@ def _case(
     )
 
 
-def _with_targets(given: Mapping[str, Mapping[str, Any]], params: Mapping[str, Any], *, apart: bool) -> dict[str, Any]:
+def _with_targets(given: Mapping[str, Mapping[str, Any]], params: Mapping[str, Any]) -> dict[str, Any]:
     """The planner's options. A policy with targets has those of the run, and the profile that the engines run by.
 
-    With targets the default is `slo`, as in `dynamo serve`, where prefill workers are `apart`.
+    With targets the default is `slo`, as in `dynamo serve`.
     """
     from dynamo_local.config.planner import BY_TARGETS, POLICIES, options_of
     from dynamo_local.config.planner_section import chosen_policy, own_names, takes_targets
     from dynamo_local.engines.sim.options import SimOptions
 
     targets = params["ttft_ms"] is not None or params["itl_ms"] is not None
-    by_targets = targets and apart and takes_targets(given["planner"])
+    by_targets = targets and takes_targets(given["planner"])
     policy = chosen_policy(given["planner"], BY_TARGETS if by_targets else "load")
     found = own_names("--planner", given["planner"], policy)
     profile = given["sim"].get("profile", SimOptions().profile)

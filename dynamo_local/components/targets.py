@@ -215,10 +215,9 @@ def _planner(graph: LoadedGraph, config: Config) -> dict[str, Any]:
 
 
 def _with_planner(graph: LoadedGraph, config: Config, shared: Mapping[str, Any]) -> Config:
-    """The planner takes the targets that stand elsewhere (`takes_targets`). `slo` needs prefill workers."""
+    """The planner takes the targets that stand elsewhere (`takes_targets`)."""
     section = _planner(graph, config)
-    apart = any(service.role is Role.PREFILL for service in graph.services.values())
-    if PLANNER in graph.services or not takes_targets(section) or not (apart or "policy" in section):
+    if PLANNER in graph.services or not takes_targets(section):
         return config
     keys = {underscored(key) for key in section}
     more = {key: value for key, value in shared.items() if not keys & {key, LATENCY_ALIASES[key]}}

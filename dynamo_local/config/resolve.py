@@ -309,11 +309,6 @@ def check_start(planner: PlannerConfig, graph: GraphSpec) -> None:
 
 def _check_mode(planner: PlannerConfig, graph: GraphSpec) -> None:
     """Dynamo's `mode` says what the graph is."""
-    if planner.policy == "slo" and not any(spec.role is Role.PREFILL for spec in graph.services):
-        raise ConfigError(
-            "Planner: the policy slo is for graphs with prefill workers of their own, and this graph has none; "
-            "throughput-load plans it"
-        )
     if planner.policy != "throughput-load" or planner.mode is None:
         return
     disaggregated = any(spec.role is Role.PREFILL for spec in graph.services)
