@@ -179,6 +179,8 @@ FILL_MIN_S = 20.0
 REQUESTS_MAX = 6000
 """A stretch has at most so many requests, with those that fill the workers. More would take the arbiter's loop too
 long."""
+RECORDED_MAX = 20_000
+"""So many answers wait for their judgement at most."""
 REQUESTS_PER_S = 60.0
 """At higher rates only a part of the past is judged: so many requests per second in the mean."""
 LASTED_QUANTILE = 0.98
@@ -217,7 +219,7 @@ class Record:
             for each in ended
             if each.ttft_s is not None
         ]
-        return replace(self, requests=(*self.requests, *new)) if new else self
+        return replace(self, requests=(*self.requests, *new)[-RECORDED_MAX:]) if new else self
 
     def decided(self, now_s: float, wanted: tuple[int, int], ready: tuple[int, int]) -> Record:
         """The rule wants so many workers of each role, while so many serve."""
@@ -232,7 +234,13 @@ class Record:
         fill_s = min(max(lasted_s, FILL_MIN_S), FILL_S)
         bins = int((until_s - from_s) // bin_s)
         until_s = from_s + bins * bin_s
-        came = sorted(each for each in self.requests if from_s - fill_s <= each[0] < until_s)[-REQUESTS_MAX:]
+        came = [each for each in self.requests if from_s - fill_s <= each[0] < until_s]
+        if len(came) > REQUESTS_MAX:  # its last part alone, half of which may fill the workers
+            span_s = (until_s - from_s + fill_s) * REQUESTS_MAX / len(came)
+            bins = max(1, int((span_s - min(fill_s, span_s / 2)) // bin_s))
+            from_s = until_s - bins * bin_s
+            came = [each for each in came if each[0] >= until_s - span_s]
+        came.sort()
         kept = tuple(each for each in self.requests if each[0] >= until_s - FILL_S)
         done = replace(self, requests=kept, judged_until_s=until_s, due_s=now_s + len(came) / REQUESTS_PER_S)
         if not came:
@@ -240,11 +248,6 @@ class Record:
                 done, asked=Past((), (), (), 0.0, bin_s, bins), asked_from_s=from_s, asked_missed=(0,) * bins
             )
         first_s = came[0][0]
-        if first_s > from_s - fill_s + bin_s and len(came) == REQUESTS_MAX:
-            skipped = math.ceil(max(0.0, first_s + fill_s - from_s) / bin_s)
-            from_s, bins = from_s + skipped * bin_s, bins - skipped
-        if bins <= 0:
-            return replace(done, asked=None)
         times, isl, osl, late = zip(*came, strict=True)
         past = Past(tuple(at_s - first_s for at_s in times), isl, osl, from_s - first_s, bin_s, bins)
         missed = [0] * bins
