@@ -240,7 +240,7 @@ class Record:
             bins = max(1, int((span_s - min(fill_s, span_s / 2)) // bin_s))
             from_s = until_s - bins * bin_s
             came = [each for each in came if each[0] >= until_s - span_s]
-        came.sort()
+        came = sorted(came)[-REQUESTS_MAX:]
         kept = tuple(each for each in self.requests if each[0] >= until_s - FILL_S)
         done = replace(self, requests=kept, judged_until_s=until_s, due_s=now_s + len(came) / REQUESTS_PER_S)
         if not came:
