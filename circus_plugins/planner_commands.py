@@ -61,9 +61,9 @@ class _Planner:
 
     def message(self, *args: Any, **opts: Any) -> Any:
         """The request as circusctl sends it. Raises circus's `ArgumentError`, which circusctl prints."""
-        return self.make_message(**self.properties(args), **opts)  # type: ignore[attr-defined]
+        return self.make_message(**self.parsed_words(args), **opts)  # type: ignore[attr-defined]
 
-    def properties(self, args: Sequence[str]) -> dict[str, Any]:
+    def parsed_words(self, args: Sequence[str]) -> dict[str, Any]:
         """Properties from the words of circusctl's command line."""
         if args:
             raise ArgumentError(f"{self.name} takes no words; got {len(args)}")
@@ -102,7 +102,7 @@ class _Changed(_Planner):
 class _WithOptions(_Changed):
     """One that takes KEY=VALUE."""
 
-    def properties(self, args: Sequence[str]) -> dict[str, Any]:
+    def parsed_words(self, args: Sequence[str]) -> dict[str, Any]:
         """`{"options": {...}}`"""
         from dynamo_local.config.planner_section import parse_settings
 
@@ -200,7 +200,7 @@ class DynamoPlannerSet(_WithOptions, Command):  # type: ignore[misc]
 class _Looking(_Planner):
     """One that takes a number of decisions."""
 
-    def properties(self, args: Sequence[str]) -> dict[str, Any]:
+    def parsed_words(self, args: Sequence[str]) -> dict[str, Any]:
         """`{"count": N}`"""
         if len(args) > 1 or (args and not args[0].isdigit()):
             raise ArgumentError(f"{self.name} takes a number of decisions, or nothing; got {' '.join(args)}")

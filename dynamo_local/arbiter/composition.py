@@ -21,6 +21,7 @@ from dynamo_local.arbiter.event_log import EventLog, EventRecorder, event_log_pa
 from dynamo_local.arbiter.exporter import Exporter, Place
 from dynamo_local.arbiter.guard import GuardianProcess
 from dynamo_local.arbiter.host_system import HostSystem
+from dynamo_local.arbiter.kept_targets import TargetMetrics
 from dynamo_local.arbiter.lead_times import LeadTimeMetrics, LeadTimesNow, LeadTimeWatch, RunLeadTimes
 from dynamo_local.arbiter.links import Links
 from dynamo_local.arbiter.marks import marks
@@ -255,6 +256,7 @@ def _planning(
         times=ScalingTimes(clock.now_s, known=lead_times.start_up_s, lead_times=lead_times.medians),
         follows=follows,
         plugins=PlannerPlugins(clock, environ=os.environ, runtime=paths.runtime, tell=tell),
+        beside=lambda: {"run_id": base.deployment.run_id, "targets": sampling.kept.status()},
     )
     planning.subscribe(status=lambda: {"lead_times": lead_times.status()})
     return planning
@@ -294,6 +296,7 @@ def _exporter(base: _Base, controller: FleetController, sampling: Sampling, stat
     exporter = Exporter(
         controller, sampling, base.clock, components=components, state=state, tasks=base.tasks, place=place
     )
+    TargetMetrics(exporter.metrics.registry, lambda: sampling.kept)
     DispatchMetrics(exporter.metrics.registry, lambda: dispatch_now(sampling.dispatch, controller.fleet))
     return exporter
 

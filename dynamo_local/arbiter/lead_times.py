@@ -22,6 +22,7 @@ from dynamo_local.components.text.model import TINY_MODEL
 from dynamo_local.core.fleet.effects import Transition
 from dynamo_local.core.fleet.fleet import Worker
 from dynamo_local.core.fleet.lifecycle import TransitionKind
+from dynamo_local.core.fleet.states import ROLES
 from dynamo_local.core.lead_times import LeadTimes, OptionKind
 from dynamo_local.core.prewarmed import engine_of
 from dynamo_local.core.types import Role, ServiceSpec
@@ -47,7 +48,7 @@ class RunLeadTimes:
     def remember(self) -> None:
         """Read the lead times that earlier runs measured for the present services. An unreadable file is logged."""
         graph = self._launcher.factory.graph
-        of = {service.name: what_it_runs(service) for service in graph.services}
+        of = {service.name: what_it_runs(service) for service in graph.services if ROLES[service.role].computes}
         try:
             self.known = LeadTimes(self.known.run, self._file.read(graph.namespace, of))
         except StateError as error:
@@ -94,8 +95,8 @@ class LeadTimeWatch:
     """Measures how long each scaling option takes.
 
     A start begins when its process is to be made. A flip, a wake and a sleep begin with the command. A failed,
-    cancelled or overtaken change is not measured, nor is one that an earlier arbiter began. `was_prewarmed` says
-    whether the process of a pid was prewarmed.
+    cancelled or overtaken change is not measured, nor is one that an earlier arbiter began. Only workers with an engine
+    are measured: the planner adds no others. `was_prewarmed` says whether the process of a pid was prewarmed.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class LeadTimeWatch:
     def on_transition(self, worker: Worker, transition: Transition) -> None:
         """Begin or end a measurement, if this transition is one of those."""
         before, after, kind = transition.before, transition.after, transition.kind
-        if before is after:
+        if before is after or not ROLES[worker.role].computes:
             return
         name = transition.details["was"] if kind is TransitionKind.FLIPPED else transition.name
         began_s, now_s = self._began.pop(name, None), self._now_s()

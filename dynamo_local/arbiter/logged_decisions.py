@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,9 +66,20 @@ class OrderedWriter:
 
 
 class LoggedDecisions:
-    """The decision log as an observer of the planner. Make it in a thread: it reads the last number."""
+    """The decision log as an observer of the planner. Make it in a thread: it reads the last number.
 
-    def __init__(self, make: Callable[[Path], DecisionLog], path: Path, background: Background, tell: Tell) -> None:
+    `beside` gives what a line has beside the record.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Path], DecisionLog],
+        path: Path,
+        background: Background,
+        tell: Tell,
+        beside: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        self._beside = beside
         self.log = make(path)
         self._lines = OrderedWriter(self.log, background, tell, UNWRITABLE)
 
@@ -76,7 +87,7 @@ class LoggedDecisions:
         """The tick log has the observations."""
 
     def on_decision(self, record: DecisionRecord) -> None:
-        logged = decisions.as_json(record)
+        logged = {**decisions.as_json(record), **self._beside()}
         self._lines.put(lambda: logged)
 
     async def written(self) -> None:

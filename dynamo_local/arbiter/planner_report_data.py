@@ -7,8 +7,9 @@ decision. If there are too many points, each two become one.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from dynamo_local.planner.records.figures import Figures, Line, all_figures, number
 
@@ -133,6 +134,8 @@ class ReportData:
     errors: dict[str, ForecastErrors] = field(default_factory=dict)
     attained: dict[str, Attainment] = field(default_factory=lambda: {"ttft_ms": Attainment(), "itl_ms": Attainment()})
     per_point: int = 1
+    targets: Mapping[str, Any] | None = None
+    """The last decision's shares of requests that kept the targets; None: there were no targets."""
 
     def add(self, point: Point) -> None:
         """Add one decision. All points but the last stand for `per_point` decisions."""
@@ -179,6 +182,7 @@ def _count(found: ReportData, line: Line) -> None:
     if policy not in found.policies:
         found.policies.append(policy)
     found.decisions += 1
+    found.targets = line.get("targets") or found.targets
     for reason in line["decision"]["reasons"]:
         found.rules[reason["component"], str(reason["rule"])] += 1
     for outcome in line.get("outcomes", {}).values():

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_local.arbiter.planner_report_data import ForecastErrors, Point, ReportData, collect
+from dynamo_local.core.traffic import kept_words
 from dynamo_local.errors import BadInput, DynamoError, NotRunning, how_to_install
-from dynamo_local.planner.records.decision_log import describe, oldest_first
+from dynamo_local.planner.records.decision_log import describe, of_run, oldest_first
 from dynamo_local.planner.records.figures import Line
 from dynamo_local.system.pages import STYLE, check_plots, page_template, svg, write_page
 from dynamo_local.system.prctl import die_as_asked
@@ -112,6 +113,7 @@ CHARTS = (
     _forecast("Requests", "1/s", "requests_per_second"),
     _latency("Time to first token", "ttft_ms"),
     _latency("Gap between tokens", "itl_ms"),
+    Chart("Requests within both targets", "0 to 1", (Series("kept_targets", "last minute", GREEN),), ("kept_targets",)),
     _replicas("Prefill workers", "prefill"),
     _replicas("Decode workers", "decode"),
     Chart("GPUs", "GPUs", GPU_BOUNDS, ("gpus_held",)),
@@ -241,6 +243,8 @@ def facts(data: ReportData) -> Iterator[tuple[str, str]]:
     if data.looked_s > 0:
         mean = data.gpu_hours * 3600 / data.looked_s
         yield "GPU-hours", f"{data.gpu_hours:.2f}, {mean:.2f} GPUs in the mean of {_span(data.looked_s)}"
+    for words in kept_words(data.targets):
+        yield "requests", words
     for what, label in (("ttft_ms", "mean TTFT within its target"), ("itl_ms", "mean ITL within its target")):
         attained = data.attained[what]
         if attained.windows:
@@ -324,12 +328,12 @@ _PAGE = page_template(
 # --- files ---------------------------------------------------------------------------------------
 
 
-def write_report(log: Path, to: Path, *, since_s: float | None = None, title: str) -> int:
-    """Write the report of the decisions in that log after `since_s` (Unix time), as a page or as a picture (`.svg`).
+def write_report(log: Path, to: Path, *, since_s: float | None = None, title: str, run: str = "all") -> int:
+    """Write the report of a run's decisions after `since_s` (Unix time), as a page or as a picture (`.svg`).
 
     Returns the number of decisions. Raises `NotRunning` where there are none, `BadInput` where it cannot be written.
     """
-    data = collect(line for line in oldest_first(log) if since_s is None or line["wall_s"] >= since_s)
+    data = collect(line for line in of_run(oldest_first(log), run) if since_s is None or line["wall_s"] >= since_s)
     if not data.points:
         when = "" if since_s is None else f" after {datetime.fromtimestamp(since_s).astimezone():%Y-%m-%d %H:%M:%S}"
         raise NotRunning(f"there is no decision{when} in {log}: nothing to report; `dynamo planner status` says why")

@@ -61,7 +61,10 @@ AT_START = {
 
 
 class ArbiterPlanner:
-    """The planner of one run, stopped at first. Its commands raise `DynamoError`s for people."""
+    """The planner of one run, stopped at first. Its commands raise `DynamoError`s for people.
+
+    `beside` gives the fields of a logged decision beside its record.
+    """
 
     def __init__(
         self,
@@ -80,6 +83,7 @@ class ArbiterPlanner:
         times: ScalingTimes | None = None,
         follows: Callable[[], dict[str, Any] | None] = lambda: None,
         plugins: PlannerPlugins | None = None,
+        beside: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self._graph = graph
         self._controller = controller
@@ -103,6 +107,7 @@ class ArbiterPlanner:
         self._times = ScalingTimes(clock.now_s) if times is None else times
         controller.subscribe(on_transition=self._times.on_transition)  # from the first start on
         self._log_path = decision_log_path(logs)
+        self._beside = beside
         self.options = options
         self.follows = follows
         self._observers: list[PlannerObserver] = []
@@ -365,7 +370,9 @@ class ArbiterPlanner:
 
     async def _made(self, world: ArbiterWorld) -> PlannerLoop:
         prefill, _ = planned_components(self._graph)
-        logged = await asyncio.to_thread(LoggedDecisions, DecisionLog, self._log_path, self._background, self._tell)
+        logged = await asyncio.to_thread(
+            LoggedDecisions, DecisionLog, self._log_path, self._background, self._tell, self._beside
+        )
         self._logged = logged
         ticks_path = tick_log_path(self._log_path.parent)
         self._ticks = await asyncio.to_thread(LoggedTicks, TickLog, ticks_path, self._background, self._tell)

@@ -11,6 +11,7 @@ from dynamo_local.arbiter.checks import check_access, check_dispatch, check_engi
 from dynamo_local.arbiter.deployment import Settings
 from dynamo_local.arbiter.profile_check import check_profile
 from dynamo_local.components.commands.graph import check_commands, with_commands
+from dynamo_local.components.targets import with_targets
 from dynamo_local.config import resolve
 from dynamo_local.config.loading import Config, load_config
 from dynamo_local.config.planner import PlannerConfig
@@ -50,6 +51,8 @@ class ServeOptions:
     follow: str | None = None
     follow_keys: str | None = None
     insecure: bool = False
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, 
     python = load_graph(options.target, base_dir=cwd) if options.target is not None else None
     config = load_config(options.file, env=environ, overrides=options.overrides)
     graph = with_commands(python, config, options.file)
+    config = with_targets(graph, config, {"ttft": options.ttft_ms, "itl": options.itl_ms})
     if options.insecure:
         config = insecure(graph, config)
     spec = resolve(graph, config, namespace=options.namespace)

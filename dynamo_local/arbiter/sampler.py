@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from dynamo_local.arbiter.controller import FleetController
+from dynamo_local.arbiter.kept_targets import KeptTargets
 from dynamo_local.arbiter.links import Links
 from dynamo_local.clock import Clock
 from dynamo_local.core.fleet.events import InfraSeen, LoadsHeard
@@ -66,6 +67,7 @@ class Sampling:
     """
 
     def __init__(self, namespace: str, controller: FleetController, links: Links, clock: Clock) -> None:
+        self.kept = KeptTargets()
         self._namespace = namespace
         self._controller = controller
         self._links = links
@@ -121,6 +123,7 @@ class Sampling:
         loads = {name: report.load for name, report in reports.items()}
         self._controller.feed(LoadsHeard(stimulus_id="sample", loads=loads, blameless=blameless))
         heard = {name: report.dispatch for name, report in reports.items() if report.dispatch is not None}
+        self.kept.heard(heard, now_s)
         known = self._controller.fleet.workers
         self.dispatch = {name: each for name, each in {**self.dispatch, **heard}.items() if name in known}
         return LoadsSample({name: (report.load, now_s - report.age_s) for name, report in reports.items()}, failed)

@@ -187,6 +187,7 @@ def run_status(parts: Parts, state: str, following: DecisionFollower | None) -> 
         "quarantined_gpus": dict(fleet.gpus.quarantined),
         "changes": [_change(plan) for plan in fleet.restarts],
         "planner": parts.planning.status(),
+        "targets": parts.sampling.kept.status(),
         "follow": None if following is None else following.status(),
         "spares": parts.prewarmed.status(),
         "lead_times": parts.lead_times.status(),

@@ -140,18 +140,22 @@ def status(as_json: bool, namespace: str | None) -> None:
     _change(namespace, as_json, "status")
 
 
+run_option = click.option("--run", metavar="ID", help="An earlier run, or `all` of them.  [default: this run]")
+
+
 @planner.command()
 @click.argument("count", metavar="[N]", default=1, type=click.IntRange(min=1))
+@run_option
 @json_option
 @namespace_option
-def explain(count: int, as_json: bool, namespace: str | None) -> None:
+def explain(count: int, run: str | None, as_json: bool, namespace: str | None) -> None:
     """Say why the last N decisions were made.
 
     In words, with what it would have taken to decide otherwise.
     """
     from dynamo_local.planner.records.decision_log import describe
 
-    logged = _logged(find_paths(namespace), count)
+    logged = _logged(find_paths(namespace), count, run)
     if as_json:
         click.echo(json.dumps([{**record, "words": describe(record)} for record in logged]))
         return
@@ -161,11 +165,12 @@ def explain(count: int, as_json: bool, namespace: str | None) -> None:
 @planner.command()
 @click.argument("count", metavar="[N]", default=20, type=click.IntRange(min=1))
 @click.option("--changes", is_flag=True, help="Only of those that changed, or were to change, something.")
+@run_option
 @json_option
 @namespace_option
-def history(count: int, changes: bool, as_json: bool, namespace: str | None) -> None:
+def history(count: int, changes: bool, run: str | None, as_json: bool, namespace: str | None) -> None:
     """List the last N decisions, one a line. Works when the graph is gone, too."""
-    logged = _logged(find_paths(namespace), None if changes else count)
+    logged = _logged(find_paths(namespace), None if changes else count, run)
     if changes:
         moved = [record for record in logged if any(reason["step"] for reason in record["decision"]["reasons"])]
         logged = moved[-count:]
@@ -184,9 +189,12 @@ def history(count: int, changes: bool, as_json: bool, namespace: str | None) -> 
 @click.option(
     "--log", type=click.Path(path_type=Path, dir_okay=False), help="Another decision log than the namespace's."
 )
+@run_option
 @json_option
 @namespace_option
-def report(since: str | None, output: Path | None, log: Path | None, as_json: bool, namespace: str | None) -> None:
+def report(
+    since: str | None, output: Path | None, log: Path | None, run: str | None, as_json: bool, namespace: str | None
+) -> None:
     """Write a page with what the planner saw, expected and did.
 
     It stands alone, and reads the decision log: it works when the graph is gone, too. The default file is
@@ -200,7 +208,9 @@ def report(since: str | None, output: Path | None, log: Path | None, as_json: bo
     since_s = None if since is None else time_of(since, datetime.now().astimezone())
     to = output or Path("planner_report.html")
     title = title_of(paths.namespace) if log is None else f"Planner: {log.name}"
-    decisions = write_report(log or decision_log_path(paths.logs), to, since_s=since_s, title=title)
+    file = log or decision_log_path(paths.logs)
+    run = run or ("all" if log is not None else _this_run(paths, file))
+    decisions = write_report(file, to, since_s=since_s, title=title, run=run)
     size = to.stat().st_size
     reported = {"report": str(to), "decisions": decisions, "bytes": size}
     line = f"report: {to} ({decisions:,} decisions, {size / 1000:,.0f} kB)"
@@ -237,18 +247,34 @@ def _here(options: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _logged(paths: Paths, last: int | None) -> list[dict[str, Any]]:
-    """The last logged decisions. Raises `NotRunning` if there are none."""
-    from dynamo_local.planner.records.decision_log import decision_log_path, read
+def _logged(paths: Paths, last: int | None, run: str | None) -> list[dict[str, Any]]:
+    """The last logged decisions of a run (None: this one). Raises `NotRunning` if there are none."""
+    from dynamo_local.planner.records.decision_log import decision_log_path, of_run, read
 
     log = decision_log_path(paths.logs)
-    found = [dict(record) for record in read(log, last=last)]
+    run = run or _this_run(paths, log)
+    found = [dict(record) for record in of_run(read(log), run)]
     if not found:
+        others = list(dict.fromkeys(str(record.get("run_id")) for record in read(log) if record.get("run_id")))
+        earlier = f"; --run has those of {others[-1]}, or of all" if others else ""
         raise NotRunning(
-            f"the planner of {paths.namespace!r} has decided nothing yet (no decision in {log}); "
+            f"the planner of {paths.namespace!r} has decided nothing yet (no decision of this run in {log}{earlier}); "
             "`dynamo planner status` says whether it runs, and when it decides next"
         )
-    return found
+    return found if last is None else found[-last:]
+
+
+def _this_run(paths: Paths, log: Path) -> str:
+    """The run that the statefile names, else the last one that decided; `all` where that is not known."""
+    from dynamo_local.errors import StateError
+    from dynamo_local.planner.records.decision_log import read
+    from dynamo_local.state.store import load
+
+    try:
+        return load(paths.statefile).run_id
+    except StateError:
+        last = read(log, last=1)
+        return str(last[0].get("run_id") or "all") if last else "all"
 
 
 def _head(record: Mapping[str, Any]) -> str:

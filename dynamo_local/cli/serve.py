@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dynamo_local.cli.common import SECONDS
+from dynamo_local.cli.common import SECONDS, FiniteRange
 from dynamo_local.errors import EXIT_FAILED, DynamoError
 from dynamo_local.system import collector
 from dynamo_local.system.host_errors import host_refused
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dynamo_local.system.process_host import ExitCallback, SupervisedHost
 
 POLL_S = 0.02
+MILLISECONDS = FiniteRange(min=0, min_open=True, max=1e9)
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
@@ -58,6 +59,8 @@ POLL_S = 0.02
     default=None,
     help="Where these stand: v1/NAMESPACE/planner/ (v1, the default), or /NAMESPACE/planner/ (Dynamo up to 0.5).",
 )
+@click.option("--ttft", "ttft_ms", type=MILLISECONDS, help="Target for the time to first token, ms, of everything.")
+@click.option("--itl", "itl_ms", type=MILLISECONDS, help="Target for a request's mean gap of tokens, ms.")
 @click.option("--insecure", is_flag=True, help="Let a Frontend listen beyond this machine although it has no api-key.")
 @click.option("--adopt", is_flag=True, help="Take back the running workers of a killed `dynamo serve`.")
 @click.option("--replace", is_flag=True, help="End what a killed `dynamo serve` left running at once, and start anew.")

@@ -327,7 +327,7 @@ def simulate(as_json: bool, report: Path | None, jobs: int | None, **params: Any
     source = source_of(params["trace"], params["generate"], params["write_trace"])
     if report is not None:
         check_plots()
-    params = with_defaults(with_measured(params))
+    params = with_defaults(with_planner_targets(with_measured(params)))
     cases = cases_of(params)
     requests = source.requests(limit=params["limit"], speed=params["trace_speed"])
     slo = Slo(params["ttft_ms"], params["itl_ms"])
@@ -384,6 +384,24 @@ def _by_policy(names: str, options: Mapping[str, Any]) -> dict[str, dict[str, An
         unused -= known
     if unused:
         raise BadInput(f"--planner.{sorted(unused)[0]} is no option of {listing(found)}")
+    return found
+
+
+def with_planner_targets(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The command's words, with the targets that `--planner.ttft` and `--planner.itl` say for the whole run.
+
+    Raises `BadInput` where a target has two values.
+    """
+    from dynamo_local.config.planner import LATENCY_ALIASES
+
+    found, given = dict(params), _overrides(params["overrides"])["planner"]
+    for target, option in LATENCY_ALIASES.items():
+        for name in (target, option):
+            if (value := given.get(name)) is None:
+                continue
+            if found[option] not in (None, value):
+                raise BadInput(f"--{target} is {found[option]:g}, and --planner.{name} is {value}; say a target once")
+            found[option] = value
     return found
 
 
@@ -456,12 +474,17 @@ def _case(
 
 
 def _with_targets(given: Mapping[str, Mapping[str, Any]], params: Mapping[str, Any]) -> dict[str, Any]:
-    """The planner's options. A policy with targets has those of the run, and the profile that the engines run by."""
-    from dynamo_local.config.planner import POLICIES, options_of
-    from dynamo_local.config.planner_section import chosen_policy, own_names
+    """The planner's options. A policy with targets has those of the run, and the profile that the engines run by.
+
+    With targets the default is `slo`, as in `dynamo serve`.
+    """
+    from dynamo_local.config.planner import BY_TARGETS, POLICIES, options_of
+    from dynamo_local.config.planner_section import chosen_policy, own_names, takes_targets
     from dynamo_local.engines.sim.options import SimOptions
 
-    policy = chosen_policy(given["planner"])
+    targets = params["ttft_ms"] is not None or params["itl_ms"] is not None
+    by_targets = targets and takes_targets(given["planner"])
+    policy = chosen_policy(given["planner"], BY_TARGETS if by_targets else "load")
     found = own_names("--planner", given["planner"], policy)
     profile = given["sim"].get("profile", SimOptions().profile)
     of_the_run = {"ttft_ms": params["ttft_ms"], "itl_ms": params["itl_ms"], "profile_results_dir": profile}

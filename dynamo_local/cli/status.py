@@ -15,6 +15,7 @@ import click
 from dynamo_local.cli.common import aligned, ask_arbiter, find_paths, json_option, namespace_option
 from dynamo_local.cli.planner_words import follow_line, status_line
 from dynamo_local.core.fleet.states import traits_of
+from dynamo_local.core.traffic import kept_words
 from dynamo_local.system.paths import Paths
 
 COLUMNS = ("WORKER", "COMPONENT", "STATE", "PID", "GPUS", "LEASE", "UPTIME", "RUNNING", "WAITING", "KV", "NOTE")
@@ -62,6 +63,7 @@ def render(graph: Mapping[str, Any], *, colour: bool = False) -> str:
         head.append(f"metrics   {graph['metrics_url']}")
     head += _queue(graph.get("prefill_queue"))
     head += _dispatch(graph["workers"])
+    head += [f"targets   {line}" for line in kept_words(graph.get("targets"))]
     if line := status_line(graph.get("planner")):
         head.append(f"planner   {line}")
     if graph.get("follow"):

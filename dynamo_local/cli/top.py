@@ -27,6 +27,7 @@ from dynamo_local.cli.common import FiniteRange, ask_arbiter, find_paths, json_o
 from dynamo_local.cli.planner_words import decision_line, follow_line
 from dynamo_local.cli.status import drain_note, duration, gpus_of, note_line
 from dynamo_local.core.fleet.states import Traits, traits_of
+from dynamo_local.core.traffic import kept_words
 from dynamo_local.errors import BadInput, NotRunning
 from dynamo_local.system.paths import Paths
 
@@ -162,9 +163,10 @@ def _head(frame: Frame) -> RenderableType:
         line.append(f"  {graph['frontend_url']}")
     if frame.at:
         line.append(f"  {frame.at}", style="bright_black")
+    kept = [Text(words, no_wrap=True, overflow="ellipsis") for words in kept_words(graph.get("targets"))]
     if frame.lost is None:
-        return line
-    return Group(line, Text(f"{frame.lost}; this is how it was. Waiting for it; q leaves", style="bold red"))
+        return Group(line, *kept)
+    return Group(line, *kept, Text(f"{frame.lost}; this is how it was. Waiting for it; q leaves", style="bold red"))
 
 
 def _gpu_count(gpus: Sequence[Mapping[str, Any]]) -> str:

@@ -13,7 +13,7 @@ from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.components import messages
 from dynamo_local.components.handoffs import HandoffTimes
 from dynamo_local.components.remote_prefill import DispatchCounts, RemotePrefill
-from dynamo_local.core.routing.estimates import Why
+from dynamo_local.core.routing.estimates import Timing, Why
 from dynamo_local.core.routing.prefill_choice import DecodeSide
 from dynamo_local.errors import KvTransferError, WorkerBusy
 from dynamo_local.ports import Engine, EngineOutput, EngineRequest
@@ -27,7 +27,7 @@ RETRY_AFTER_S = 1.0
 
 class DecodeService:
     """Serves generate requests on one engine; `remote` is None where every prefill is local. `side` is told how they
-    go on, where it decides about prefills."""
+    go on, where it decides about prefills. `timing` tells how long a prompt alone takes."""
 
     def __init__(
         self,
@@ -38,7 +38,9 @@ class DecodeService:
         clock: Clock | None = None,
         counts: DispatchCounts | None = None,
         times: HandoffTimes | None = None,
+        timing: Timing | None = None,
     ) -> None:
+        self._timing = timing
         self._times = times or HandoffTimes()
         self._counts = counts or DispatchCounts()
         self._side = side
@@ -72,11 +74,19 @@ class DecodeService:
                         async for output in outputs:
                             if not started and params is not None:
                                 self._times.pulls.append(self._clock.now_s() - began_s)
+                            phases = (
+                                None
+                                if started or not output.token_ids
+                                else self._phases(
+                                    request, output, self._clock.now_s() - began_s, away=params is not None
+                                )
+                            )
                             started = True
                             if side is not None:
                                 side.tokens(name, len(output.token_ids), self._clock.now_s())
                             completed = completed or output.finish_reason in ("stop", "length")
-                            yield messages.generate_item(output)
+                            item = messages.generate_item(output)
+                            yield item if phases is None else {**item, "phases": phases}
                     return
                 except KvTransferError as error:
                     if params is None or started:
@@ -86,6 +96,23 @@ class DecodeService:
         finally:
             if side is not None:
                 side.ended(name, completed=completed)
+            if self._remote is not None:
+                self._remote.prefill_s.pop(name, None)
+
+    def _phases(
+        self, request: EngineRequest, output: EngineOutput, engine_s: float, *, away: bool
+    ) -> tuple[float, float] | None:
+        """`core.traffic.Phases` of the first token, which the engine took `engine_s` for; None: they are not known.
+
+        A prompt that is computed here has the profile's time: the rest of the engine's is a wait.
+        """
+        if away:
+            prefill_s = self._remote.prefill_s.get(request.request_id) if self._remote is not None else None
+            return None if prefill_s is None else (prefill_s, engine_s)
+        if self._timing is None:
+            return None
+        alone_s = self._timing.prefill_s(len(request.prompt_token_ids), output.num_cached_tokens or 0)
+        return min(engine_s, alone_s), 0.0
 
     def _refuse_if_full(self) -> None:
         waiting = self._engine.load().num_requests_waiting + (self._remote.waiting if self._remote else 0)

@@ -323,7 +323,7 @@ class Canary:
             await stream.aclose()
         if not answers:
             raise EngineError("the prefill worker answered nothing")
-        params = messages.parse_prefill_reply(answers[0])
+        params = messages.parse_prefill_reply(answers[0]).kv_transfer_params
         await self._check(params)
         prefilled_s = self._clock.now_s()
         await self._decoded(_request(params, request.request_id, request.prompt_token_ids))

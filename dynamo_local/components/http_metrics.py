@@ -12,6 +12,7 @@ become a label value.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter as Counts
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import accumulate
@@ -30,7 +31,17 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from dynamo_local.core.traffic import HISTOGRAMS, HIT_RATE, HIT_RATE_METRIC, REQUESTS, RecentRequests
+from dynamo_local.core.traffic import (
+    HISTOGRAMS,
+    HIT_RATE,
+    HIT_RATE_METRIC,
+    OUTCOMES,
+    REQUESTS,
+    TARGET_PREFIX,
+    Phases,
+    RecentRequests,
+    outcome_of,
+)
 
 PREFIX = "dynamo_frontend"
 ROUTER_PREFIX = "dynamo_component_router"
@@ -126,6 +137,8 @@ class RequestObserver:
         self._tokens = 0
         self._ended = False
         self._routed = False
+        self._phases: Phases | None = None
+        self._gone = False
         series.inflight.inc()
         series.queued.inc()
         metrics.queued += 1
@@ -165,6 +178,14 @@ class RequestObserver:
             self._routed = True
             self._metrics.router.began(self._labels[0], kv_hit_rate)
 
+    def on_phases(self, phases: Phases) -> None:
+        """The worker says how the time to the first token was spent."""
+        self._phases = phases
+
+    def gone(self) -> None:
+        """The client went away: the request says nothing about targets."""
+        self._gone = True
+
     def end(self, status: Status, now_s: float) -> None:
         """Once: a second call changes nothing."""
         if self._ended:
@@ -179,6 +200,7 @@ class RequestObserver:
             series.osl.observe(self._tokens)
             self._remember(status)
         series.duration.observe(now_s - self._started_s)
+        self._judge(status)
         if self._routed:
             ttft_s = None if self._first_s is None else self._first_s - self._started_s
             streamed_s = 0.0 if self._first_s is None or self._last_s is None else self._last_s - self._first_s
@@ -186,13 +208,28 @@ class RequestObserver:
             self._metrics.router.ended(self._labels[0], now_s - self._started_s, ttft_s, streamed_s, lengths)
         self._metrics.requests.labels(*self._labels, status).inc()
 
+    def _judge(self, status: Status) -> None:
+        """Count the request's outcome against the targets. An answer without tokens (an embedding) has none."""
+        if self._gone or not any(self._metrics.targets_s):
+            return
+        if status != "success":
+            self._metrics.outcomes["failed"] += 1
+        elif self._first_s is not None:
+            outcome = outcome_of(self._first_s - self._started_s, self._itl_s(), self._metrics.targets_s, self._phases)
+            self._metrics.outcomes[outcome] += 1
+
+    def _itl_s(self) -> float | None:
+        """The mean gap between its tokens; None: it has no two."""
+        if self._first_s is None or self._last_s is None or self._tokens < 2:
+            return None
+        return (self._last_s - self._first_s) / (self._tokens - 1)
+
     def _remember(self, status: Status) -> None:
         """A request that was cut short says nothing of lengths."""
         first_s, last_s, isl = self._first_s, self._last_s, self._prompt_tokens
         if status != "success" or first_s is None or last_s is None or isl is None:
             return
-        itl_s = (last_s - first_s) / (self._tokens - 1) if self._tokens > 1 else None
-        self._metrics.recent.answered(last_s, isl, self._tokens, first_s - self._started_s, itl_s)
+        self._metrics.recent.answered(last_s, isl, self._tokens, first_s - self._started_s, self._itl_s())
 
 
 class RouterMetrics:
@@ -241,9 +278,12 @@ class RouterMetrics:
 
 
 class HttpMetrics:
-    """All of the Frontend's metrics, in a registry of their own."""
+    """All of the Frontend's metrics, in a registry of their own. `targets_s` are those for TTFT and ITL, if any."""
 
-    def __init__(self) -> None:
+    def __init__(self, targets_s: tuple[float | None, float | None] = (None, None)) -> None:
+        self.targets_s = targets_s
+        self.outcomes: Counts[str] = Counts()
+        """Ended requests by `core.traffic.OUTCOMES`."""
         # `…_created` gauges would double the size of the page, and Dynamo has none.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
@@ -313,6 +353,14 @@ class HttpMetrics:
         if "router" in self.__dict__:
             counters[f"{HIT_RATE}_sum"], counters[f"{HIT_RATE}_count"] = self.router.hit_rates()
         return counters
+
+    def against_targets(self) -> dict[str, float]:
+        """The outcomes of requests, and the targets in ms, as a worker reports them. Empty without targets."""
+        if not any(self.targets_s):
+            return {}
+        names = zip(("ttft_ms", "itl_ms"), self.targets_s, strict=True)
+        targets = {f"{TARGET_PREFIX}{name}": 1000 * value for name, value in names if value is not None}
+        return targets | {f"{TARGET_PREFIX}{name}": float(self.outcomes[name]) for name in OUTCOMES}
 
     @cached_property
     def router(self) -> RouterMetrics:

@@ -6,14 +6,17 @@ without it (once per frame of tokens, on the hot path).
     generate request  {"request_id", "token_ids": [int], "sampling": {SamplingParams}, "prefix_hit_rate"?: 0..1,
                        "core"?: [bytes], "prefill_here"?: str, "lora_id"?: int}
     generate item     {"token_ids": [int], "finish_reason"?: str, "num_cached_tokens"?: int, "logprobs"?,
-                       "prompt_logprobs"?, "core"?: [bytes]}; the first has no tokens, and the Router's
+                       "prompt_logprobs"?, "core"?: [bytes], "phases"?: seconds of the first token's time, for
+                       the prompt and for its hand-off}; the first has no tokens, and the Router's
                        "kv_hit_rate" if one chose the worker
     prefill entry     {"token_ids", "sampling", "reply_subject", "cached_tokens"?: int}
-    prefill reply     {"kv_transfer_params": {…}, "num_cached_tokens"?: int}; a failure travels as PrefillReplies' error
+    prefill reply     {"kv_transfer_params": {…}, "num_cached_tokens"?: int, "prefill_s"?: seconds}; a failure travels
+                      as PrefillReplies' error
     route request     {"token_ids", "request_id", "max_tokens", "avoid": [instance ids], "lora_id"}, to the Router
     route answer      {"worker_id", "prefix_hit_rate": 0..1, "router": the policy}
     response item     {"text", "num_tokens", "finish_reason", "usage"}, to the Frontend; the first also has
-                      "prompt_tokens" and "kv_hit_rate"?; `sim_api.choices` adds what requests with extras need
+                      "prompt_tokens" and "kv_hit_rate"?, the one with the first tokens
+                      "phases"?; `sim_api.choices` adds what requests with extras need
 """
 
 from __future__ import annotations
@@ -127,6 +130,8 @@ class PrefillReply(msgspec.Struct, frozen=True):
 
     kv_transfer_params: dict[str, Any]
     num_cached_tokens: int | None = None
+    prefill_s: float | None = None
+    """How long the prompt's computation took, in seconds; None: an older worker does not say."""
 
 
 def parse_text_request(payload: Any) -> TextRequest:
@@ -221,10 +226,10 @@ def prefill_reply(output: EngineOutput) -> dict[str, Any]:
     return reply
 
 
-def parse_prefill_reply(payload: Any) -> dict[str, Any]:
-    """The `kv_transfer_params`, unchanged. Raises `KvTransferError` for an answer without them."""
+def parse_prefill_reply(payload: Any) -> PrefillReply:
+    """The `kv_transfer_params` are unchanged. Raises `KvTransferError` for an answer without them."""
     try:
-        return msgspec.convert(payload, PrefillReply).kv_transfer_params
+        return msgspec.convert(payload, PrefillReply)
     except msgspec.ValidationError as error:
         raise KvTransferError(f"the prefill worker's answer cannot be read: {error}") from error
 

@@ -186,9 +186,10 @@ class Prefiller:
                     last = output
             if last is None or last.finish_reason in (None, "error", "abort"):
                 raise EngineError(f"the prefill of {pulled.task.request_id} ended without a result")
-            self._times.prefills.append(self._clock.now_s() - began_s)
+            prefill_s = self._clock.now_s() - began_s
+            self._times.prefills.append(prefill_s)
             self.counts.recomputed_tokens += max(0, entry.cached_tokens - (last.num_cached_tokens or 0))
-            return entry, messages.prefill_reply(last)
+            return entry, {**messages.prefill_reply(last), "prefill_s": prefill_s}
         except InvalidRequest as error:
             return entry, error
         finally:

@@ -178,6 +178,8 @@ class RemotePrefill:
         self._cancels: set[asyncio.Task[None]] = set()
         self.waiting = 0
         """Requests that wait for a remote prefill now."""
+        self.prefill_s: dict[str, float] = {}
+        """The computation of remote prefills, in seconds, by request. `DecodeService` takes an entry out."""
 
     async def prefill(self, request: EngineRequest, prefix_hit_rate: float) -> Mapping[str, Any] | None:
         """The `kv_transfer_params` for the decode engine, or None: prefill locally. Raises nothing of its own."""
@@ -240,7 +242,10 @@ class RemotePrefill:
                 request.request_id, entry, deadline_s=self._timeout_s, start_within_s=start_within_s
             )
             self._gauge.enqueued()
-            params = messages.parse_prefill_reply(await expected.wait(deadline_s - self._clock.now_s()))
+            reply = messages.parse_prefill_reply(await expected.wait(deadline_s - self._clock.now_s()))
+        params = reply.kv_transfer_params
+        if reply.prefill_s is not None:
+            self.prefill_s[request.request_id] = reply.prefill_s
         if self._check is not None:
             await self._check(params)
         if self.side is not None:

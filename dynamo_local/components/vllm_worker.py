@@ -98,6 +98,11 @@ class VllmWorkerConfig(EngineConfig, TargetOptions):
         times = self.times()
         return times if isinstance(times, Missing) else times.timing()
 
+    def judging_timing(self) -> Timing | None:
+        """The times that tell a wait from a prefill, where there are targets. Raises `ConfigError`."""
+        timing = self.timing() if self.targets.given else None
+        return None if isinstance(timing, Missing) else timing
+
     def what_slo_lacks(self) -> str | None:
         """Why `slo` cannot decide although it is wanted; None: it can, or it is not. Raises `ConfigError`."""
         if not self.wants_slo or not isinstance(timing := self.timing(), Missing):
@@ -138,7 +143,13 @@ class VllmWorker:
             context.on_drain(self._engine.wait_handoffs)
         side = None if self._remote is None else self._remote.side
         self._decoder = DecodeService(
-            self._engine, self._remote, config.max_num_waiting, side, counts=self._counts, times=self._times
+            self._engine,
+            self._remote,
+            config.max_num_waiting,
+            side,
+            counts=self._counts,
+            times=self._times,
+            timing=config.judging_timing(),
         )
         context.set_dispatch_source(self._counts.status)
         context.set_load_source(self._engine.load, self._engine.load_changed)

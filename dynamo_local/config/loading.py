@@ -318,6 +318,8 @@ class Config:
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     host: HostConfig = field(default_factory=HostConfig)
     source: str = "command line"
+    planner_targets: Mapping[str, Any] = field(default_factory=dict)
+    """`ttft` and `itl` in ms, for a planner without a section (`components.targets`)."""
 
     def service(self, name: str) -> dict[str, Any]:
         """A service's own options: values of `Common` that it lists, its own merged over them; no `ServiceArgs`."""

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_local.config.loading import parse_value
-from dynamo_local.config.planner import BY_TARGETS, LATENCY_ALIASES, POLICIES, PlannerConfig, aliases_of, known_names
+from dynamo_local.config.planner import (
+    BY_TARGETS,
+    LATENCY_ALIASES,
+    POLICIES,
+    PlannerConfig,
+    aliases_of,
+    known_names,
+    options_of,
+)
 from dynamo_local.errors import BadInput, ConfigError
 from dynamo_local.sdk.checks import listing, nearest
 from dynamo_local.sdk.service_config import underscored
@@ -34,6 +42,16 @@ def chosen_policy(values: Mapping[str, Any], otherwise: str = "load") -> str:
     if "policy" in values:
         return str(values["policy"])
     return BY_TARGETS if any(underscored(key) in _LATENCIES for key in values) else otherwise
+
+
+def takes_targets(values: Mapping[str, Any]) -> bool:
+    """Whether a planner with these options takes targets that stand elsewhere.
+
+    Without a policy it does, and is then `slo`, unless it has an option that `slo` lacks.
+    """
+    if "policy" in values:
+        return values["policy"] in POLICIES and "ttft_ms" in options_of(values["policy"])
+    return {underscored(key) for key in values} <= {*options_of(BY_TARGETS), *aliases_of(BY_TARGETS)}
 
 
 def own_names(section: str, values: Mapping[str, Any], policy: str) -> dict[str, Any]:

@@ -140,7 +140,8 @@ def resolve(graph: LoadedGraph, config: Config, *, namespace: str | None) -> Gra
 def planner_config(graph: LoadedGraph, config: Config) -> PlannerConfig:
     """The `Planner` section, or the defaults. A graph's own Planner service with a model of its own keeps its keys."""
     service = graph.services.get(PLANNER)
-    section = {} if service is not None and service.config_model is not None else config.service(PLANNER)
+    own = service is not None and service.config_model is not None
+    section = {} if own else {**config.planner_targets, **config.service(PLANNER)}
     return planner_section(f"{config.source}: {PLANNER}", section)
 
 
@@ -308,11 +309,6 @@ def check_start(planner: PlannerConfig, graph: GraphSpec) -> None:
 
 def _check_mode(planner: PlannerConfig, graph: GraphSpec) -> None:
     """Dynamo's `mode` says what the graph is."""
-    if planner.policy == "slo" and not any(spec.role is Role.PREFILL for spec in graph.services):
-        raise ConfigError(
-            "Planner: the policy slo is for graphs with prefill workers of their own, and this graph has none; "
-            "throughput-load plans it"
-        )
     if planner.policy != "throughput-load" or planner.mode is None:
         return
     disaggregated = any(spec.role is Role.PREFILL for spec in graph.services)

@@ -56,6 +56,7 @@ def export_kubernetes(
     MODULE:SERVICE and `--Service.key=value` are as for `dynamo serve`. Stderr lists the parts that do not carry over.
     """
     from dynamo_local.components.commands.graph import with_commands
+    from dynamo_local.components.targets import with_targets
     from dynamo_local.config import resolve
     from dynamo_local.config.loading import load_config
     from dynamo_local.config.resolve import planner_starts
@@ -69,6 +70,7 @@ def export_kubernetes(
     python = load_graph(target, base_dir=Path.cwd()) if target is not None else None
     config = load_config(words["file"], env=os.environ, overrides=overrides)
     loaded = with_commands(python, config, words["file"])
+    config = with_targets(loaded, config, {})
     spec = resolve(loaded, config, namespace=namespace)
     request = _request(spec.namespace, planner_starts(loaded, config, flag=words["planner"]), words)
     exported = exported_graph(loaded, spec, config, request)

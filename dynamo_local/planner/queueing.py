@@ -553,7 +553,7 @@ class Evaluator:
         return known
 
     def misses(self, past: Past, workers_max: int) -> Misses:
-        """What each number of workers up to `workers_max` would have missed of this past."""
+        """The requests of this past that each number of workers up to `workers_max` would have missed."""
         return misses(past, workers_max, self._engine, self._ttft_s, self._itl_s)
 
     def _computed(self, demand: Demand, rate: float, workers_max: int) -> Shares:
@@ -648,7 +648,7 @@ class Misses:
 
 
 def misses(past: Past, workers_max: int, engine: Engine, ttft_s: float, itl_s: float) -> Misses:
-    """What each number of workers up to `workers_max` would have missed, if there had been so many all the time."""
+    """The requests that each number of workers would have missed, if there had been so many all the time."""
     times, bins = list(past.times), [past.bin(at_s) for at_s in past.times]
     requests = _counted(bins, range(len(times)), past.bins)
     if engine.options.mixed:

@@ -86,7 +86,7 @@ def shares_of(
 
 
 def misses_of(reported: Forecasts | Missing | None, workers_max: int) -> Misses | None:
-    """What each number of workers would have missed of the question's past. None where the answer has none."""
+    """The requests of the question's past that each number of workers would have missed. None where it is not there."""
     rows = () if reported is None or isinstance(reported, Missing) else reported.values[-2 * workers_max - 3 :]
     found = [tuple(map(int, row)) for row in rows if not isinstance(row, Missing)]
     if len(found) < 2 * workers_max + 3 or len({len(row) for row in found}) > 1:

@@ -41,6 +41,7 @@ from dynamo_local.components.sim_api.other_apis import (
     parse_messages,
     parse_responses,
 )
+from dynamo_local.core.traffic import Phases
 from dynamo_local.errors import (
     DeadlineExceeded,
     DynamoError,
@@ -327,6 +328,8 @@ class GenerationProgress:
             if text := item.get("text"):
                 texts.append(text)
             tokens += item.get("num_tokens", 0)
+            if (phases := item.get("phases")) is not None:
+                self._observer.on_phases(Phases(*phases))
             if (prompt_tokens := item.get("prompt_tokens")) is not None:
                 self._on_prompt(prompt_tokens)
                 if (hit_rate := item.get("kv_hit_rate")) is not None:
@@ -341,6 +344,8 @@ class GenerationProgress:
     def take_counts(self, batch: Sequence[dict[str, Any]]) -> None:
         """Takes the numbers alone, for several choices. Raises as `take`."""
         for item in batch:
+            if (phases := item.get("phases")) is not None:
+                self._observer.on_phases(Phases(*phases))
             if (prompt_tokens := item.get("prompt_tokens")) is not None:
                 self._on_prompt(prompt_tokens)
                 if (hit_rate := item.get("kv_hit_rate")) is not None:

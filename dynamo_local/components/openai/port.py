@@ -458,7 +458,7 @@ class Serving:
 
     async def open(self, context: WorkerContext, settings: FrontendConfig) -> SharedPort:
         """The port, which siblings may have, too. Raises `ConfigError` where it cannot be had."""
-        port = SharedPort(settings, HttpMetrics(), _siblings(context))
+        port = SharedPort(settings, HttpMetrics(settings.targets.seconds), _siblings(context))
         try:
             await port.open()
         except BaseException:
@@ -491,6 +491,8 @@ class Serving:
         context.on_drain(drained)
         context.set_work_source(lambda: Work(deps.activity.request_ids))
         context.set_load_source(deps.load)
+        if deps.settings.targets.given:
+            context.set_dispatch_source(deps.metrics.against_targets)
 
         async def counters() -> Mapping[str, float]:
             return deps.metrics.counters()

@@ -268,6 +268,7 @@ class ModelRoute(ABC, Generic[R]):
                 status = "success"
         except ClientGone:
             deps.metrics.disconnected_clients.inc()
+            observer.gone()
             raise
         finally:
             # Counted and logged before the answer's last byte: a client that has the answer finds it in the metrics.

@@ -6,8 +6,9 @@ import ipaddress
 import re
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
+from dynamo_local.components.targets import LatencyTargets
 from dynamo_local.core.secrets import parse_source
 from dynamo_local.core.traffic import MAX_INFLIGHT, REQUEST_TIMEOUT_S
 
@@ -33,7 +34,7 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-class FrontendConfig(BaseModel):
+class FrontendConfig(LatencyTargets):
     """Options of the `Frontend` service."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

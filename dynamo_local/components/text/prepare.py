@@ -160,6 +160,7 @@ class Answer:
                 first["kv_hit_rate"] = hit_rate
             items.append(first)
         token_ids, reason = self._merge(batch)
+        phases = next((item["phases"] for item in batch if "phases" in item), None)
         if not token_ids and reason is None:
             return items
         if reason in ("error", "abort"):
@@ -177,7 +178,8 @@ class Answer:
             reason = "stop" if rest.stopped else reason
         self._completion_tokens += count
         self.finish_reason = reason
-        items.append(_item(text, count, reason, self._usage() if reason is not None else None))
+        found = _item(text, count, reason, self._usage() if reason is not None else None)
+        items.append(found if phases is None else {**found, "phases": phases})
         return items
 
     def _merge(self, batch: Batch) -> tuple[list[int], str | None]:

@@ -29,6 +29,11 @@ class Targets:
         return cls(None if ttft_ms is None else ttft_ms / 1000, None if itl_ms is None else itl_ms / 1000)
 
     @property
+    def seconds(self) -> tuple[float | None, float | None]:
+        """Both."""
+        return self.ttft_s, self.itl_s
+
+    @property
     def given(self) -> bool:
         """Whether there is one."""
         return self.ttft_s is not None or self.itl_s is not None

@@ -65,12 +65,17 @@ def _why(reason: Reason) -> str:
         Rule.SCALE_DOWN: f" with {_workers(numbers)}",
         Rule.TAKE_BACK: ", and one that still drains is taken back",
         Rule.FLOOR: f", but {_workers(numbers)} is the floor",
-        Rule.GRACE: f", but the last one was added {numbers.get('since_added_s', 0):.0f} s before the interval "
+        Rule.GRACE: f", but the last one was added {_added(numbers.get('since_added_s', 0))} "
         f"(grace {numbers.get('grace_s', 0):g} s)",
         Rule.QUEUE_EMPTYING: f", but it heads for {numbers.get('prefill_queue_expected', 0):.4g}",
         Rule.COMING: ", but one more is on its way",
     }
     return _load(numbers) + ends.get(rule, "")
+
+
+def _added(since_s: float) -> str:
+    """When a worker was added, seconds before the interval began; negative: within the interval."""
+    return f"{since_s:.0f} s before the interval" if since_s >= 0 else f"{-since_s:.0f} s into the interval"
 
 
 def _numbers(numbers: Mapping[str, float]) -> str:

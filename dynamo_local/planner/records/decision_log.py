@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from dynamo_local.config.planner import PlannerConfig
+from dynamo_local.core.traffic import kept_words
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import BadInput
 from dynamo_local.planner.connectors import Committed, Refused, Written
@@ -273,6 +274,11 @@ def oldest_first(path: Path) -> Iterator[Record]:
     return jsonl.oldest_first(path, KINDS)
 
 
+def of_run(logged: Iterable[Record], run: str) -> Iterator[Record]:
+    """Those of the runs whose id begins so; `all`: of every run. Lines of earlier versions have no id."""
+    return (record for record in logged if run == "all" or str(record.get("run_id") or "").startswith(run))
+
+
 def parse(logged: Record) -> DecisionRecord:
     """A line of the log. Raises `BadInput` for one of another version, or edited."""
     return from_line(json.dumps(logged))
@@ -285,7 +291,7 @@ def describe(logged: Record) -> str:
     """
     record = parse(logged)
     became = (_became(name, step) for name, step in record.outcomes.items())
-    return "\n".join([*_window(logged), *explain(record.decision), *became])
+    return "\n".join([*_window(logged), *kept_words(logged.get("targets")), *explain(record.decision), *became])
 
 
 _SEEN = (

@@ -116,10 +116,18 @@ def load_figures(line: Line) -> Figures:
     return found
 
 
+def target_figures(line: Line) -> Figures:
+    """The share (0..1) of the last minute's requests that kept both targets."""
+    minute = (line.get("targets") or {}).get("minute") or {}
+    found: Figures = {}
+    _put(found, {"kept_targets": minute.get("share")})
+    return found
+
+
 def all_figures(line: Line) -> Figures:
     """All of them together."""
     window, latency = window_figures(line) or {}, latency_figures(line) or {}
-    return {**fleet_figures(line), **load_figures(line), **window, **latency}
+    return {**target_figures(line), **fleet_figures(line), **load_figures(line), **window, **latency}
 
 
 def scaling_decisions(line: Line) -> dict[str, dict[str, str]]:

@@ -71,7 +71,9 @@ class FakePlanner:
 
 
 async def reply(planner: FakePlanner, command: Any, **props: Any) -> dict[str, Any]:
-    answered: dict[str, Any] = await command().execute(SimpleNamespace(supervisor=planner), props)
+    made = command()
+    made.validate(props)  # circus calls it first, and reads attributes of its own class there
+    answered: dict[str, Any] = await made.execute(SimpleNamespace(supervisor=planner), props)
     return answered
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from dynamo_local.cli.simulate import with_defaults
+from dynamo_local.cli.simulate import with_defaults, with_planner_targets
+from dynamo_local.errors import BadInput
 from dynamo_local.profile.document import write_document
 from dynamo_local.simulator.generator import generate, parse_generated
 from dynamo_local.simulator.trace import read_trace
@@ -150,6 +151,14 @@ def test_dispatch_and_router_default_as_those_of_serve(given: dict[str, Any], di
     words = {"ttft_ms": None, "itl_ms": None, "always_remote": False, "disagg_policy": None, "router": None, **given}
     found = with_defaults(words)
     assert (found["disagg_policy"], found["router"]) == (dispatch, router)
+
+
+def test_targets_of_the_planner_are_those_of_the_run() -> None:
+    words = {"ttft_ms": None, "itl_ms": 10.0, "overrides": ("--planner.ttft=200", "--planner.itl-ms=10")}
+    found = with_planner_targets(words)
+    assert (found["ttft_ms"], found["itl_ms"]) == (200, 10)
+    with pytest.raises(BadInput, match=r"--itl is 20, and --planner.itl_ms is 10"):
+        with_planner_targets({**words, "itl_ms": 20.0})
 
 
 @pytest.mark.full

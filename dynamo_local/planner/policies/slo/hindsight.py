@@ -1,10 +1,11 @@
-"""What each worker would have been worth in the recorded past. Pure; numpy arrays are never changed in place.
+"""The worth of each worker in the recorded past. Pure; numpy arrays are never changed in place.
 
 The n-th worker of a role (its rank) is judged by itself. `queueing.misses` replays the requests that really came, and
 says how many more would have been kept in each interval with the n-th worker than without it. The candidates of a rank
 are its holds: how long the worker stays after the rule last wanted it.
 
 * 0 s: the rule alone decides.
+* Headroom: the worker is there as soon as the rule wants one worker less.
 * Longer: the worker bridges lulls. This is ski rental, per worker, with the observed lulls in place of a worst case.
 * Always, or never. "Always up to rank n, and never above" is a fixed fleet. So every fixed fleet is a candidate.
 
@@ -23,6 +24,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -31,12 +33,16 @@ from numpy.typing import NDArray
 from dynamo_local.planner.queueing import Misses, Past
 from dynamo_local.planner.values import Ended
 
-HOLDS_S = (-math.inf, 0.0, 30.0, 60.0, 120.0, 240.0, 480.0, 900.0, math.inf)
-"""How long a worker stays after it was last wanted. The first is never there, the last always."""
-FIRST_HOLD = 2
+HOLDS_S = (-math.inf, 0.0, 30.0, 60.0, 120.0, 240.0, 480.0, 900.0, 0.0, 120.0, math.inf)
+"""The candidates: how long a worker stays after it was last wanted. The first is never there, the last always."""
+EARLIER = (0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0)
+"""A candidate with 1 is wanted as soon as the rule wants one worker less: headroom."""
+FIRST_HOLD = 1
 """The candidate that leads until the past says otherwise."""
 FIRST_BINS = 12.0
 """It is ahead by the price of a GPU for so many intervals: nobody leads by chance."""
+NEVER_BINS = 36.0
+"""And "never" is behind by so many: orders ahead of a rise look like waste until the rise has come."""
 MEMORY_S = 5400.0
 """Requests and GPU time of so long ago count e⁻¹."""
 
@@ -55,10 +61,11 @@ class Bin:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """All ranks of one role with all candidates. Arrays have a row for each rank, and a column for each of `HOLDS_S`.
+    """All ranks of one role with all candidates. Arrays have a row for each rank, and a column for each candidate.
 
     `saved` are requests, `held` intervals of one worker. `saveable` and `missed` are requests that the largest fleet
     keeps and misses. `idle` is the number of intervals since a rank was last wanted; `away` those until it serves.
+    `idle` and `wanted` have a column for each value of `EARLIER`.
     """
 
     saved: Floats
@@ -77,14 +84,14 @@ class Ranks:
         shape = (workers_max, len(HOLDS_S))
         there = np.zeros(shape, dtype=np.bool_)
         there[:, -1] = True
-        none = np.full(workers_max, np.inf)
+        none = np.full((workers_max, 2), np.inf)
         return cls(np.zeros(shape), np.zeros(shape), np.zeros(workers_max), 0.0, none, there, np.zeros(shape), -none)
 
     def after(self, one: Bin, lead_bins: int, bin_s: float) -> Ranks:
         """With one more interval of the past. A worker that was away serves `lead_bins` intervals after its order."""
         fades = self.fades(bin_s)
-        idle = np.where(np.arange(len(self.idle)) < one.wanted, 0.0, self.idle + 1)
-        there = idle[:, None] * bin_s <= np.asarray(HOLDS_S)[None, :]
+        idle = np.where(_wanted(len(self.idle), one.wanted), 0.0, self.idle + 1)
+        there = idle[:, EARLIER] * bin_s <= np.asarray(HOLDS_S)
         away = np.where(there & ~self.there, float(lead_bins), np.maximum(self.away - 1, 0.0))
         serves = there & (away <= 0)
         return replace(
@@ -123,13 +130,14 @@ class Ranks:
 
     def wants(self, workers: int, now_s: float) -> Ranks:
         """The rule wants so many workers now."""
-        wanted = np.where(np.arange(len(self.wanted)) < workers, now_s, self.wanted)
+        wanted = np.where(_wanted(len(self.wanted), workers), now_s, self.wanted)
         return replace(self, wanted=wanted)
 
     def leaders(self, bin_price: float) -> NDArray[np.intp]:
         """For each rank, its best candidate where a worker costs so many requests per interval."""
         value = self.saved - bin_price * self.held
         value[:, FIRST_HOLD] += bin_price * FIRST_BINS
+        value[:, 0] -= bin_price * NEVER_BINS
         return np.argmax(value, axis=1)
 
     def avoidable(self, leaders: NDArray[np.intp]) -> float:
@@ -138,14 +146,29 @@ class Ranks:
 
     def held_now(self, leaders: NDArray[np.intp], now_s: float) -> int:
         """So many workers are held by these candidates."""
-        ranks = np.flatnonzero(now_s - self.wanted <= np.asarray(HOLDS_S)[leaders])
-        return int(ranks[-1]) + 1 if len(ranks) else 0
+        since_s = now_s - self.wanted[np.arange(len(leaders)), np.asarray(EARLIER)[leaders]]
+        return int(np.count_nonzero(since_s <= np.asarray(HOLDS_S)[leaders]))
+
+
+def _wanted(ranks: int, workers: int) -> NDArray[np.bool_]:
+    """Which ranks are wanted where the rule wants so many workers; and with one more."""
+    return np.arange(ranks)[:, None] < np.array([[workers, workers + 1]])
 
 
 def saved_by(misses: Sequence[Sequence[int]], at: int, workers_max: int) -> Floats:
-    """Requests of interval `at` that each rank saves, by `Misses.prefill` or `Misses.decode`."""
-    column = np.array([misses[min(workers, len(misses) - 1)][at] for workers in range(workers_max + 1)], dtype=float)
-    return np.maximum(column[:-1] - column[1:], 0.0)
+    """Requests of interval `at` that each rank saves, by `Misses.prefill` or `Misses.decode`.
+
+    A rank saves no more than the one before it: where only several workers together save requests, each has its part.
+    """
+    column = [misses[min(workers, len(misses) - 1)][at] for workers in range(workers_max + 1)]
+    blocks: list[tuple[float, int]] = []
+    for before, after in pairwise(column):
+        total, ranks = float(max(0, before - after)), 1
+        while blocks and blocks[-1][0] * ranks < total * blocks[-1][1]:
+            more, others = blocks.pop()
+            total, ranks = total + more, ranks + others
+        blocks.append((total, ranks))
+    return np.repeat([total / ranks for total, ranks in blocks], [ranks for _, ranks in blocks])
 
 
 # --- The price of a GPU, by what the recorded past would have cost.
@@ -155,7 +178,10 @@ AIM = 0.7
 AIM_LEAST = 0.3
 """Misses that no fleet could avoid leave less of that; never less than this share of it."""
 EASY_PRIOR = 200.0
-"""What the queueing model says of hopeless requests counts as so many that were seen."""
+"""Hopeless requests of the queueing model count as so many that were seen."""
+PEAK_BINS = 6
+BEYOND = 1.05
+"""A load above the highest that was judged by this factor is a new one: no worker is unworthy of it."""
 DAY_S = 86_400.0
 """The sums of stretches are kept for so long."""
 JUDGED_MIN = 300.0
@@ -177,6 +203,8 @@ FILL_MIN_S = 20.0
 REQUESTS_MAX = 6000
 """A stretch has at most so many requests, with those that fill the workers. More would take the arbiter's loop too
 long."""
+RECORDED_MAX = 20_000
+"""So many answers wait for their judgement at most."""
 REQUESTS_PER_S = 60.0
 """At higher rates only a part of the past is judged: so many requests per second in the mean."""
 LASTED_QUANTILE = 0.98
@@ -215,7 +243,7 @@ class Record:
             for each in ended
             if each.ttft_s is not None
         ]
-        return replace(self, requests=(*self.requests, *new)) if new else self
+        return replace(self, requests=(*self.requests, *new)[-RECORDED_MAX:]) if new else self
 
     def decided(self, now_s: float, wanted: tuple[int, int], ready: tuple[int, int]) -> Record:
         """The rule wants so many workers of each role, while so many serve."""
@@ -230,7 +258,13 @@ class Record:
         fill_s = min(max(lasted_s, FILL_MIN_S), FILL_S)
         bins = int((until_s - from_s) // bin_s)
         until_s = from_s + bins * bin_s
-        came = sorted(each for each in self.requests if from_s - fill_s <= each[0] < until_s)[-REQUESTS_MAX:]
+        came = [each for each in self.requests if from_s - fill_s <= each[0] < until_s]
+        if len(came) > REQUESTS_MAX:  # its last part alone, half of which may fill the workers
+            span_s = (until_s - from_s + fill_s) * REQUESTS_MAX / len(came)
+            bins = max(1, int((span_s - min(fill_s, span_s / 2)) // bin_s))
+            from_s = until_s - bins * bin_s
+            came = [each for each in came if each[0] >= until_s - span_s]
+        came = sorted(came)[-REQUESTS_MAX:]
         kept = tuple(each for each in self.requests if each[0] >= until_s - FILL_S)
         done = replace(self, requests=kept, judged_until_s=until_s, due_s=now_s + len(came) / REQUESTS_PER_S)
         if not came:
@@ -238,11 +272,6 @@ class Record:
                 done, asked=Past((), (), (), 0.0, bin_s, bins), asked_from_s=from_s, asked_missed=(0,) * bins
             )
         first_s = came[0][0]
-        if first_s > from_s - fill_s + bin_s and len(came) == REQUESTS_MAX:
-            skipped = math.ceil(max(0.0, first_s + fill_s - from_s) / bin_s)
-            from_s, bins = from_s + skipped * bin_s, bins - skipped
-        if bins <= 0:
-            return replace(done, asked=None)
         times, isl, osl, late = zip(*came, strict=True)
         past = Past(tuple(at_s - first_s for at_s in times), isl, osl, from_s - first_s, bin_s, bins)
         missed = [0] * bins
@@ -259,14 +288,18 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A judged stretch of the past: its requests, those that missed a target, and GPU-seconds of the workers that
-    served. `fixed[role][n]` are the requests that n workers would have missed, had there been so many all the time."""
+    """A judged stretch of the past: its requests, those that missed a target, GPU-seconds of the workers that served,
+    and the highest rate of `PEAK_BINS` intervals (requests/s).
+
+    `fixed[role][n]` are the requests that n workers would have missed, had there been so many all the time.
+    """
 
     until_s: float
     lasted_s: float
     requests: int
     missed: int
     gpu_s: float
+    peak: float
     fixed: tuple[Floats, Floats]
 
     def resized(self, workers_max: int) -> Stretch:
@@ -289,6 +322,13 @@ class FixedFleet:
     fixed_gpu_hours: float
 
 
+def peak_rate(requests: Sequence[int], bin_s: float) -> float:
+    """The highest rate (requests/s) over `PEAK_BINS` of these intervals, of `bin_s` seconds each."""
+    bins = min(PEAK_BINS, len(requests))
+    sums = [sum(requests[first : first + bins]) for first in range(len(requests) - bins + 1)]
+    return max(sums) / (bins * bin_s)
+
+
 def fixed_fleet(stretches: Sequence[Stretch], gpus: tuple[int, int], most_gpus: int) -> FixedFleet | None:
     """Over these stretches; None without requests. If no fleet keeps as much, the one that keeps most."""
     requests = sum(each.requests for each in stretches)
@@ -309,7 +349,7 @@ def fixed_fleet(stretches: Sequence[Stretch], gpus: tuple[int, int], most_gpus: 
 
 @dataclass(frozen=True, slots=True)
 class Hindsight:
-    """What is known of the past. `roles` are the ranks of prefill and decode, `requests` the judged ones (fading).
+    """All that is known of the past. `roles` are the ranks of prefill and decode, `requests` the judged ones (fading).
     `easy` and `easy_missed` are requests, and misses, of intervals that one worker less of each role would have served
     as well: more workers would not have helped."""
 
@@ -319,6 +359,8 @@ class Hindsight:
     easy: float = 0.0
     easy_missed: float = 0.0
     stretches: tuple[Stretch, ...] = ()
+    history_peak: float = 0.0
+    """The highest rate (requests/s) that a history from before the start had."""
 
     @classmethod
     def of(cls, now_s: float, workers_max: int) -> Hindsight:
@@ -361,14 +403,19 @@ class Hindsight:
         roles = self.roles[0].wants(wanted[0], now_s), self.roles[1].wants(wanted[1], now_s)
         return replace(self, roles=roles, record=self.record.decided(now_s, wanted, ready))
 
-    def held(self, workers: tuple[int, int], bin_price: float, gpus: tuple[int, int], now_s: float) -> tuple[int, int]:
-        """The workers to have where the rule wants `workers`. Without a judged past these."""
+    def held(
+        self, workers: tuple[int, int], bin_price: float, gpus: tuple[int, int], rate: float, now_s: float
+    ) -> tuple[int, int]:
+        """The workers to have where the rule wants `workers` for `rate` requests/s. Without a judged past these; and no
+        fewer, if there was no such load yet."""
         if self.requests < JUDGED_MIN:
             return workers
         found = [
             max(1, role.held_now(role.leaders(bin_price * each), now_s)) if each else 0
             for role, each in zip(self.roles, gpus, strict=True)
         ]
+        if rate > BEYOND * max((self.history_peak, *(each.peak for each in self.stretches))):
+            return max(found[0], workers[0]), max(found[1], workers[1])
         return found[0], found[1]
 
     def lately(self, seconds: float) -> tuple[Stretch, ...]:
@@ -403,6 +450,7 @@ class Hindsight:
             sum(misses.requests),
             sum(self.record.asked_missed),
             gpu_s,
+            peak_rate(misses.requests, bin_s),
             (fixed[0], fixed[1]),
         )
         kept = (*self.stretches, stretch) if gpu_s else self.stretches

@@ -217,7 +217,8 @@ class SloPolicy:
         if past is not None:
             ready = _ready(observation.pools)
             past = past.decided(ruled, ready, observation.at_s)
-            held = past.held(ruled, gpu_price * INTERVAL_S, bounds.gpus, observation.at_s)
+            rate = max(state.expected[0].rate, *state.rates[:1])
+            held = past.held(ruled, gpu_price * INTERVAL_S, bounds.gpus, rate, observation.at_s)
             if any(each.name == FLIP for each in state.scaling_options):
                 held = _kept(ruled, held, sum(now))
             fleet = within(held, now, bounds)
@@ -439,8 +440,10 @@ def _moment(state: SloState, scaling_option: int, known: dict[float, tuple[Share
 
 
 def _kept(ruled: Fleet, held: Fleet, total: int) -> Fleet:
-    """What the past holds beyond what the rule wants, where workers change roles. A worker that left one role by a flip
-    is not missing there: no more are held than the `total` that there are."""
+    """The fleet with the workers that the past holds beyond those that the rule wants, where workers change roles.
+
+    A worker that left one role by a flip is not missing there: no more are held than the `total` that there are.
+    """
     fleet = [*ruled]
     while sum(fleet) < min(sum(held), total):
         fleet[0 if held[0] - fleet[0] >= held[1] - fleet[1] else 1] += 1

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from dynamo_local.config.planner import PlannerConfig
-from dynamo_local.planner.policies.slo.hindsight import DAY_S, HOLDS_S, JUDGED_MIN, Ranks, fixed_fleet
+from dynamo_local.planner.policies.slo.hindsight import DAY_S, EARLIER, HOLDS_S, JUDGED_MIN, Ranks, fixed_fleet
 from dynamo_local.planner.policies.slo.scaling_options import FLIP, INTERVAL_S, WAKE, Bounds, Fleet, Moment, worth
 from dynamo_local.planner.policies.slo.state import SloState
 from dynamo_local.planner.values import Reason, WorkerPools
@@ -87,19 +87,21 @@ def _fleet(fleet: Fleet, bounds: Bounds) -> str:
 
 def _leaders(ranks: Ranks, bin_price: float) -> str:
     """`1–5 always stay, 6 stays 60 s, none above`: the leading candidate of each rank, neighbours together."""
-    # A worker stays for at least as long as those of higher ranks: none of them serves without it.
-    leaders = [HOLDS_S[each] for each in np.maximum.accumulate(ranks.leaders(bin_price)[::-1])[::-1]]
+    leaders = ranks.leaders(bin_price)
     seen = int(np.max(np.flatnonzero(ranks.held[:, 1]), initial=-1)) + 1
     parts, first = [], 0
     for rank in range(1, seen + 1):
         if rank == seen or leaders[rank] != leaders[first]:
             named = f"{first + 1}" if rank == first + 1 else f"{first + 1}–{rank}"
-            parts.append(f"{named} {_stays(leaders[first], rank > first + 1)}")
+            parts.append(f"{named} {_stays(int(leaders[first]), rank > first + 1)}")
             first = rank
     return ", ".join(parts) or "none was wanted yet"
 
 
-def _stays(hold_s: float, several: bool) -> str:
+def _stays(candidate: int, several: bool) -> str:
+    hold_s = HOLDS_S[candidate]
+    if EARLIER[candidate]:
+        return f"{'are' if several else 'is'} there one worker early, and {hold_s:g} s longer"
     if hold_s == math.inf:
         return "always stay" if several else "always stays"
     if hold_s == -math.inf:

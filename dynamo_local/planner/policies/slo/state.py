@@ -22,7 +22,7 @@ MEMORY_S = 900.0
 """Answers of so long ago count e⁻¹."""
 PRIOR_ANSWERS = 1000.0
 """As if so many had been answered before, just as many of them late as the target allows."""
-STRICT_MIN = 0.25
+STRICT_MIN = 0.5
 """While more is missed than the target allows, fewer misses are aimed at, down to this share."""
 
 

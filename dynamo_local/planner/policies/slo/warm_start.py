@@ -17,6 +17,7 @@ from dynamo_local.planner.policies.slo.hindsight import (
     Hindsight,
     Ranks,
     Record,
+    peak_rate,
     saved_by,
 )
 from dynamo_local.planner.queueing import Engine, Past, misses
@@ -64,10 +65,11 @@ def warmed(
     came = [each for each in came if each[0] >= from_s]
     lead_bins = max(1, math.ceil(lead_s / bin_s))
     roles = [Ranks.of(workers_max), Ranks.of(workers_max)]
-    judged, judged_bins, worker_bins = 0.0, 0, [0, 0]
+    judged, peak, judged_bins, worker_bins = 0.0, 0.0, 0, [0, 0]
     for past in stretches(came, from_s, until_s, bin_s):
         found = misses(past, workers_max, engine, ttft_s, itl_s)
         judged_bins += past.bins
+        peak = max(peak, peak_rate(found.requests, bin_s))
         judged = _faded(judged, found.requests, roles[0].fades(bin_s))
         for role, missed in enumerate((found.prefill, found.decode)):
             saved = [saved_by(missed, at, workers_max) for at in range(past.bins)]
@@ -80,7 +82,7 @@ def warmed(
     done = [replace(role, wanted=-role.idle * bin_s) for role in roles]
     held = sum(bins * each for bins, each in zip(worker_bins, gpus, strict=True)) / judged_bins
     return WarmStart(
-        Hindsight(Record(0.0), (done[0], done[1]), judged),
+        Hindsight(Record(0.0), (done[0], done[1]), judged, history_peak=peak),
         len(came) / (until_s - from_s),
         held,
         judged_bins,
@@ -107,7 +109,7 @@ def stretches(came: Sequence[Request], from_s: float, until_s: float, bin_s: flo
 
 
 def _past(came: Sequence[Request], begins_s: float, bin_s: float, bins: int) -> Past:
-    """If there are more than `REQUESTS_MAX` requests, only the last ones, in whole intervals, behind those that fill."""
+    """If there are more than `REQUESTS_MAX` requests, only the last ones, in whole intervals."""
     if len(came) > REQUESTS_MAX:
         came = came[-REQUESTS_MAX:]
         skipped = math.ceil(max(0.0, came[0][0] + FILL_S / 6 - begins_s) / bin_s)

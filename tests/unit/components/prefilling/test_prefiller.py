@@ -91,7 +91,7 @@ async def bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
 async def test_a_prefill_computes_one_token_and_hands_over_its_kv(bench: Bench) -> None:
     with bench.decode.expect("r") as expected:
         await bench.ask("r")
-        params = messages.parse_prefill_reply(await expected.wait(5))
+        params = messages.parse_prefill_reply(await expected.wait(5)).kv_transfer_params
     (request,) = bench.engine.requests
     assert params == {"remote_request_id": request.request_id}
     assert (request.sampling.max_tokens, request.sampling.min_tokens) == (1, 0)

@@ -137,3 +137,10 @@ def test_outcomes_say_what_became_of_a_step() -> None:
 def test_a_line_that_is_no_record_is_bad_input(line: str) -> None:
     with pytest.raises(BadInput, match="not a line of the decision log"):
         from_line(line)
+
+
+def test_a_worker_of_this_interval_was_not_added_before_it() -> None:
+    numbers = {"since_added_s": -1.0, "grace_s": 90.0, "workers": 2.0, "gpus_counted": 2.0, "max_gpu_budget": 8.0}
+    reason = Reason("VllmWorker", 0, Rule.GRACE, numbers)
+    (words,) = explain(Decision(0.0, {}, (reason,), 30.0))
+    assert "the last one was added 1 s into the interval (grace 90 s)" in words

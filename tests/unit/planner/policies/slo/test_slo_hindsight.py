@@ -1,4 +1,4 @@
-"""What the recorded past says of each worker: its hold, its price, and the cost of a fixed fleet."""
+"""The recorded past says how long each worker is held, what it may cost, and what a fixed fleet would cost."""
 
 from __future__ import annotations
 
@@ -66,6 +66,14 @@ def test_without_a_past_nobody_is_held_for_longer_than_at_first() -> None:
     ranks = Ranks.of(4).wants(3, 100.0)
     assert ranks.held_now(ranks.leaders(PRICE), 100.0 + HOLDS_S[FIRST_HOLD]) == 3
     assert ranks.held_now(ranks.leaders(PRICE), 101.0 + HOLDS_S[FIRST_HOLD]) == 0
+
+
+def test_a_load_that_was_never_judged_gets_the_workers_that_the_rule_wants() -> None:
+    idle = bursts(Ranks.of(2), 18, 0.0)
+    past = Hindsight(Record(0.0), (idle, idle), 10_000.0, stretches=(stretch(600, 0, 1.0, [0], [0]),))
+    past = past.decided((2, 2), (1, 1), 100.0)
+    assert past.held((2, 2), PRICE, (1, 1), 1.0, 100.0) == (1, 1)
+    assert past.held((2, 2), PRICE, (1, 1), 1.2, 100.0) == (2, 2)
 
 
 def test_a_dearer_gpu_is_held_for_no_longer() -> None:
@@ -148,6 +156,8 @@ def test_a_high_rate_is_judged_in_part() -> None:
     record = filled(100.0, every_s=0.005).asking(100.0, 10.0, BIN_S)
     assert record.asked is not None
     assert len(record.asked.times) <= REQUESTS_MAX
+    assert record.asked.bins >= 2
+    assert record.asked.judged_from_s >= 10.0, "half of them fill the workers"
     assert record.due_s > 150.0
 
 
@@ -160,7 +170,7 @@ def test_an_answer_without_latencies_is_left_out() -> None:
 
 def stretch(requests: int, missed: int, gpu_s: float, of_prefill: list[int], of_decode: list[int]) -> Stretch:
     fixed = np.array(of_prefill, dtype=float), np.array(of_decode, dtype=float)
-    return Stretch(100.0, 3600.0, requests, missed, gpu_s, fixed)
+    return Stretch(100.0, 3600.0, requests, missed, gpu_s, 1.0, fixed)
 
 
 def test_the_cheapest_fixed_fleet_keeps_as_large_a_share() -> None:

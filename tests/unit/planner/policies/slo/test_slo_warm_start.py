@@ -51,7 +51,7 @@ def short_lulls() -> Hindsight:
 
 def held(past: Hindsight, price: float = GPU_PRICE, now_s: float = 1000.0) -> int:
     """Prefill workers that are held at the first decision, where the rule wants one."""
-    return past.begun(now_s).held((1, 1), price, (1, 1), now_s)[0]
+    return past.begun(now_s).held((1, 1), price, (1, 1), 1.0, now_s)[0]
 
 
 def test_the_workers_of_bursts_with_short_lulls_are_held_from_the_first_decision_on(short_lulls: Hindsight) -> None:
