@@ -179,7 +179,8 @@ def with_targets(graph: LoadedGraph, config: Config, given: Mapping[str, float |
     shared = {**_planned(graph, config), **shared}
     sections = {name: dict(section) for name, section in config.sections.items()}
     for name, model in takers.items():
-        more = {**shared, **_engine(graph, config, name, model)}
+        aims = shared or any(target in sections.get(name, {}) for target in LATENCY_ALIASES)
+        more = {**shared, **(_engine(graph, config, name, model) if aims else {})}
         seen = config.service(name)
         if more := {key: value for key, value in more.items() if key not in seen}:
             sections[name] = {**sections.get(name, {}), **more}
@@ -237,7 +238,7 @@ def _planned(graph: LoadedGraph, config: Config) -> dict[str, Any]:
 
 
 def _engine(graph: LoadedGraph, config: Config, name: str, model: type[LatencyTargets]) -> dict[str, Any]:
-    """Where the engine's times come from, for a service that does not say it.
+    """Where the engine's times come from, for a service with targets that does not say it.
 
     Processor and Router take what their worker says. A worker of vLLM takes the planner's profile.
     """

@@ -151,8 +151,11 @@ def test_a_planner_with_thresholds_stays_one_beside_common_targets(tmp_path: Pat
     assert served(tmp_path, "--Common.ttft=300", "--Planner.adjustment-interval=10").planner.policy == "load"
     assert served(tmp_path, "--Common.ttft=300", "--Planner.policy=load").planner.policy == "load"
     assert served(tmp_path, "--Common.ttft=300", "--Planner.policy=sla").planner.ttft_ms == 300
+
+
+def test_an_aggregated_graph_with_targets_is_planned_by_them(tmp_path: Path) -> None:
     aggregated = served(tmp_path, "--Common.ttft=300", "--Planner.max-gpu-budget=4", graph="graphs.agg_router")
-    assert aggregated.planner.policy == "load"
+    assert (aggregated.planner.policy, aggregated.planner.ttft_ms) == ("slo", 300)
 
 
 def test_processor_and_router_estimate_by_the_workers_engine(tmp_path: Path) -> None:
