@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 30.0
 """How often to check whether a report is due. The interval may change at any time."""
 DEADLINE_S = 120.0
-LEAVING_S = 15.0
-"""How long a run that leaves waits for its last report, after its workers are gone."""
+LEAVING_S = 25.0
+"""How long a run that leaves waits for its last report, after its workers are gone. Kubernetes gives a pod 30 s."""
 COMMAND = (sys.executable, "-P", "-m", "dynamo_local.arbiter.planner_report_page")
 
 
