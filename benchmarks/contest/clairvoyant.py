@@ -173,13 +173,13 @@ class Clairvoyant(Yardstick):
         return self.needed_from(0.0)
 
     def needed_from(self, now_s: float) -> Fleet:
-        """What is needed at that time, or before a worker that is ordered later could serve."""
+        """The fleet that is needed at that time, or before a worker that is ordered later could serve."""
         first = int(now_s / STEP_S)
         ahead = self.needed[first : first + int((self.start_up_s + STEP_S) / STEP_S) + 1] or self.needed[-1:]
         return max(each[0] for each in ahead), max(each[1] for each in ahead)
 
     def wanted(self, observation: Observation) -> Fleet:
-        """What is needed until a worker that is ordered later could be there; shrunk to the budget, first by what is
+        """The need until a worker that is ordered later could be there; shrunk to the budget, first by what is
         not needed now."""
         prefill, decode = self.needed_from(observation.at_s)
         now = self.needed[min(int(observation.at_s / STEP_S), len(self.needed) - 1)]

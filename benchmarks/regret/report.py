@@ -114,7 +114,7 @@ def _yardstick(runs: Runs, fleets: Sequence[Row]) -> Row:
 
 
 def _maker(load: Load, policy: str) -> tuple[Callable[[], Policy[Any]], Fleet]:
-    """What makes that policy, and the fleet that it begins with."""
+    """The maker of that policy, and the fleet that it begins with."""
     trial = trial_of(load)
     if policy == CLAIRVOYANT:
         knows = clairvoyant(load.requests, slo_of(trial), load.start_up_s, load.speed)

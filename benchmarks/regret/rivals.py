@@ -30,7 +30,7 @@ WAIT_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Rule(Yardstick):
-    """What both rules know of the engines."""
+    """The engines as both rules know them."""
 
     timing: Timing
 

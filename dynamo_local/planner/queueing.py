@@ -632,6 +632,18 @@ class Past:
     bin_s: float
     bins: int
 
+    @classmethod
+    def of(cls, came: Sequence[tuple[float, int, int]], judged_from_s: float, bin_s: float, bins: int) -> Past:
+        """The past of these requests (arrival, prompt and answer tokens; ascending), judged from that moment on.
+
+        Its clock begins with the first of them.
+        """
+        if not came:
+            return cls((), (), (), 0.0, bin_s, bins)
+        first_s = came[0][0]
+        times, isl, osl = zip(*came, strict=True)
+        return cls(tuple(at_s - first_s for at_s in times), isl, osl, judged_from_s - first_s, bin_s, bins)
+
     def bin(self, at_s: float) -> int:
         """The bin of that moment; below 0, or from `bins` on, where it is not judged."""
         return math.floor((at_s - self.judged_from_s) / self.bin_s)

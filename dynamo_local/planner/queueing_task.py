@@ -85,11 +85,11 @@ def shares_of(
     return tuple(found)
 
 
-def misses_of(reported: Forecasts | Missing | None, workers_max: int) -> Misses | None:
-    """The requests of the question's past that each number of workers would have missed. None where it is not there."""
+def misses_of(reported: Forecasts | Missing | None, workers_max: int, bins: int) -> Misses | None:
+    """The requests of a past of `bins` intervals that each number of workers would have missed. None: no answer."""
     rows = () if reported is None or isinstance(reported, Missing) else reported.values[-2 * workers_max - 3 :]
     found = [tuple(map(int, row)) for row in rows if not isinstance(row, Missing)]
-    if len(found) < 2 * workers_max + 3 or len({len(row) for row in found}) > 1:
+    if len(found) < 2 * workers_max + 3 or any(len(row) != bins for row in found):
         return None
     requests, *missed = found
     return Misses(requests, tuple(missed[: workers_max + 1]), tuple(missed[workers_max + 1 :]))

@@ -24,7 +24,6 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -155,15 +154,24 @@ def _wanted(ranks: int, workers: int) -> NDArray[np.bool_]:
     return np.arange(ranks)[:, None] < np.array([[workers, workers + 1]])
 
 
-def saved_by(misses: Sequence[Sequence[int]], at: int, workers_max: int) -> Floats:
-    """Requests of interval `at` that each rank saves, by `Misses.prefill` or `Misses.decode`.
+def saved_by(misses: Sequence[Sequence[int]], workers_max: int) -> Floats:
+    """Requests that each rank saves in each interval, by `Misses.prefill` or `Misses.decode`: a row for each rank.
 
     A rank saves no more than the one before it: where only several workers together save requests, each has its part.
     """
-    column = [misses[min(workers, len(misses) - 1)][at] for workers in range(workers_max + 1)]
+    counts = np.minimum(np.arange(workers_max + 1), len(misses) - 1)
+    missed = np.array(misses, dtype=float)[counts]
+    saved = np.maximum(missed[:-1] - missed[1:], 0.0)
+    for at in np.flatnonzero((saved[1:] > saved[:-1]).any(axis=0)):
+        saved[:, at] = _parted(saved[:, at])
+    return saved
+
+
+def _parted(column: Floats) -> Floats:
+    """The nearest column that does not rise, with the same sum: neighbours that rise share what they have."""
     blocks: list[tuple[float, int]] = []
-    for before, after in pairwise(column):
-        total, ranks = float(max(0, before - after)), 1
+    for value in column:
+        total, ranks = float(value), 1
         while blocks and blocks[-1][0] * ranks < total * blocks[-1][1]:
             more, others = blocks.pop()
             total, ranks = total + more, ranks + others
@@ -182,7 +190,7 @@ EASY_PRIOR = 200.0
 PEAK_BINS = 6
 BEYOND = 1.05
 """A load above the highest that was judged by this factor is a new one: no worker is unworthy of it."""
-DAY_S = 86_400.0
+HOUR_S, DAY_S = 3600.0, 86_400.0
 """The sums of stretches are kept for so long."""
 JUDGED_MIN = 300.0
 """Before so many requests were judged the price is that of a mean GPU."""
@@ -267,16 +275,10 @@ class Record:
         came = sorted(came)[-REQUESTS_MAX:]
         kept = tuple(each for each in self.requests if each[0] >= until_s - FILL_S)
         done = replace(self, requests=kept, judged_until_s=until_s, due_s=now_s + len(came) / REQUESTS_PER_S)
-        if not came:
-            return replace(
-                done, asked=Past((), (), (), 0.0, bin_s, bins), asked_from_s=from_s, asked_missed=(0,) * bins
-            )
-        first_s = came[0][0]
-        times, isl, osl, late = zip(*came, strict=True)
-        past = Past(tuple(at_s - first_s for at_s in times), isl, osl, from_s - first_s, bin_s, bins)
+        past = Past.of([each[:3] for each in came], from_s, bin_s, bins)
         missed = [0] * bins
-        for at_s, was_late in zip(past.times, late, strict=True):
-            if was_late and 0 <= (at := past.bin(at_s)) < bins:
+        for at_s, *_, was_late in came:
+            if was_late and 0 <= (at := math.floor((at_s - from_s) / bin_s)) < bins:
                 missed[at] += 1
         return replace(done, asked=past, asked_from_s=from_s, asked_missed=tuple(missed))
 
@@ -418,17 +420,24 @@ class Hindsight:
             return max(found[0], workers[0]), max(found[1], workers[1])
         return found[0], found[1]
 
-    def lately(self, seconds: float) -> tuple[Stretch, ...]:
-        """The stretches of the last so many seconds of the judged past."""
-        since_s = self.record.judged_until_s - seconds
-        return tuple(each for each in self.stretches if each.until_s > since_s)
+    def fixed_fleets(self, gpus: tuple[int, int], most_gpus: int) -> tuple[FixedFleet, ...]:
+        """The best fixed fleets of the last hour, and of the last day if more than that is known."""
+        found = []
+        for seconds in (HOUR_S, DAY_S):
+            since_s = self.record.judged_until_s - seconds
+            fixed = fixed_fleet([each for each in self.stretches if each.until_s > since_s], gpus, most_gpus)
+            if fixed is not None and (seconds == HOUR_S or fixed.hours > 1.5):
+                found.append(fixed)
+        return tuple(found)
 
     def judged(self, misses: Misses, lead_bins: tuple[int, int], gpus: tuple[int, int], bin_s: float) -> Hindsight:
         """With the stretch that was asked for. `gpus` are those of a worker of each role. Nobody starts in the first
         one: its workers were there."""
         lead_bins = lead_bins if self.stretches else (0, 0)
         roles, requests, easy, easy_missed = list(self.roles), self.requests, self.easy, self.easy_missed
-        fades, gpu_s = math.exp(-bin_s / MEMORY_S), 0.0
+        fades, gpu_s = Ranks.fades(bin_s), 0.0
+        both = (misses.prefill, misses.decode)
+        saved = [saved_by(missed, self.workers_max) for missed in both]
         for at, count in enumerate(misses.requests):
             ruled = self.record.ruled_at(self.record.asked_from_s + (at + 1) * bin_s)
             if ruled is None:
@@ -436,14 +445,14 @@ class Hindsight:
             requests = fades * requests + count
             gpu_s += bin_s * (ruled.ready[0] * gpus[0] + ruled.ready[1] * gpus[1])
             is_easy = True
-            for role, missed in enumerate((misses.prefill, misses.decode)):
-                one = Bin(ruled.wanted[role], saved_by(missed, at, self.workers_max), float(missed[-1][at]))
+            for role, missed in enumerate(both):
+                one = Bin(ruled.wanted[role], saved[role][:, at], float(missed[-1][at]))
                 is_easy = is_easy and not one.saved[max(0, ruled.ready[role] - 1) :].any()
                 roles[role] = roles[role].after(one, lead_bins[role], bin_s)
             easy = fades * easy + is_easy * count
             easy_missed = fades * easy_missed + is_easy * self.record.asked_missed[at]
         until_s = self.record.asked_from_s + len(misses.requests) * bin_s
-        fixed = tuple(np.array([sum(row) for row in missed], dtype=float) for missed in (misses.prefill, misses.decode))
+        fixed = tuple(np.array(missed, dtype=float).sum(axis=1) for missed in both)
         stretch = Stretch(
             until_s,
             len(misses.requests) * bin_s,

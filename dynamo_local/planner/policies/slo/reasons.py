@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from dynamo_local.config.planner import PlannerConfig
-from dynamo_local.planner.policies.slo.hindsight import DAY_S, EARLIER, HOLDS_S, JUDGED_MIN, Ranks, fixed_fleet
+from dynamo_local.planner.policies.slo.hindsight import EARLIER, HOLDS_S, HOUR_S, JUDGED_MIN, Ranks
 from dynamo_local.planner.policies.slo.scaling_options import FLIP, INTERVAL_S, WAKE, Bounds, Fleet, Moment, worth
 from dynamo_local.planner.policies.slo.state import SloState
 from dynamo_local.planner.values import Reason, WorkerPools
@@ -70,14 +70,12 @@ def _of_the_past(state: SloState, bounds: Bounds, gpu_price: float) -> list[str]
     for name, ranks, gpus in zip(ROLES, past.roles, bounds.gpus, strict=True):
         if gpus:
             found.append(f"by the recorded past, {name} workers: {_leaders(ranks, gpu_price * INTERVAL_S * gpus)}")
-    for seconds in (HOUR_S, DAY_S):
-        fixed = fixed_fleet(past.lately(seconds), bounds.gpus, bounds.max_gpus)
-        if fixed is not None and (seconds == HOUR_S or fixed.hours > 1.5):
-            found.append(
-                f"in the last {fixed.hours:.1f} h {100 * fixed.share:.1f} % kept the targets with "
-                f"{fixed.gpu_hours:.2f} GPU-hours; the cheapest fixed fleet for as many, "
-                f"{_fleet(fixed.fleet, bounds)}, would have held {fixed.fixed_gpu_hours:.2f}"
-            )
+    for fixed in state.fixed:
+        found.append(
+            f"in the last {fixed.hours:.1f} h {100 * fixed.share:.1f} % kept the targets with "
+            f"{fixed.gpu_hours:.2f} GPU-hours; the cheapest fixed fleet for as many, "
+            f"{_fleet(fixed.fleet, bounds)}, would have held {fixed.fixed_gpu_hours:.2f}"
+        )
     return found
 
 
@@ -141,9 +139,6 @@ def _count(number: float) -> str:
 
 def _requests(number: float) -> str:
     return f"{number:,.0f} request{'' if round(number) == 1 else 's'}"
-
-
-HOUR_S = 3600.0
 
 
 class SloRule(enum.StrEnum):

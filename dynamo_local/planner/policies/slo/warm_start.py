@@ -72,13 +72,13 @@ def warmed(
         peak = max(peak, peak_rate(found.requests, bin_s))
         judged = _faded(judged, found.requests, roles[0].fades(bin_s))
         for role, missed in enumerate((found.prefill, found.decode)):
-            saved = [saved_by(missed, at, workers_max) for at in range(past.bins)]
-            for at, one in enumerate(saved):
-                window = np.sum(saved[max(0, at + 1 - lead_bins) : at + 1], axis=0)
+            saved = saved_by(missed, workers_max)
+            for at in range(past.bins):
+                window = saved[:, max(0, at + 1 - lead_bins) : at + 1].sum(axis=1)
                 wanted = max(1, int(np.flatnonzero(window)[-1]) + 1 if window.any() else 1)
                 worker_bins[role] += wanted
                 lead = lead_bins if judged_bins > past.bins else 0  # the workers of the first stretch were there
-                roles[role] = roles[role].after(Bin(wanted, one, float(missed[-1][at])), lead, bin_s)
+                roles[role] = roles[role].after(Bin(wanted, saved[:, at], float(missed[-1][at])), lead, bin_s)
     done = [replace(role, wanted=-role.idle * bin_s) for role in roles]
     held = sum(bins * each for bins, each in zip(worker_bins, gpus, strict=True)) / judged_bins
     return WarmStart(
@@ -115,11 +115,7 @@ def _past(came: Sequence[Request], begins_s: float, bin_s: float, bins: int) -> 
         skipped = math.ceil(max(0.0, came[0][0] + FILL_S / 6 - begins_s) / bin_s)
         skipped = min(skipped, bins - 1)
         begins_s, bins = begins_s + skipped * bin_s, bins - skipped
-    if not came:
-        return Past((), (), (), 0.0, bin_s, bins)
-    first_s = came[0][0]
-    times, isl, osl = zip(*came, strict=True)
-    return Past(tuple(at_s - first_s for at_s in times), isl, osl, begins_s - first_s, bin_s, bins)
+    return Past.of(came, begins_s, bin_s, bins)
 
 
 def _faded(before: float, counts: Sequence[int], fades: float) -> float:
