@@ -9,12 +9,24 @@ from dynamo_local.components.openai.settings import FrontendConfig
 from dynamo_local.components.processor import Processor
 from dynamo_local.sdk import service
 from dynamo_local.sdk.context import WorkerContext, current_context
-from dynamo_local.sdk.service import async_on_start, depends, on_shutdown
+from dynamo_local.sdk.service import Dependency, async_on_start, depends, on_shutdown
 
 if TYPE_CHECKING:
     from dynamo_local.components.openai.port import Serving
+    from dynamo_local.ports import EndpointClient
 
 __all__ = ["Frontend", "FrontendConfig"]
+
+
+def _processors(frontend: type) -> dict[str, str]:
+    """The Frontend's attributes that are Processors, and the component of each one's workers."""
+    found = {}
+    for base in reversed(frontend.__mro__):
+        for attribute, member in vars(base).items():
+            worker = member.on.depends.get("worker") if isinstance(member, Dependency) else None
+            if worker is not None:
+                found[attribute] = worker.on.name
+    return found
 
 
 @service(dynamo={"namespace": "dynamo"}, config=FrontendConfig)
@@ -35,6 +47,7 @@ class Frontend:
         from dynamo_local.components.models_view import ModelsView, adapters_prefix
         from dynamo_local.components.openai import access
         from dynamo_local.components.openai.app import create_app
+        from dynamo_local.components.openai.by_model import EndpointByModel
         from dynamo_local.components.openai.generation import FrontendDeps
         from dynamo_local.components.openai.port import Serving
 
@@ -43,13 +56,25 @@ class Frontend:
         keys = access.take_keys(settings, os.environ)
         serving = self._serving = Serving()
         port = await serving.open(context, settings)
+        models = ModelsView(context.namespace, expected=settings.served_model_name)
         adapters = ModelsView(context.namespace, prefix=adapters_prefix(context.namespace))
+        processors = {attribute: getattr(self, attribute) for attribute in _processors(type(self))}
+
+        def endpoint_of(name: str) -> EndpointClient:
+            if len(processors) == 1:
+                return self.processor.endpoint(name)
+            clients = {}
+            for attribute, worker in _processors(type(self)).items():
+                client = processors[attribute]
+                clients[client.component] = clients[worker] = client.endpoint(name)
+            return EndpointByModel(clients, models, adapters)
+
         deps = FrontendDeps(
-            chat=self.processor.endpoint("chat/completions"),
-            completions=self.processor.endpoint("completions"),
-            api=self.processor.endpoint("api"),
-            texts=self.processor.endpoint("texts"),
-            models=ModelsView(context.namespace, expected=settings.served_model_name),
+            chat=endpoint_of("chat/completions"),
+            completions=endpoint_of("completions"),
+            api=endpoint_of("api"),
+            texts=endpoint_of("texts"),
+            models=models,
             adapters=adapters,
             settings=settings,
             keys=keys,
