@@ -55,6 +55,8 @@ class ServeOptions:
     itl_ms: float | None = None
     base: str | None = None
     """YAML that was made for `--model`: `file` and `overrides` are laid over it."""
+    reasons: tuple[str, ...] = ()
+    """Why it is so: lines that are shown before the start."""
 
 
 @dataclass(frozen=True, slots=True)

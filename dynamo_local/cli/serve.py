@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -161,12 +161,8 @@ def serve(
         deployment, _pool = plan_deployment(request, os.environ)
         _print_plan(deployment.describe(), as_json)
         return 0
-    reasons = () if served is None else served.plan.reasons
     if boot_report is None:
-        for line in reasons:
-            click.echo(line)
         return run(options, own_arbiter)
-    _report(boot_report, reasons)
     return _run_detached(options, boot_report)
 
 
@@ -196,7 +192,14 @@ def _planned(target: str | None, words: dict[str, Any]) -> tuple[str | None, Ser
 
     shared = {name: words[name] for name in ("gpus", "ttft_ms", "itl_ms", "namespace", "adopt")}
     served = decide(ModelWords(behind=behind, **own, **shared), os.environ)
-    words = {**words, "overrides": overrides, "base": served.yaml, "ttft_ms": None, "itl_ms": None}
+    words = {
+        **words,
+        "overrides": overrides,
+        "base": served.yaml,
+        "reasons": served.plan.reasons,
+        "ttft_ms": None,
+        "itl_ms": None,
+    }
     if served.plan.host_gpus is not None:
         words["gpus"] = served.plan.host_gpus
     return served.plan.target, served, words
@@ -217,13 +220,6 @@ def _print_served(served: Served, as_json: bool) -> None:
         return
     for line in served.plan.reasons:
         click.echo(line)
-
-
-def _report(boot_report: Path, lines: Sequence[str]) -> None:
-    """Lines for the parent of --detach to print."""
-    with boot_report.open("a") as file:
-        for line in lines:
-            file.write(json.dumps({"kind": "event", "text": line}) + "\n")
 
 
 def own_arbiter(deployment: Deployment, supervisor: Any, on_exit: ExitCallback) -> SupervisedHost:
