@@ -89,7 +89,7 @@ class Served:
         return graph_yaml(self.plan)
 
     def as_json(self) -> dict[str, Any]:
-        """What was decided, in numbers. Bytes are of one GPU of an engine."""
+        """The decision in numbers. Bytes are of one GPU of an engine."""
         return {
             "graph": self.plan.target,
             "engine": self.plan.engine,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from dynamo_local.components.openai.settings import FrontendConfig
 from dynamo_local.components.processor import Processor
@@ -12,21 +12,22 @@ from dynamo_local.sdk.context import WorkerContext, current_context
 from dynamo_local.sdk.service import Dependency, async_on_start, depends, on_shutdown
 
 if TYPE_CHECKING:
+    from dynamo_local.components.models_view import ModelsView
     from dynamo_local.components.openai.port import Serving
     from dynamo_local.ports import EndpointClient
+    from dynamo_local.sdk.service import DynamoService
 
 __all__ = ["Frontend", "FrontendConfig"]
 
 
-def _processors(frontend: type) -> dict[str, str]:
-    """The Frontend's attributes that are Processors, and the component of each one's workers."""
-    found = {}
-    for base in reversed(frontend.__mro__):
-        for attribute, member in vars(base).items():
-            worker = member.on.depends.get("worker") if isinstance(member, Dependency) else None
-            if worker is not None:
-                found[attribute] = worker.on.name
-    return found
+def _processors(frontend: type) -> dict[str, DynamoService[Any]]:
+    """The Frontend's attributes that are clients of Processors; several where it serves several models."""
+    return {
+        attribute: member.on
+        for base in reversed(frontend.__mro__)
+        for attribute, member in vars(base).items()
+        if isinstance(member, Dependency) and issubclass(member.on.inner, cast(Any, Processor).inner)
+    }
 
 
 @service(dynamo={"namespace": "dynamo"}, config=FrontendConfig)
@@ -47,7 +48,6 @@ class Frontend:
         from dynamo_local.components.models_view import ModelsView, adapters_prefix
         from dynamo_local.components.openai import access
         from dynamo_local.components.openai.app import create_app
-        from dynamo_local.components.openai.by_model import EndpointByModel
         from dynamo_local.components.openai.generation import FrontendDeps
         from dynamo_local.components.openai.port import Serving
 
@@ -58,16 +58,9 @@ class Frontend:
         port = await serving.open(context, settings)
         models = ModelsView(context.namespace, expected=settings.served_model_name)
         adapters = ModelsView(context.namespace, prefix=adapters_prefix(context.namespace))
-        processors = {attribute: getattr(self, attribute) for attribute in _processors(type(self))}
 
         def endpoint_of(name: str) -> EndpointClient:
-            if len(processors) == 1:
-                return self.processor.endpoint(name)
-            clients = {}
-            for attribute, worker in _processors(type(self)).items():
-                client = processors[attribute]
-                clients[client.component] = clients[worker] = client.endpoint(name)
-            return EndpointByModel(clients, models, adapters)
+            return self._endpoint(name, models, adapters)
 
         deps = FrontendDeps(
             chat=endpoint_of("chat/completions"),
@@ -83,6 +76,20 @@ class Frontend:
             page=port.page,
         )
         await serving.start(context, deps, create_app(deps), adapters)
+
+    def _endpoint(self, name: str, models: ModelsView, adapters: ModelsView) -> EndpointClient:
+        """That endpoint of the Processor; of several, the one whose model a request names."""
+        processors = _processors(type(self))
+        if len(processors) == 1:
+            only: EndpointClient = self.processor.endpoint(name)
+            return only
+        from dynamo_local.components.openai.by_model import EndpointByModel
+
+        clients: dict[str, EndpointClient] = {}
+        for attribute, processor in processors.items():
+            client = getattr(self, attribute).endpoint(name)
+            clients[processor.name] = clients[processor.depends["worker"].on.name] = client
+        return EndpointByModel(clients, models, adapters)
 
     @on_shutdown
     async def stop(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from dynamo_local.components.frontend import Frontend
 from dynamo_local.components.prefill_worker import PrefillWorker
@@ -28,7 +28,9 @@ _MODELS = re.compile(r"models_([0-9]{1,2})")
 
 Service = DynamoService[Any]
 
-_WORKERS: dict[str, tuple[Service, ...]] = {
+# For type checkers a decorated class is still the class.
+_FRONTEND, _PROCESSOR, _WORKER = (cast(Service, each) for each in (Frontend, Processor, VllmWorker))
+_WORKERS: dict[str, tuple[Any, ...]] = {
     "agg": (VllmWorker,),
     "agg_router": (Router, VllmWorker),
     "disagg": (VllmWorker, PrefillWorker),
@@ -38,10 +40,10 @@ _WORKERS: dict[str, tuple[Service, ...]] = {
 
 def __getattr__(name: str) -> Any:
     if (workers := _WORKERS.get(name)) is not None:
-        last = Frontend.link(Processor, colocate=True)
+        last = _FRONTEND.link(_PROCESSOR, colocate=True)
         for each in workers:
             last = last.link(each)
-        return Frontend
+        return _FRONTEND
     match = _MODELS.fullmatch(name)
     if match is None or not 2 <= int(match[1]) <= MODELS_MAX:
         raise AttributeError(f"module {MODULE!r} has no graph {name!r}")
@@ -59,12 +61,12 @@ def numbered(name: str, at: int) -> str:
 @cache
 def _models(count: int) -> tuple[Service, tuple[tuple[Service, Service], ...]]:
     """A Frontend that depends on a Processor of each model, and these with their workers."""
-    pairs = [(Processor, VllmWorker)]
+    pairs = [(_PROCESSOR, _WORKER)]
     for at in range(1, count):
-        worker = _like(VllmWorker, numbered(VllmWorker.name, at), {})
-        pairs.append((_like(Processor, numbered(Processor.name, at), {"worker": depends(worker)}), worker))
+        worker = _like(_WORKER, numbered(_WORKER.name, at), {})
+        pairs.append((_like(_PROCESSOR, numbered(_PROCESSOR.name, at), {"worker": depends(worker)}), worker))
     more = {f"processor_{at + 1}": depends(processor) for at, (processor, _) in enumerate(pairs) if at}
-    return _like(Frontend, Frontend.name, more), tuple(pairs)
+    return _like(_FRONTEND, _FRONTEND.name, more), tuple(pairs)
 
 
 def _like(service: Service, name: str, members: dict[str, Any]) -> Service:

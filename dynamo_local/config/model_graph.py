@@ -1,6 +1,6 @@
 """From a plan for models to the configuration of a graph that serves them: YAML with comments, and the graph's name.
 
-What `dynamo serve --model … --write FILE` writes is what it would serve: the same text, read by the same parser.
+`dynamo serve --model … --write FILE` writes the text that it serves itself, through the same parser.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class Fit:
 
     @property
     def kv_room_bytes(self) -> int:
-        """What is left for KV."""
+        """The rest, for KV."""
         return int(self.gpus.memory_bytes * self.needs.utilisation) - self.weights_bytes - self.working_bytes
 
     @property

@@ -1,4 +1,4 @@
-"""What a model's `config.json` says about its size in memory: attention kinds, KV bytes, state, lengths. Pure.
+"""A model's size in memory by its `config.json`: attention kinds, KV bytes, state, lengths. Pure.
 
 All sizes are in bytes. A rank is one GPU of a tensor-parallel group: KV heads are divided among the ranks, and
 repeated where there are fewer heads than ranks. MLA keeps the same latent vector on each rank.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,7 +211,7 @@ def _list(config: Config, key: str) -> list[Any]:
 
 
 def _value_bytes(text: Config, config: Config) -> int:
-    """Of activations. Without a word it is 2: bfloat16."""
+    """Bytes of one activation. The default is 2: bfloat16."""
     for part in (text, config):
         name = part.get("dtype") or part.get("torch_dtype")
         if isinstance(name, str):
@@ -240,7 +240,7 @@ def _max_len(text: Config) -> int:
 
 
 def _quantisation(config: Config, text: Config, separate: Config | None) -> Config:
-    """What is said of it: in `quantization_config`, or in NVIDIA's own file."""
+    """The checkpoint's quantisation: `quantization_config`, or NVIDIA's own file."""
     for part in (config, text):
         found = part.get("quantization_config")
         if isinstance(found, Mapping):
@@ -452,16 +452,9 @@ def tensor_bytes(header: Config) -> int:
         if name == "__metadata__":
             continue
         offsets = tensor.get("data_offsets") if isinstance(tensor, Mapping) else None
-        if not _is_span(offsets):
-            raise BadModelConfig(f"its tensor {name!r} has no data_offsets")
-        ends.append(offsets[1])
+        match offsets:
+            case [int(begin), int(end)] if 0 <= begin <= end:
+                ends.append(end)
+            case _:
+                raise BadModelConfig(f"its tensor {name!r} has no data_offsets")
     return max(ends)
-
-
-def _is_span(offsets: Any) -> bool:
-    return (
-        isinstance(offsets, Sequence)
-        and len(offsets) == 2
-        and all(isinstance(at, int) and not isinstance(at, bool) for at in offsets)
-        and 0 <= offsets[0] <= offsets[1]
-    )
