@@ -1,9 +1,9 @@
 """The KV of models as vLLM computes it, from their configs alone. Run in vLLM's environment.
 
-python tests/vllm/kv_specs.py < CONFIGS   where CONFIGS is {name: config.json as JSON, …}
+python tests/vllm/kv_specs.py < MODELS   where MODELS is {name: {"config": {…}, "kv_dtype": "auto"}, …}
 
 Each model is made without memory (torch's device `meta`), with few experts and a small vocabulary, and asked for its
-layers' KV cache specs. The answer is one JSON line: {name: {"token": …, "windows": …, "state": …} or {"error": …}},
+layers' KV cache specs. The answer is a JSON line each: {name: {"token": …, "windows": …, "state": …} or {"error": …}},
 bytes per token of layers that keep all tokens, of layers with a window, and per sequence.
 """
 
@@ -93,15 +93,14 @@ def parallel() -> None:
 
 def main() -> None:
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    answers: dict[str, Any] = {}
     for name, asked in json.load(sys.stdin).items():
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(json.dumps(shrunken(asked["config"])))
             try:
-                answers[name] = specs_of(Path(folder), asked["kv_dtype"])
+                answer: dict[str, Any] = specs_of(Path(folder), asked["kv_dtype"])
             except Exception as error:
-                answers[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
-    print(MARK + json.dumps(answers))
+                answer = {"error": f"{type(error).__name__}: {error}"[:300]}
+        print(MARK + json.dumps({name: answer}), flush=True)
 
 
 if __name__ == "__main__":
