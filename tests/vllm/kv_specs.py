@@ -10,6 +10,7 @@ bytes per token of layers that keep all tokens, of layers with a window, and per
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import os
 import sys
@@ -91,8 +92,38 @@ def parallel() -> None:
     parallel_state.initialize_model_parallel(1, 1)
 
 
+ANYTHING = """class Any:
+    pass
+
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return Any
+"""
+
+
+def stand_in(folder: Path) -> None:
+    """A torchvision without content, for modules that import it at their top: the CPU build of vLLM comes without."""
+    if importlib.util.find_spec("torchvision") is not None:
+        return
+    for package in ("torchvision", "torchvision/transforms", "torchvision/transforms/v2"):
+        path = folder / package / "__init__.py"
+        path.parent.mkdir(parents=True)
+        path.write_text(ANYTHING)
+    (folder / "torchvision/transforms/v2/functional.py").write_text(ANYTHING)
+    sys.path.append(str(folder))
+    os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(folder)])
+
+
 def main() -> None:
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryDirectory() as modules:
+        stand_in(Path(modules))
+        _answer_all()
+
+
+def _answer_all() -> None:
     for name, asked in json.load(sys.stdin).items():
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(json.dumps(shrunken(asked["config"])))
