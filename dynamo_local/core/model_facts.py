@@ -419,7 +419,7 @@ def _mamba(text: Config) -> State:
         heads=heads,
         conv=(heads * size + 2 * groups * state) * steps,
         recurrent=heads * size * state,
-        recurrent_bytes=_state_bytes(text, 2),
+        recurrent_bytes=_state_bytes(text, 4 if text.get("model_type") == "nemotron_h" else 2),
         groups=groups,
         group_values=2 * state * steps,
     )

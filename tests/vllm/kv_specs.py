@@ -41,6 +41,8 @@ def shrunken(config: dict[str, Any]) -> dict[str, Any]:
     ]
     for key in ("quantization_config", "auto_map"):
         small.pop(key, None)
+    if "hybrid_override_pattern" in small:  # such experts need a GPU, and keep no KV
+        small["hybrid_override_pattern"] = small["hybrid_override_pattern"].replace("E", "-")
     small.update({key: value for key, value in SMALL.items() if small.get(key)})
     small.update({key: 1 for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in small})
     return small
@@ -92,14 +94,32 @@ def parallel() -> None:
     parallel_state.initialize_model_parallel(1, 1)
 
 
-ANYTHING = """class Any:
+STAND_IN = """import importlib.machinery, sys
+
+
+class Any:
     pass
 
 
-def __getattr__(name):
+def anything(name):
     if name.startswith("__"):
         raise AttributeError(name)
     return Any
+
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.startswith("torchvision.") else None
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        module.__getattr__ = anything
+
+
+sys.meta_path.append(Finder())
+__getattr__ = anything
 """
 
 
@@ -107,11 +127,7 @@ def stand_in(folder: Path) -> None:
     """A torchvision without content, for modules that import it at their top: the CPU build of vLLM comes without."""
     if importlib.util.find_spec("torchvision") is not None:
         return
-    for package in ("torchvision", "torchvision/transforms", "torchvision/transforms/v2"):
-        path = folder / package / "__init__.py"
-        path.parent.mkdir(parents=True)
-        path.write_text(ANYTHING)
-    (folder / "torchvision/transforms/v2/functional.py").write_text(ANYTHING)
+    (folder / "torchvision.py").write_text(STAND_IN)
     sys.path.append(str(folder))
     os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(folder)])
 
