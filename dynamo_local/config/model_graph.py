@@ -262,7 +262,8 @@ def server_command(words: Sequence[str]) -> tuple[tuple[str, ...], int | None]:
             f"{words[0]}: where does it listen? Write '{PORT}' where its port stands, for example --port '{PORT}'"
         )
     kept, port = _without_address(words)
-    more = [*LISTEN]
+    has_host = _speaks_metrics(words) or _names(words, "host")
+    more = [*LISTEN] if has_host else ["--port", PORT]
     if "sglang.launch_server" in words and "--enable-metrics" not in words:
         more.append("--enable-metrics")
     return (*kept, *more), port

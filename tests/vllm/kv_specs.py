@@ -97,7 +97,12 @@ def parallel() -> None:
 STAND_IN = """import importlib.machinery, sys
 
 
-class Any:
+class Kind(type):
+    def __getattr__(cls, name):
+        return anything(name)
+
+
+class Any(metaclass=Kind):
     pass
 
 
@@ -118,6 +123,7 @@ class Finder:
         module.__getattr__ = anything
 
 
+__path__ = []
 sys.meta_path.append(Finder())
 __getattr__ = anything
 """
