@@ -504,9 +504,10 @@ def _reasons(
         )
     routed = ", behind a Router that knows what each has cached" if plan.routed else ""
     roles = f"{division.prefill} prefill + {division.decode} decode" if division.prefill else f"{only.engines}"
-    lines += [f"Engines: {roles}{routed}", f"{division.why[:1].upper()}{division.why[1:]}"]
+    size = f" of {found.tp} GPU{'s' * (found.tp != 1)}"
+    lines += [f"Engines: {roles}{size}{routed}", f"{division.why[:1].upper()}{division.why[1:]}"]
     if plan.planner is not None:
-        lines.append(_planner_line(plan, profile))
+        lines += _planner_lines(plan, profile)
     return lines
 
 
@@ -519,16 +520,15 @@ def _short(model: Model, plan: ModelPlan, found: Fit) -> str:
     )
 
 
-def _planner_line(plan: GraphPlan, profile: _Profile) -> str:
-    targets = ", ".join(
-        f"{name} {value:g} ms" for name, value in (plan.planner or {}).items() if name in ("ttft", "itl")
-    )
+def _planner_lines(plan: GraphPlan, profile: _Profile) -> list[str]:
+    section = plan.planner or {}
+    targets = ", ".join(f"{name} {section[name]:g} ms" for name in ("ttft", "itl") if name in section)
     if profile.name is not None:
-        return f"Planner: on, for {targets}, with the profile {profile.name}"
-    return (
-        f"Planner: on, for {targets}; no profile of these engines: it begins with the nearest one and learns from live "
-        f"passes. Measure: --write FILE, then dynamo profile {plan.target} -f FILE"
-    )
+        return [f"Planner: on, for {targets}, with the profile {profile.name}"]
+    return [
+        f"Planner: on, for {targets}; no profile of these engines: it begins with the nearest, and learns from passes",
+        f"To measure them: --write FILE, then dynamo profile {plan.target} -f FILE",
+    ]
 
 
 # --- vLLM without a GPU ----------------------------------------------------------------------------

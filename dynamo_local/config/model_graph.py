@@ -139,7 +139,9 @@ def _speaks_metrics(command: Sequence[str]) -> bool:
 
 def _model(plan: GraphPlan, model: ModelPlan, at: int) -> Iterator[tuple[str, dict[str, Any], str]]:
     named = {"model": model.model, "served-model-name": model.name}
-    router = {"router": "kv"} if plan.routed and plan.planner is None else {}
+    # With targets and the engine's times the Router decides by both, which is its default then.
+    by_times = plan.planner is not None and (plan.engine == "sim" or "profile-results-dir" in plan.planner)
+    router = {"router": "kv"} if plan.routed and not by_times else {}
     api = {"serve-args": dict(plan.serve_args)} if plan.serve_args and plan.engine == "vllm" else {}
     yield _numbered("Processor", at), {**named, **router, **api}, "Chat template and tokenizer."
     if plan.routed:
