@@ -151,9 +151,11 @@ def serve(
         raise BadInput("--write keeps the plan for --model: name a model")
     if write_to is not None and served is not None:
         _write(served, write_to)
+    if served is not None and served.missing and not dry_run:
+        raise BadInput(served.missing[0])
     if dry_run:
         request = understand(options, os.environ, Path.cwd(), only_plan=True)
-        for note in request.notes:
+        for note in (*(() if served is None else served.missing), *request.notes):
             click.echo(f"dynamo: {note}", err=True)
         if served is not None:
             _print_served(served, as_json)

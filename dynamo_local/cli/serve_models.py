@@ -79,10 +79,14 @@ class ModelWords:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A decision: the graph's plan, and the sums of its models (empty for commands and on a CPU)."""
+    """A decision: the graph's plan, and the sums of its models (empty for commands and on a CPU).
+
+    `missing`: why it cannot be served from these folders, although it can be planned.
+    """
 
     plan: GraphPlan
     fits: tuple[Fit, ...] = ()
+    missing: tuple[str, ...] = ()
 
     @property
     def yaml(self) -> str:
@@ -317,7 +321,15 @@ def _on_gpus(
         serve_args=_hyphened(api),
     )
     lines = _reasons(words, models, plan, fits, division, profile)
-    return Served(replace(plan, reasons=tuple(lines)), tuple(fits))
+    return Served(replace(plan, reasons=tuple(lines)), tuple(fits), _without_tokenizer(models))
+
+
+def _without_tokenizer(models: list[Model]) -> tuple[str, ...]:
+    return tuple(
+        f"{model.folder} has no tokenizer.json, without which no text can be read; download the whole model"
+        for model in models
+        if not (model.folder / "tokenizer.json").is_file()
+    )
 
 
 def _needs(model: Model, words: ModelWords, options: Mapping[str, Any], engine: str) -> Needs:
@@ -573,7 +585,7 @@ def _on_cpu(
         )
     port = PORT_DEFAULT if words.port is None else words.port
     plan = GraphPlan(tuple(plans), "vllm", port, _api_key(words), serve_args=_hyphened(api), reasons=tuple(lines[:10]))
-    return Served(plan)
+    return Served(plan, missing=_without_tokenizer(models))
 
 
 def _cpu_options(max_len: int, kv_bytes: int) -> dict[str, Any]:

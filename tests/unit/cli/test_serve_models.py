@@ -119,6 +119,17 @@ def test_sglang_and_other_servers_are_commands(
     assert "metrics: null" in other
 
 
+def test_a_folder_without_a_tokenizer_is_planned_and_not_served(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    words = ("--model", model, "--engine", "sim")
+    planned = Asked(monkeypatch, capsys, *words, "--dry-run")
+    served = Asked(monkeypatch, capsys, *words)
+    assert (planned.code, served.code) == (EXIT_OK, EXIT_BAD_INPUT)
+    assert "has no tokenizer.json" in planned.err
+    assert "has no tokenizer.json" in served.err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
