@@ -190,7 +190,7 @@ class _Host:
         if self.devices or _cpu_vllm():
             return "vllm"
         raise BadInput(
-            f"{self.missing.partition(';')[0]}, and vLLM's CPU build is not installed; for simulated answers say "
+            f"{self.missing}, and vLLM's CPU build is not installed; for simulated answers say "
             "--engine sim, to plan for GPUs that are not here --engine vllm --gpus sim:8 --dry-run"
         )
 
@@ -217,7 +217,7 @@ def _host(words: ModelWords, environ: Mapping[str, str]) -> _Host:
     except GpuError as error:
         if option is not None:
             raise
-        return _Host((), None, str(error))
+        return _Host((), None, str(error).removeprefix("GPUs are needed, but ").partition(";")[0])
     if not devices:
         raise GpuError("all GPUs are in use; `dynamo ls` and `nvidia-smi` show by whom")
     return _Host(devices, option)
@@ -557,7 +557,7 @@ def _on_cpu(
         raise BadInput("--ttft and --itl start the planner, which counts GPUs, and there is none here")
     models = [_read(given, environ, "float32") for given in words.models]
     names, free = _names(words, models), host_free_bytes()
-    lines, plans = [f"GPUs: none ({host.missing.partition(';')[0]}); vLLM's CPU build, in float32"], []
+    lines, plans = [f"GPUs: none ({host.missing}); vLLM's CPU build, in float32"], []
     threads = max(1, (os.cpu_count() or 1) // len(models))
     left = 0 if isinstance(free, Missing) else free
     for model, name in zip(models, names, strict=True):

@@ -49,7 +49,7 @@ def test_the_decision_is_told_in_at_most_ten_lines(
     lines = asked.out.splitlines()
     assert len(lines) <= 10
     assert lines[0] == "GPUs: 4 free, Simulated GPU 80GB, 85.9 GB each"
-    assert "Model-8B: LlamaForCausalLM, weights 1.02e-06 GB, 32 layers of GQA (8 of 32 heads)" in lines[1]
+    assert "Model-8B: LlamaForCausalLM, weights 0.00102 MB, 32 layers of GQA (8 of 32 heads)" in lines[1]
     assert "131,072 bytes per token" in asked.out
     assert "dynamo profile" in lines[-1], "no profile fits: it names the command that measures"
 
