@@ -425,15 +425,16 @@ def _division(
 
 
 def _obstacles(engine: str, found: Fit, options: Mapping[str, Any]) -> list[str]:
-    facts, found_ = found.needs.facts, []
+    """Why this engine cannot hand KV over."""
+    facts, why = found.needs.facts, list[str]()
     if engine == "vllm":
         if importlib.util.find_spec("nixl") is None:
-            found_.append("nixl, which moves KV between vLLM's engines, is not installed")
+            why.append("nixl, which moves KV between vLLM's engines, is not installed")
         if facts.states or facts.token_bytes(windows=True) or not facts.exact:
-            found_.append("the KV of such attention is not handed over here")
+            why.append("the KV of such attention is not handed over here")
         if "kv_transfer_config" in options:
-            found_.append("--kv-transfer-config is given")
-    return found_
+            why.append("--kv-transfer-config is given")
+    return why
 
 
 def _profile(engine: str, found: Fit, model: Model) -> _Profile:
