@@ -23,7 +23,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -232,12 +233,12 @@ class Ruled:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """`requests` that ended: arrival (planner's clock, seconds), the tokens of prompt and answer, and whether a target
-    was missed. `decisions` are the last ones of the rule. All before `judged_until_s` is judged. `asked` is the stretch
-    that is being judged, with the requests of each of its intervals that missed a target."""
+    """`requests` that ended, a row each: arrival (planner's clock, seconds), the tokens of prompt and answer, and 1 if a
+    target was missed. `decisions` are the last ones of the rule. All before `judged_until_s` is judged. `asked` is the
+    stretch that is being judged, with the requests of each of its intervals that missed a target."""
 
     judged_until_s: float
-    requests: tuple[tuple[float, int, int, bool], ...] = ()
+    requests: Floats = field(default_factory=partial(np.zeros, (0, 4)))
     decisions: tuple[Ruled, ...] = ()
     due_s: float = -math.inf
     asked: Past | None = None
@@ -251,11 +252,15 @@ class Record:
             for each in ended
             if each.ttft_s is not None
         ]
-        return replace(self, requests=(*self.requests, *new)[-RECORDED_MAX:]) if new else self
+        return replace(self, requests=np.concatenate((self.requests, new))[-RECORDED_MAX:]) if new else self
 
     def decided(self, now_s: float, wanted: tuple[int, int], ready: tuple[int, int]) -> Record:
         """The rule wants so many workers of each role, while so many serve."""
         return replace(self, decisions=(*self.decisions, Ruled(now_s, wanted, ready))[-DECISIONS_MAX:])
+
+    def due(self, now_s: float, bin_s: float) -> bool:
+        """Whether a stretch ended by `now_s` that is long enough to be judged."""
+        return now_s >= self.due_s and now_s - self.judged_until_s >= STRETCH_S - bin_s
 
     def asking(self, now_s: float, lasted_s: float, bin_s: float) -> Record:
         """With the next stretch to be judged in `asked`; None where none is due. Answers take `lasted_s` at most."""
@@ -266,21 +271,25 @@ class Record:
         fill_s = min(max(lasted_s, FILL_MIN_S), FILL_S)
         bins = int((until_s - from_s) // bin_s)
         until_s = from_s + bins * bin_s
-        came = [each for each in self.requests if from_s - fill_s <= each[0] < until_s]
+        times = self.requests[:, 0]
+        came = self.requests[(times >= from_s - fill_s) & (times < until_s)]
         if len(came) > REQUESTS_MAX:  # its last part alone, half of which may fill the workers
             span_s = (until_s - from_s + fill_s) * REQUESTS_MAX / len(came)
             bins = max(1, int((span_s - min(fill_s, span_s / 2)) // bin_s))
             from_s = until_s - bins * bin_s
-            came = [each for each in came if each[0] >= until_s - span_s]
-        came = sorted(came)[-REQUESTS_MAX:]
-        kept = tuple(each for each in self.requests if each[0] >= until_s - FILL_S)
-        done = replace(self, requests=kept, judged_until_s=until_s, due_s=now_s + len(came) / REQUESTS_PER_S)
-        past = Past.of([each[:3] for each in came], from_s, bin_s, bins)
-        missed = [0] * bins
-        for at_s, *_, was_late in came:
-            if was_late and 0 <= (at := math.floor((at_s - from_s) / bin_s)) < bins:
-                missed[at] += 1
-        return replace(done, asked=past, asked_from_s=from_s, asked_missed=tuple(missed))
+            came = came[came[:, 0] >= until_s - span_s]
+        came = came[np.argsort(came[:, 0], kind="stable")][-REQUESTS_MAX:]
+        at = np.floor((came[:, 0] - from_s) / bin_s)
+        missed = np.bincount(at[(came[:, 3] > 0) & (at >= 0) & (at < bins)].astype(np.intp), minlength=bins)
+        return replace(
+            self,
+            requests=self.requests[times >= until_s - FILL_S],
+            judged_until_s=until_s,
+            due_s=now_s + len(came) / REQUESTS_PER_S,
+            asked=Past.of(came, from_s, bin_s, bins),
+            asked_from_s=from_s,
+            asked_missed=tuple(missed.tolist()),
+        )
 
     def ruled_at(self, at_s: float) -> Ruled | None:
         """The last decision before that time; None before the first."""
@@ -395,9 +404,9 @@ class Hindsight:
 
     def asking(self, lately: Sequence[Ended], now_s: float, bin_s: float) -> Hindsight:
         """With the next stretch to be judged. `lately` are the answers that say how long one takes."""
+        if not lately or not self.record.due(now_s, bin_s):
+            return self if self.record.asked is None else replace(self, record=replace(self.record, asked=None))
         lasted_s = sorted(each.lasted_s for each in lately[-LASTED_SAMPLE:])
-        if not lasted_s:
-            return self
         return replace(self, record=self.record.asking(now_s, lasted_s[int(len(lasted_s) * LASTED_QUANTILE)], bin_s))
 
     def decided(self, wanted: tuple[int, int], ready: tuple[int, int], now_s: float) -> Hindsight:

@@ -162,7 +162,7 @@ def test_a_high_rate_is_judged_in_part() -> None:
 
 
 def test_an_answer_without_latencies_is_left_out() -> None:
-    assert Record(0.0).after([Ended(9.0, 100, 10)], 1.0, 1.0).requests == ()
+    assert not len(Record(0.0).after([Ended(9.0, 100, 10)], 1.0, 1.0).requests)
 
 
 # --- the best fixed fleet
