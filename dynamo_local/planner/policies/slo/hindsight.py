@@ -233,7 +233,7 @@ class Ruled:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """`requests` that ended, a row each: arrival (planner's clock, seconds), the tokens of prompt and answer, and 1 if a
+    """`requests` that ended, a row each: arrival (planner's clock, seconds), tokens of prompt and answer, and 1 where a
     target was missed. `decisions` are the last ones of the rule. All before `judged_until_s` is judged. `asked` is the
     stretch that is being judged, with the requests of each of its intervals that missed a target."""
 
