@@ -1,4 +1,4 @@
-"""`python -m benchmarks.regret.real [--family NAME] [--seed N] [--compress N] [--hours H]`: a load through real processes.
+"""`python -m benchmarks.regret.real [--family NAME] [--seed N] [--compress N]`: a load through real processes.
 
 The graph is `graphs.disagg` with sim engines, `slo` plans, and this process sends the requests at their times. The same
 load, compressed as much, goes through the simulator ten times, each time with other small shifts of the arrivals.
@@ -126,8 +126,8 @@ async def _watched(running: Running, found: list[tuple[float, int]], began_s: fl
     """Moments and the GPUs that workers hold then, by the statefile."""
     statefile = Paths.of(running.status["namespace"], running.folders.env).statefile
     while (now_s := time.monotonic() - began_s) < until_s:
-        held = {gpu for each in load_state(statefile).components.values() for gpu in each.resources.allocated_gpus or ()}
-        found.append((now_s, len(held)))
+        workers = load_state(statefile).components.values()
+        found.append((now_s, len({gpu for each in workers for gpu in each.resources.allocated_gpus or ()})))
         await asyncio.sleep(WATCHED_EVERY_S)
 
 
