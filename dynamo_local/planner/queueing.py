@@ -626,7 +626,8 @@ HOPELESS = 0.75
 @dataclass(frozen=True, slots=True)
 class Past:
     """Requests as they came: seconds (ascending), and the tokens of prompt and answer. Those before `judged_from_s`
-    only fill the workers. The rest is counted in bins of `bin_s` seconds from then on."""
+    only fill the workers. The rest is counted in bins of `bin_s` seconds from then on. With `turned` the other shape
+    of the graph is judged as well: aggregated in place of apart, or apart in place of aggregated."""
 
     times: tuple[float, ...]
     isl: tuple[int, ...]
@@ -634,19 +635,21 @@ class Past:
     judged_from_s: float
     bin_s: float
     bins: int
+    turned: bool = False
 
     @classmethod
-    def of(cls, came: ArrayLike, judged_from_s: float, bin_s: float, bins: int) -> Past:
+    def of(cls, came: ArrayLike, judged_from_s: float, bin_s: float, bins: int, *, turned: bool = False) -> Past:
         """The past of these requests (rows of arrival, prompt and answer tokens; ascending), judged from then on.
 
         Its clock begins with the first of them.
         """
         rows = np.asarray(came, dtype=np.float64)
         if not len(rows):
-            return cls((), (), (), 0.0, bin_s, bins)
+            return cls((), (), (), 0.0, bin_s, bins, turned)
         first_s = float(rows[0, 0])
         isl, osl = (tuple(column.astype(np.int64).tolist()) for column in (rows[:, 1], rows[:, 2]))
-        return cls(tuple((rows[:, 0] - first_s).tolist()), isl, osl, judged_from_s - first_s, bin_s, bins)
+        times = tuple((rows[:, 0] - first_s).tolist())
+        return cls(times, isl, osl, judged_from_s - first_s, bin_s, bins, turned)
 
     def bin(self, at_s: float) -> int:
         """The bin of that moment; below 0, or from `bins` on, where it is not judged."""

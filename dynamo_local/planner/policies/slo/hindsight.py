@@ -195,9 +195,9 @@ HOUR_S, DAY_S = 3600.0, 86_400.0
 """The sums of stretches are kept for so long."""
 JUDGED_MIN = 300.0
 """Before so many requests were judged the price is that of a mean GPU."""
-FACTORS = tuple(1.5 * 0.88**step for step in range(26))
-"""Prices that are tried, in prices of a mean GPU: from one and a half down to a sixteenth. A dearer one would save GPUs
-for as long as nothing happens that the past has not seen."""
+FACTORS = tuple(0.88**step for step in range(23))
+"""Prices that are tried, in prices of a mean GPU: from one down to a sixteenth. A dearer one would save GPUs for as long
+as nothing happens that the past has not seen."""
 
 
 # --- The recorded past: requests that ended, until they are judged.
@@ -206,6 +206,8 @@ STRETCH_S = 60.0
 """The past is judged in stretches of at least so long,"""
 STRETCH_MAX_S = 180.0
 """and of at most so long."""
+TURNED_EVERY_S = 600.0
+"""A stretch is judged for the other shape of the graph as well, once in so long: that takes four times as long."""
 FILL_S = 120.0
 """Requests of so long before fill the workers first, if answers take that long."""
 FILL_MIN_S = 20.0
@@ -244,6 +246,8 @@ class Record:
     asked: Past | None = None
     asked_from_s: float = 0.0
     asked_missed: tuple[int, ...] = ()
+    turned_s: float = -math.inf
+    """When a stretch was last judged for the other shape."""
 
     def after(self, ended: Sequence[Ended], ttft_s: float, itl_s: float) -> Record:
         """With these answers. One of which no latency is known is left out: nobody knows when it came."""
@@ -281,12 +285,14 @@ class Record:
         came = came[np.argsort(came[:, 0], kind="stable")][-REQUESTS_MAX:]
         at = np.floor((came[:, 0] - from_s) / bin_s)
         missed = np.bincount(at[(came[:, 3] > 0) & (at >= 0) & (at < bins)].astype(np.intp), minlength=bins)
+        turned = now_s - self.turned_s >= TURNED_EVERY_S
         return replace(
             self,
+            turned_s=now_s if turned else self.turned_s,
             requests=self.requests[times >= until_s - FILL_S],
             judged_until_s=until_s,
             due_s=now_s + len(came) / REQUESTS_PER_S,
-            asked=Past.of(came, from_s, bin_s, bins),
+            asked=Past.of(came, from_s, bin_s, bins, turned=turned),
             asked_from_s=from_s,
             asked_missed=tuple(missed.tolist()),
         )
@@ -302,7 +308,8 @@ class Stretch:
     """A judged stretch of the past: its requests, those that missed a target, GPU-seconds of the workers that served,
     and the highest rate of `PEAK_BINS` intervals (requests/s).
 
-    `fixed[role][n]` are the requests that n workers would have missed, had there been so many all the time.
+    `fixed[role][n]` are the requests that n workers would have missed, had there been so many all the time. `turned`
+    are those of the other shape of the graph, if that was judged.
     """
 
     until_s: float
@@ -312,12 +319,16 @@ class Stretch:
     gpu_s: float
     peak: float
     fixed: tuple[Floats, Floats]
+    turned: tuple[Floats, Floats] | None = None
 
     def resized(self, workers_max: int) -> Stretch:
         """For so many workers. More than were judged would have missed as many as all of those."""
         counts = np.arange(workers_max + 1)
-        prefill, decode = (missed[np.minimum(counts, len(missed) - 1)] for missed in self.fixed)
-        return replace(self, fixed=(prefill, decode))
+
+        def both(missed: tuple[Floats, Floats]) -> tuple[Floats, Floats]:
+            return missed[0][np.minimum(counts, len(missed[0]) - 1)], missed[1][np.minimum(counts, len(missed[1]) - 1)]
+
+        return replace(self, fixed=both(self.fixed), turned=None if self.turned is None else both(self.turned))
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +342,10 @@ class FixedFleet:
     fleet: tuple[int, int]
     fixed_share: float
     fixed_gpu_hours: float
+
+
+def _summed(misses: Misses) -> tuple[Floats, Floats]:
+    return np.array(misses.prefill, dtype=float).sum(axis=1), np.array(misses.decode, dtype=float).sum(axis=1)
 
 
 def peak_rate(requests: Sequence[int], bin_s: float) -> float:
@@ -347,15 +362,67 @@ def fixed_fleet(stretches: Sequence[Stretch], gpus: tuple[int, int], most_gpus: 
         return None
     lasted_s = sum(each.lasted_s for each in stretches)
     share = 1.0 - sum(each.missed for each in stretches) / requests
-    prefill, decode = (sum((each.fixed[role] for each in stretches), np.zeros(1)) / requests for role in (0, 1))
+    fleet, kept, held = _cheapest([each.fixed for each in stretches], requests, gpus, most_gpus, share)
+    own = sum(each.gpu_s for each in stretches) / 3600
+    return FixedFleet(lasted_s / 3600, share, own, fleet, kept, held * lasted_s / 3600)
+
+
+def _cheapest(
+    missed: Sequence[tuple[Floats, Floats]], requests: int, gpus: tuple[int, int], most_gpus: int, share: float
+) -> tuple[tuple[int, int], float, int]:
+    """The fixed fleet with the fewest GPUs that keeps `share` of the requests, what it keeps, and its GPUs. `missed` is
+    that of each stretch. If no fleet keeps as much, the one that keeps most."""
+    prefill, decode = (sum((each[role] for each in missed), np.zeros(1)) / requests for role in (0, 1))
     kept = np.outer(1.0 - np.minimum(prefill, 1.0), 1.0 - np.minimum(decode, 1.0))
     held = np.add.outer(np.arange(len(prefill)) * gpus[0], np.arange(len(decode)) * gpus[1])
     kept = np.where(held <= most_gpus, kept, -1.0)
     enough = kept >= min(share, float(kept.max()))
     best = int(np.argmin(np.where(enough, held - 1e-6 * kept, np.inf)))
     fleet = divmod(best, kept.shape[1])
-    own = sum(each.gpu_s for each in stretches) / 3600
-    return FixedFleet(lasted_s / 3600, share, own, fleet, float(kept[fleet]), float(held[fleet]) * lasted_s / 3600)
+    return fleet, float(kept[fleet]), int(held[fleet])
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Both shapes of the graph on the same recorded past: the cheapest fixed fleet of each, and the share it keeps.
+    `fleet`, `gpus` and `share` are of the graph's own shape, `turned_*` of the other one. A fleet without prefill
+    workers is aggregated."""
+
+    hours: float
+    fleet: tuple[int, int]
+    gpus: int
+    share: float
+    turned_fleet: tuple[int, int]
+    turned_gpus: int
+    turned_share: float
+
+    @property
+    def pays(self) -> bool:
+        """Whether the other shape would be cheaper by more than chance."""
+        return self.turned_gpus <= TURN_PAYS * self.gpus and self.turned_share >= self.share - TURN_SLACK
+
+
+TURN_PAYS, TURN_SLACK = 0.85, 0.001
+TURN_STRETCHES = 3
+"""From so many stretches on, both shapes are compared."""
+
+
+def turn(stretches: Sequence[Stretch], gpus: tuple[int, int], most_gpus: int, target: float) -> Turn | None:
+    """Over those of these stretches that were judged for both shapes; None while they are too few."""
+    both = [(each, each.turned) for each in stretches if each.turned is not None]
+    requests = sum(each.requests for each, _ in both)
+    if len(both) < TURN_STRETCHES or requests < JUDGED_MIN:
+        return None
+    own = [each.fixed for each, _ in both]
+    other = [turned for _, turned in both]
+    turned_gpus = (0, gpus[1]) if gpus[0] else (gpus[1], gpus[1])
+    # The share that both can keep, if they cannot keep the target.
+    best = [_cheapest(*of, most_gpus, 1.0)[1] for of in ((own, requests, gpus), (other, requests, turned_gpus))]
+    share = min(target, *best)
+    fleet, kept, held = _cheapest(own, requests, gpus, most_gpus, share)
+    found, turned_kept, turned_held = _cheapest(other, requests, turned_gpus, most_gpus, share)
+    hours = sum(each.lasted_s for each, _ in both) / 3600
+    return Turn(hours, fleet, held, kept, found, turned_held, turned_kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,9 +506,20 @@ class Hindsight:
                 found.append(fixed)
         return tuple(found)
 
-    def judged(self, misses: Misses, lead_bins: tuple[int, int], gpus: tuple[int, int], bin_s: float) -> Hindsight:
-        """With the stretch that was asked for. `gpus` are those of a worker of each role. Nobody starts in the first
-        one: its workers were there."""
+    def turn(self, gpus: tuple[int, int], most_gpus: int, target: float) -> Turn | None:
+        """Both shapes of the graph on the stretches of the last day."""
+        return turn(self.stretches, gpus, most_gpus, target)
+
+    def judged(
+        self,
+        misses: Misses,
+        lead_bins: tuple[int, int],
+        gpus: tuple[int, int],
+        bin_s: float,
+        turned: Misses | None = None,
+    ) -> Hindsight:
+        """With the stretch that was asked for. `gpus` are those of a worker of each role. `turned` is the other shape.
+        Nobody starts in the first stretch: its workers were there."""
         lead_bins = lead_bins if self.stretches else (0, 0)
         roles, requests, easy, easy_missed = list(self.roles), self.requests, self.easy, self.easy_missed
         fades, gpu_s = Ranks.fades(bin_s), 0.0
@@ -461,7 +539,6 @@ class Hindsight:
             easy = fades * easy + is_easy * count
             easy_missed = fades * easy_missed + is_easy * self.record.asked_missed[at]
         until_s = self.record.asked_from_s + len(misses.requests) * bin_s
-        fixed = tuple(np.array(missed, dtype=float).sum(axis=1) for missed in both)
         stretch = Stretch(
             until_s,
             len(misses.requests) * bin_s,
@@ -469,7 +546,8 @@ class Hindsight:
             sum(self.record.asked_missed),
             gpu_s,
             peak_rate(misses.requests, bin_s),
-            (fixed[0], fixed[1]),
+            _summed(misses),
+            None if turned is None else _summed(turned),
         )
         kept = (*self.stretches, stretch) if gpu_s else self.stretches
         return replace(
