@@ -38,6 +38,7 @@ from dynamo_local.planner.records import decision_log as decisions
 from dynamo_local.planner.records.decision_log import DecisionLog, decision_log_path
 from dynamo_local.planner.records.ticks import TickLog, recorded_requests, tick_log_path
 from dynamo_local.planner.scaling_times import ScalingTimes
+from dynamo_local.planner.values import FixedFleet
 from dynamo_local.state.schema import PlannerEntry
 
 log = logging.getLogger(__name__)
@@ -265,6 +266,11 @@ class ArbiterPlanner:
         """The loop's counters since this arbiter made it."""
         return Counts() if self._loop is None else self._loop.counts
 
+    @property
+    def fixed_fleet(self) -> FixedFleet | None:
+        """`PlannerLoop.fixed_fleet`."""
+        return None if self._loop is None else self._loop.fixed_fleet
+
     def status(self) -> dict[str, Any]:
         """The object of `dynamo planner status --json`, and `planner` in `dynamo status --json`. Never waits."""
         options = self.options.model_dump(mode="json", include=set(self.options.named) - NOT_OPTIONS)
@@ -278,6 +284,8 @@ class ArbiterPlanner:
         }
         for part in self._status_parts:
             status |= part()
+        fixed = self.fixed_fleet
+        status["fixed_fleet"] = None if fixed is None else fixed.as_json()
         loop, now_s = self._loop, self._clock.now_s()
         if loop is None:
             return {**status, "last_decision": None, "trouble": None}

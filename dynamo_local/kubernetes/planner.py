@@ -339,7 +339,7 @@ class PodPlanner:
         held = self._connector.pools().gpus_spoken_for
         self._gpu_hours += held * (now_s - self._counted_s) / 3600
         self._counted_s = now_s
-        return PlannerNow(loop.state, loop.counts, 0, loop.since_s, self._gpu_hours)
+        return PlannerNow(loop.state, loop.counts, 0, loop.since_s, self._gpu_hours, fixed_fleet=loop.fixed_fleet)
 
     async def _written(self) -> None:
         for logged in self._logged:

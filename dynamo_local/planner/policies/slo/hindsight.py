@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamo_local.planner.queueing import Misses, Past
-from dynamo_local.planner.values import Ended
+from dynamo_local.planner.values import Ended, FixedFleet
 
 HOLDS_S = (-math.inf, 0.0, 30.0, 60.0, 120.0, 240.0, 480.0, 900.0, 0.0, 120.0, math.inf)
 """The candidates: how long a worker stays after it was last wanted. The first is never there, the last always."""
@@ -318,19 +318,6 @@ class Stretch:
         counts = np.arange(workers_max + 1)
         prefill, decode = (missed[np.minimum(counts, len(missed) - 1)] for missed in self.fixed)
         return replace(self, fixed=(prefill, decode))
-
-
-@dataclass(frozen=True, slots=True)
-class FixedFleet:
-    """The cheapest fixed fleet that would have kept as large a share over the same time. `share` and `gpu_hours` are
-    what really came, `fixed_*` what that fleet would have made of it, by the queueing model."""
-
-    hours: float
-    share: float
-    gpu_hours: float
-    fleet: tuple[int, int]
-    fixed_share: float
-    fixed_gpu_hours: float
 
 
 def peak_rate(requests: Sequence[int], bin_s: float) -> float:
