@@ -172,6 +172,12 @@ class WorkerPools:
         return {**prefill, "decode": self.decode}
 
     @property
+    def gpus(self) -> tuple[int, int]:
+        """GPUs of a prefill worker (0: the graph is aggregated) and of a decode worker."""
+        prefill = 0 if self.prefill is None else max(1, self.prefill.gpus_per_worker)
+        return prefill, max(1, self.decode.gpus_per_worker)
+
+    @property
     def adjusting(self) -> bool:
         """Whether an adjustment is under way, by the planner or a person."""
         return self.pending or any(pool.adjusting for pool in self.all)

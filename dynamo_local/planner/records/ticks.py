@@ -581,9 +581,7 @@ class Replay:
         options, pools = self._chosen(record), self._pools
         if pools is None:
             return policy_of(options, recorded=recorded or ())
-        prefill = 0 if pools.prefill is None else max(1, pools.prefill.gpus_per_worker)
-        gpus = (prefill, max(1, pools.decode.gpus_per_worker))
-        return policy_of(options, start_up_s=start_up_s(pools), gpus=gpus, recorded=recorded or ())
+        return policy_of(options, start_up_s=start_up_s(pools), gpus=pools.gpus, recorded=recorded or ())
 
     def _tick(self, record: Record) -> Iterator[Replayed]:
         if self._driver is None and self._begins is None:  # the options of its time have gone with the log's beginning
