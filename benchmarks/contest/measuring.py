@@ -40,7 +40,7 @@ TWIN, REPLAY = "our twin", "Dynamo's replay"
 ENOUGH = 0.9995
 """A fixed fleet that serves so many is the last of the frontier: more GPUs cannot do better."""
 LEAST = 0.01
-"""A fixed fleet that would serve fewer, by the queueing twin, is not run."""
+"""A fixed fleet that would serve fewer, by the queueing model, is not run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, str, tuple[int, int], int]:
-        """What makes it another run."""
+        """Two runs with the same key are the same."""
         return (self.judge, self.trial, self.case, self.fleet, self.requests)
 
 
@@ -137,7 +137,7 @@ def _runs(trial: Trial, requests: Requests, facts: Facts, cases: Sequence[str]) 
 
 
 def frontier(trial: Trial, requests: Requests) -> list[Fleet]:
-    """The best split of each number of GPUs up to the cap, by the queueing twin on the whole trace: all splits of all
+    """The best split of each number of GPUs up to the cap, by the queueing model on the whole trace: all splits of all
     numbers would be a hundred runs. Those are left out that it takes for hopeless."""
     options = slo_of(trial)
     engine = Engine(passes_of(DEFAULT_PROFILE, trial.speed), EngineOptions())
@@ -223,7 +223,7 @@ def here() -> str:
 
 
 def slo_of(trial: Trial) -> PlannerConfig:
-    """What the policy `slo` is asked for, with the profile of its engines."""
+    """The options of the policy `slo`, with the profile of its engines."""
     return PlannerConfig(
         policy="slo",
         profile_results_dir=Path(DEFAULT_PROFILE),

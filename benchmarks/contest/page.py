@@ -14,7 +14,7 @@ from dynamo_local.simulator.options import FleetShape
 PAGE = Path(__file__).parents[2] / "docs" / "contest.md"
 COMMAND = "python -m benchmarks.contest --page"
 ASKED = {"sin 5–45": (0.995, 1.10), "conversation": (0.963, 1.07), "Azure conversation": (0.99, 1.12)}
-"""Of `slo` in Dynamo's replay: attainment, and GPU-hours over those of a clairvoyant planner there."""
+"""Asked of `slo` in Dynamo's replay: attainment, and GPU-hours over those of a clairvoyant planner there."""
 COLORS = {
     "fixed": "#777777",
     "load": "#c44e52",
@@ -32,7 +32,7 @@ def write(page: Path, facts: Facts) -> None:
 
 
 def section(facts: Facts) -> str:
-    """What was measured, as markdown."""
+    """The measured figures, as markdown."""
     lines: list[str] = []
     for trial in TRIALS:
         rows = facts.of(TWIN, trial.name)
@@ -90,7 +90,7 @@ def _beaten(rows: Sequence[Row]) -> list[Row]:
 
 
 def _verdict(rows: Sequence[Row]) -> Iterable[str]:
-    """Of each planner, against the fixed fleets."""
+    """Each planner against the fixed fleets."""
     fixed = [row for row in rows if row.case == "fixed"]
     if not fixed:
         yield "No fixed fleet was run yet."

@@ -240,8 +240,8 @@ def policy_of(
 ) -> Policy[Any]:
     """A new policy with these options. Raises `ConfigError` if a file or a library that they name cannot be used.
 
-    `slo` takes `start_up_s` for the lead time until it has observed a start (None or 0: unknown, so `START_UP_S`), and
-    engines that are `speed` times as fast as their profile says. It begins with the `recorded` requests if there is no
+    `slo` takes `start_up_s` for the lead time until it has observed a start (None or 0: unknown, so `START_UP_S`). Its
+    engines are `speed` times as fast as their profile says. It begins with the `recorded` requests if there is no
     `history`. That takes seconds.
     `gpus` are those of a prefill worker (0: the graph is aggregated) and of a decode worker; by default the options'.
     """

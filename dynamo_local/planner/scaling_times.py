@@ -44,7 +44,7 @@ class ScalingTimes:
         return replace(pools, prefill=prefill, decode=self._pool(pools.decode))
 
     def start_up_s(self, component: str) -> float | None:
-        """Of this run, or of earlier ones; None: unknown."""
+        """The start-up time of this run, or of earlier ones. None: unknown."""
         seen_s = _median(self._starts, component)
         return self._known(component) if seen_s is None else seen_s
 
