@@ -1,6 +1,7 @@
 """The runs of the contest, one after the other, each kept as soon as it is done: another call goes on where this ended.
 
-All rows of a trial are served alike: least-loaded routing, every prefill remote, cold starts only.
+Rows of a trial are served alike: least-loaded routing, every prefill remote, cold starts only. The `SERVED` ones have
+the routing and dispatch by targets that `dynamo serve` has by default.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from benchmarks.contest.kept import KeptRows
 from benchmarks.contest.trials import TRIALS, Fleet, Trial
 from benchmarks.harness import machine, machine_line
 from benchmarks.traces import Requests
+from dynamo_local.components.dispatcher import sim_picker
 from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.config.planner_section import planner_section
+from dynamo_local.core.routing.estimates import Targets
 from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
@@ -30,12 +33,14 @@ from dynamo_local.planner.queueing import Demand, Engine, EngineOptions, decode_
 from dynamo_local.planner.queueing_task import passes_of
 from dynamo_local.profile.reading import DEFAULT_PROFILE, read_profile
 from dynamo_local.simulator.metrics import Metrics, measure
-from dynamo_local.simulator.options import FleetShape, SimulationOptions
+from dynamo_local.simulator.options import FleetShape, SimulationOptions, Slo
 from dynamo_local.simulator.simulation import Case, Simulation, run_case
 
 POLICIES = ("load", "sla", "throughput-load", "slo")
 CLAIRVOYANT, FIXED = "clairvoyant", "fixed"
-CASES = (FIXED, CLAIRVOYANT, *POLICIES)
+SERVED = {"sla as served": "sla", "load as served": "load"}
+"""The policies of rows with dispatch by targets."""
+CASES = (FIXED, CLAIRVOYANT, *SERVED, *POLICIES)
 TWIN, REPLAY = "our twin", "Dynamo's replay"
 ENOUGH = 0.9995
 """A fixed fleet that serves so many is the last of the frontier: more GPUs cannot do better."""
@@ -181,11 +186,17 @@ def _made(run: Run, requests: Requests) -> Row:
         done = Simulation(begun, requests.rows, planner=PolicyDriver(knows, 0.0)).run()
     else:
         with TemporaryDirectory() as folder:
-            done = run_case(
-                requests.rows,
-                Case("", options, planner=planner_options(trial, run.case, Path(folder)), make_policy=_maker(trial)),
-            )
+            planner = planner_options(trial, SERVED.get(run.case, run.case), Path(folder))
+            case = Case("", options, planner=planner, make_policy=_maker(trial))
+            done = run_case(requests.rows, _as_served(case, trial.slo) if run.case in SERVED else case)
     return _row(run, fleet, measure(done, trial.slo), requests, time.monotonic() - began_s)
+
+
+def _as_served(case: Case, slo: Slo) -> Case:
+    """With the routing and dispatch of `dynamo serve --ttft --itl`."""
+    targets = Targets.of_ms(slo.ttft_ms, slo.itl_ms)
+    options = replace(case.options, conditional=True, disagg_policy="slo", targets=targets)
+    return replace(case, options=options, make_picker=partial(sim_picker, "slo", 0, options.sim, targets))
 
 
 def _row(run: Run, fleet: Fleet, metrics: Metrics, requests: Requests, took_s: float) -> Row:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from benchmarks.contest.measuring import CLAIRVOYANT, REPLAY, TWIN, Facts, Row
+from benchmarks.contest.measuring import CLAIRVOYANT, REPLAY, SERVED, TWIN, Facts, Row
 from benchmarks.contest.trials import TRIALS, Trial
 from benchmarks.measured_pages import write_measured
 from dynamo_local.simulator.options import FleetShape
@@ -59,11 +59,12 @@ def _table(rows: Sequence[Row]) -> Iterable[str]:
     yield "| Planner | Fleet | Within both targets | GPU-hours | TTFT p99, ms | ITL p99, ms | Dropped | Actions |"
     yield "|---|---|--:|--:|--:|--:|--:|--:|"
     beaten = _beaten(rows)
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row.case not in SERVED):
         if row in beaten:
             continue
         shape = f"{FleetShape(*row.fleet)}" if row.case == "fixed" else f"from {FleetShape(*row.fleet)}"
-        name = row.case if row.case in ("fixed", CLAIRVOYANT) else f"`{row.case}`"
+        name = row.case if row.case in ("fixed", CLAIRVOYANT) else f"`{SERVED.get(row.case, row.case)}`"
+        name += " as served" if row.case in SERVED else ""
         cells = (_ms(row.ttft_p99_ms), _ms(row.itl_p99_ms), f"{row.dropped:,}", str(row.scale_actions))
         yield f"| {name} | {shape} | {row.attainment:.2%} | {row.gpu_hours:.3f} | {' | '.join(cells)} |"
 
@@ -97,7 +98,7 @@ def _verdict(rows: Sequence[Row]) -> Iterable[str]:
         return
     level = []
     for row in rows:
-        if row.case in ("fixed", CLAIRVOYANT):
+        if row.case in ("fixed", CLAIRVOYANT, *SERVED):
             continue
         beats = [each for each in fixed if beaten_by(each, [row])]
         if better := beaten_by(row, fixed):
@@ -155,8 +156,10 @@ WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 420, 300, 52, 28, 40
 
 
 def picture(facts: Facts) -> str:
-    """One plot for each trial: attainment over GPU-hours, the fixed fleets joined by a line."""
-    shown = [(trial, rows) for trial in TRIALS if (rows := facts.of(TWIN, trial.name))]
+    """One plot for each trial: attainment over GPU-hours, the fixed fleets joined by a line. Rows that are served in
+    another way are left out."""
+    found = [(trial, [row for row in facts.of(TWIN, trial.name) if row.case not in SERVED]) for trial in TRIALS]
+    shown = [(trial, rows) for trial, rows in found if rows]
     columns = min(2, max(1, len(shown)))
     lines = -(-len(shown) // columns) or 1
     parts = [

@@ -50,8 +50,8 @@ Answers = Callable[[Iterable[ForecastTask]], Iterable[Told]]
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """The mean absolute error of one predictor over one series, so many windows ahead. It is in the series' unit, and as
-    a share of what `constant` has from the same points. `failed`: forecasts in which the last value stood in."""
+    """The mean absolute error of one predictor over one series, so many windows ahead. It is in the series' unit,
+    and as a share of what `constant` has from the same points. `failed`: forecasts in which the last value stood in."""
 
     predictor: str
     case: str
