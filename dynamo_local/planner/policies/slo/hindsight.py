@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamo_local.planner.queueing import Misses, Past
-from dynamo_local.planner.values import Ended
+from dynamo_local.planner.values import Ended, FixedFleet
 
 HOLDS_S = (-math.inf, 0.0, 30.0, 60.0, 120.0, 240.0, 480.0, 900.0, 0.0, 120.0, math.inf)
 """The candidates: how long a worker stays after it was last wanted. The first is never there, the last always."""
@@ -196,8 +196,8 @@ HOUR_S, DAY_S = 3600.0, 86_400.0
 JUDGED_MIN = 300.0
 """Before so many requests were judged the price is that of a mean GPU."""
 FACTORS = tuple(0.88**step for step in range(23))
-"""Prices that are tried, in prices of a mean GPU: from one down to a sixteenth. A dearer one would save GPUs for as long
-as nothing happens that the past has not seen."""
+"""Prices that are tried, in prices of a mean GPU: from one down to a sixteenth. A dearer one would save GPUs for as
+long as nothing happens that the past has not seen."""
 
 
 # --- The recorded past: requests that ended, until they are judged.
@@ -329,19 +329,6 @@ class Stretch:
             return missed[0][np.minimum(counts, len(missed[0]) - 1)], missed[1][np.minimum(counts, len(missed[1]) - 1)]
 
         return replace(self, fixed=both(self.fixed), turned=None if self.turned is None else both(self.turned))
-
-
-@dataclass(frozen=True, slots=True)
-class FixedFleet:
-    """The cheapest fixed fleet that would have kept as large a share over the same time. `share` and `gpu_hours` are
-    what really came, `fixed_*` what that fleet would have made of it, by the queueing model."""
-
-    hours: float
-    share: float
-    gpu_hours: float
-    fleet: tuple[int, int]
-    fixed_share: float
-    fixed_gpu_hours: float
 
 
 def _summed(misses: Misses) -> tuple[Floats, Floats]:

@@ -130,7 +130,8 @@ class SloPolicy:
     def status(self, state: SloState) -> PolicyStatus:
         """When it decides next, and what it decided from last."""
         began_s, readings = state.decided
-        return PolicyStatus(state.due_s, interval_began_s=began_s, readings=readings)
+        fixed = next((each for each in reversed(state.fixed) if each.fixed_gpu_hours), None)
+        return PolicyStatus(state.due_s, interval_began_s=began_s, readings=readings, fixed_fleet=fixed)
 
     # --- PREDICT -------------------------------------------------------------------------------
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.policies.slo.corrections import Factors, Served
 from dynamo_local.planner.policies.slo.forecast import REQUESTS, WINDOWS_S, Outlook, Scenario
-from dynamo_local.planner.policies.slo.hindsight import FixedFleet, Hindsight, Turn
+from dynamo_local.planner.policies.slo.hindsight import Hindsight, Turn
 from dynamo_local.planner.policies.slo.scaling_options import Fleet, Moment, ScalingOption
 from dynamo_local.planner.queueing import Demand
-from dynamo_local.planner.values import Ended, Observation, Reading, Requests, Traffic
+from dynamo_local.planner.values import Ended, FixedFleet, Observation, Reading, Requests, Traffic
 
 # --- keeping
 # The share of kept targets and the waiting requests: they correct a price that looks ahead. Pure.
