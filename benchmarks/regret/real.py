@@ -46,7 +46,7 @@ MODEL = "sim-tiny"
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a client saw of a request: seconds. `error`: why it has no whole answer."""
+    """A request as its client saw it: seconds. `error`: why it has no whole answer."""
 
     at_s: float
     ttft_s: float | None = None
@@ -70,7 +70,7 @@ def compressed(load: Load, times: float) -> Load:
 def config_of(load: Load, port: int) -> dict[str, Any]:
     """The configuration of `graphs.disagg` under which the load is served."""
     workers = dict(zip(("PrefillWorker", "VllmWorker"), load.first, strict=True))
-    # The engine divides by its speed. What the process itself needs is not the engine's.
+    # The engine divides by its speed. The process itself needs some time before its engine.
     sim = {"speed": load.speed, "start_up_s": max(0.0, load.start_up_s - PROCESS_S) * load.speed}
     parts: dict[str, Any] = {
         name: {"common-configs": ["model", "sim"], "ServiceArgs": {"workers": count, "resources": {"gpu": 1}}}
@@ -132,7 +132,7 @@ async def _watched(running: Running, found: list[tuple[float, int]], began_s: fl
 
 
 async def _played(running: Running, load: Load) -> tuple[list[Told], float]:
-    """What the clients saw, and the GPU-hours."""
+    """The requests as their clients saw them, and the GPU-hours."""
     began_s, held = time.monotonic() + 1.0, list[tuple[float, int]]()
     rng, end_s = Random(load.seed), load.requests[-1].at_s
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)

@@ -2,8 +2,8 @@
 
 The series are gaps, ISL and OSL of each demand, then the rates, and last times, ISL and OSL of a recorded past, if it
 is to be judged. The answer has the shares of prefill and of decode for each rate and demand, each for 0, 1, 2, …
-workers. Then come the requests of the past in each interval, and those that each number of workers would have missed;
-and once more those that the other shape of the graph would have missed, if the past is `turned`.
+workers. Then come the requests of the past in each interval, and those that each number of workers would have missed.
+If the past is `turned`, the same follows for the other shape of the graph.
 """
 
 from __future__ import annotations
