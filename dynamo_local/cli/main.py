@@ -32,6 +32,7 @@ COMMANDS = {
         "dynamo_local.cli.simulate:simulate",
         "Try a load, recorded or made, on a virtual fleet.",
     ),
+    "doctor": ("dynamo_local.cli.doctor.command:doctor", "Check this host, and say what puts it right."),
     "profile": ("dynamo_local.cli.profile:profile", "Measure the engines of a configuration on this host."),
     "plan": ("dynamo_local.cli.plan:plan", "Find the smallest fleet that keeps targets, by a profile."),
     "export": ("dynamo_local.kubernetes.commands:export", "Write the graph as a manifest for Kubernetes."),

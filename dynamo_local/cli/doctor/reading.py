@@ -1,0 +1,139 @@
+"""Reads all facts of a host at once, each with a deadline.
+
+A read that fails or hangs costs its own facts only: they are `Missing`, with the reason, and their checks are `not
+checked`. Reads run in daemon threads, so that the command can end while one hangs in a driver or on a dead mount.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dynamo_local.cli.doctor import gpus, host, model, runs, software
+from dynamo_local.components.openai.settings import FrontendConfig
+from dynamo_local.core.doctor.gpus import NO_GPU, DeviceFiles, Driver, GpuUsers
+from dynamo_local.core.types import Missing
+from dynamo_local.errors import DynamoError
+from dynamo_local.system.executors import DaemonExecutor
+
+FRONTEND_PORTS: tuple[int, ...] = (FrontendConfig.model_fields["port"].default,)
+READS = DaemonExecutor("doctor", threads=32)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The host (`root` is `/`), as this shell (`env`, `folder`) sees it, with these models and ports."""
+
+    env: Mapping[str, str]
+    folder: Path
+    root: Path = Path("/")
+    models: tuple[Path, ...] = ()
+    ports: tuple[int, ...] = FRONTEND_PORTS
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One read: the names of its facts, and the function that returns the fact, or all of them by name."""
+
+    names: tuple[str, ...]
+    work: Callable[[], Any]
+
+    async def facts(self, deadline_s: float) -> dict[str, Any]:
+        """The facts, or `Missing` for each."""
+        try:
+            found = await READS.run(self.work, deadline_s, what=f"reading {self.names[0]}")
+        except DynamoError as error:
+            return dict.fromkeys(self.names, Missing(str(error)))
+        except Exception as error:  # a doctor says what it could not read, and goes on
+            return dict.fromkeys(self.names, Missing(f"{self.names[0]}: {type(error).__name__}: {error}"))
+        return found if len(self.names) > 1 else {self.names[0]: found}
+
+
+def reads(place: Place) -> tuple[Read, ...]:
+    """All reads of that place."""
+    env, root = place.env, place.root
+
+    def one(name: str, work: Callable[..., Any], *args: Any) -> Read:
+        return Read((name,), partial(work, *args))
+
+    return (
+        Read(("driver", "gpus", "visible", "gpu_process_users"), partial(gpus.nvml, env)),
+        Read(("our_processes", "orphans"), partial(runs.our_processes, env)),
+        one("device_files", gpus.device_files, root),
+        one("numa_cpus", gpus.numa_cpus, root),
+        one("gpu_locks", gpus.gpu_locks, env),
+        one("allowed_cpus", host.allowed_cpus),
+        one("cpu_quota", host.cpu_quota, root),
+        one("memory", host.memory, root),
+        one("shared_memory", host.shared_memory, root),
+        one("limits", host.limits, root),
+        one("rdma", host.rdma, root),
+        one("network_devices", host.network_devices, root),
+        one("clock", host.clock, env),
+        one("network", host.network, root, env),
+        *(one(f"folder:{name}", host.folder, name, env) for name in host.FOLDERS),
+        one("listeners", runs.listeners, place.ports),
+        one("runs", runs.runs, env),
+        one("statefiles", runs.statefiles, env),
+        one("leftover_folders", runs.leftover_folders, env),
+        one("control_socket", runs.control_socket, env),
+        one("python", software.python),
+        one("packages", software.packages),
+        one("command_on_path", software.command_on_path, env),
+        one("shadows", software.shadows, place.folder),
+        one("etcd", software.server, "etcd", env),
+        one("nats", software.server, "nats-server", env),
+        one("compilers", software.compilers, env),
+        *(one(f"model:{folder}", model.model_folder, folder) for folder in place.models),
+    )
+
+
+def read(place: Place, deadline_s: float, only: Iterable[Read] | None = None) -> dict[str, Any]:
+    """The facts that the checks take, by name."""
+
+    async def all_at_once() -> list[dict[str, Any]]:
+        given = reads(place) if only is None else only
+        return await asyncio.gather(*(each.facts(deadline_s) for each in given))
+
+    found = {name: fact for facts in asyncio.run(all_at_once()) for name, fact in facts.items()}
+    return found | composed(place, found)
+
+
+def composed(place: Place, found: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts that need several reads."""
+    driver = found["driver"]
+    if isinstance(driver, Missing):
+        driver = Driver(error=driver.reason)
+    ours = found["our_processes"]
+    users = _all_or_missing(ours, found["gpu_process_users"], found["gpu_locks"])
+    listeners = _all_or_missing(ours, found["listeners"])
+    return {
+        "environment": place.env,
+        "driver": driver,
+        **(
+            {"gpus": Missing(NO_GPU), "visible": Missing(NO_GPU)} if _without_gpu(driver, found["device_files"]) else {}
+        ),
+        "gpu_users": users
+        if isinstance(users, Missing)
+        else GpuUsers(ours, found["gpu_process_users"], {lock.uuid: lock.holder for lock in found["gpu_locks"]}),
+        "ports": listeners if isinstance(listeners, Missing) else runs.ports(place.ports, found["listeners"], ours),
+        "folders": {name: found[f"folder:{name}"] for name in host.FOLDERS},
+        "models": tuple(_model(folder, found[f"model:{folder}"]) for folder in place.models),
+    }
+
+
+def _without_gpu(driver: Driver, files: DeviceFiles | Missing) -> bool:
+    return driver.error is not None and not isinstance(files, Missing) and not files.any
+
+
+def _all_or_missing(*facts: Any) -> Missing | None:
+    return next((fact for fact in facts if isinstance(fact, Missing)), None)
+
+
+def _model(folder: Path, fact: Any) -> Any:
+    """A model's folder that could not be read within the deadline."""
+    return model.ModelFolder(str(folder), fault=fact.reason) if isinstance(fact, Missing) else fact
