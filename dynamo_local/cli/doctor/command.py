@@ -19,7 +19,7 @@ from dynamo_local.core.doctor.findings import Finding, Verdict, examine, explana
 from dynamo_local.errors import EXIT_FAILED, EXIT_OK
 
 REPORT_SCHEMA, LIST_SCHEMA = "dynamo.doctor.v1", "dynamo.doctor.checks.v1"
-"""Names of the two answers of `--json`, which docs/doctor.schema.json describes. A key that goes counts the version up."""
+"""The two answers of `--json`, by docs/doctor.schema.json. The number rises if a key is renamed or goes."""
 DEADLINE_S = 20.0
 """For each read. A driver without persistence mode wakes each GPU for a second or two."""
 COLOURS = {Verdict.PROBLEM: "red", Verdict.WARNING: "yellow", Verdict.OK: "green", Verdict.NOT_CHECKED: "cyan"}

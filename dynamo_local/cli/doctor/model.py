@@ -68,7 +68,7 @@ def _json(path: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def _weights_fault(path: Path) -> str | None:
-    """The fault of a safetensors file: eight bytes, a header of the length that they give, and the data of the header."""
+    """The fault of a safetensors file: eight bytes say the header's length, and the header says the data's."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -7,7 +7,7 @@ checked`. Reads run in daemon threads, so that the command can end while one han
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,8 @@ from typing import Any
 
 from dynamo_local.cli.doctor import gpus, host, model, runs, software
 from dynamo_local.components.openai.settings import FrontendConfig
-from dynamo_local.core.doctor.gpus import NO_GPU, DeviceFiles, Driver, GpuUsers
+from dynamo_local.core.doctor.gpus import NO_GPU, Driver, GpuUsers
+from dynamo_local.core.doctor.runs import GpuLock
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import DynamoError
 from dynamo_local.system.executors import DaemonExecutor
@@ -92,46 +93,42 @@ def reads(place: Place) -> tuple[Read, ...]:
     )
 
 
-def read(place: Place, deadline_s: float, only: Iterable[Read] | None = None) -> dict[str, Any]:
+def read(place: Place, deadline_s: float) -> dict[str, Any]:
     """The facts that the checks take, by name."""
 
     async def all_at_once() -> list[dict[str, Any]]:
-        given = reads(place) if only is None else only
-        return await asyncio.gather(*(each.facts(deadline_s) for each in given))
+        return await asyncio.gather(*(each.facts(deadline_s) for each in reads(place)))
 
     found = {name: fact for facts in asyncio.run(all_at_once()) for name, fact in facts.items()}
-    return found | composed(place, found)
+    return found | _composed(place, found)
 
 
-def composed(place: Place, found: Mapping[str, Any]) -> dict[str, Any]:
+def _composed(place: Place, found: Mapping[str, Any]) -> dict[str, Any]:
     """The facts that need several reads."""
     driver = found["driver"]
     if isinstance(driver, Missing):
         driver = Driver(error=driver.reason)
-    ours = found["our_processes"]
-    users = _all_or_missing(ours, found["gpu_process_users"], found["gpu_locks"])
-    listeners = _all_or_missing(ours, found["listeners"])
-    return {
+    composed = {
         "environment": place.env,
         "driver": driver,
-        **(
-            {"gpus": Missing(NO_GPU), "visible": Missing(NO_GPU)} if _without_gpu(driver, found["device_files"]) else {}
-        ),
-        "gpu_users": users
-        if isinstance(users, Missing)
-        else GpuUsers(ours, found["gpu_process_users"], {lock.uuid: lock.holder for lock in found["gpu_locks"]}),
-        "ports": listeners if isinstance(listeners, Missing) else runs.ports(place.ports, found["listeners"], ours),
+        "gpu_users": _if_read(_gpu_users, *(found[n] for n in ("our_processes", "gpu_process_users", "gpu_locks"))),
+        "ports": _if_read(partial(runs.ports, place.ports), found["listeners"], found["our_processes"]),
         "folders": {name: found[f"folder:{name}"] for name in host.FOLDERS},
         "models": tuple(_model(folder, found[f"model:{folder}"]) for folder in place.models),
     }
+    files = found["device_files"]
+    if driver.error is not None and not isinstance(files, Missing) and not files.any:
+        composed |= dict.fromkeys(("gpus", "visible"), Missing(NO_GPU))
+    return composed
 
 
-def _without_gpu(driver: Driver, files: DeviceFiles | Missing) -> bool:
-    return driver.error is not None and not isinstance(files, Missing) and not files.any
+def _if_read(compose: Callable[..., Any], *facts: Any) -> Any:
+    """`compose(*facts)`, or the first of them that is missing."""
+    return next((fact for fact in facts if isinstance(fact, Missing)), None) or compose(*facts)
 
 
-def _all_or_missing(*facts: Any) -> Missing | None:
-    return next((fact for fact in facts if isinstance(fact, Missing)), None)
+def _gpu_users(ours: Mapping[int, str], users: Mapping[int, str], locks: Sequence[GpuLock]) -> GpuUsers:
+    return GpuUsers(ours, users, {lock.uuid: lock.holder for lock in locks})
 
 
 def _model(folder: Path, fact: Any) -> Any:
