@@ -47,7 +47,7 @@ def model_folder(folder: Path) -> ModelFolder:
         missing=tuple(sorted(indexed - set(names))),
         damaged=tuple((name, why) for name, why in faults.items() if why is not None),
         gguf=tuple(name for name in names if name.endswith(".gguf")),
-        tokenizer_fault=_tokenizer_fault(folder, names),
+        tokenizer_fault=_tokenizer_fault(folder, names, config_fault),
         chat_template=_has_template(folder),
     )
 
@@ -89,11 +89,13 @@ def _weights_fault(path: Path) -> str | None:
     return None if size == told else f"{'truncated' if size < told else 'too long'}: {size} of {told} bytes"
 
 
-def _tokenizer_fault(folder: Path, names: list[str]) -> str | None:
+def _tokenizer_fault(folder: Path, names: list[str], config_fault: str | None) -> str | None:
     if "tokenizer.json" not in names:
         other = [name for name in names if name.startswith("tokenizer") or name.endswith((".model", "vocab.json"))]
         beside = f", only {', '.join(other)}" if other else ""
         return f"there is no tokenizer.json{beside}"
+    if config_fault is not None:  # the Processor reads it for the end-of-text token, and would say the same fault
+        return _json(folder / "tokenizer.json")[1]
     try:
         load_tokenizer(str(folder))
     except ConfigError as error:
