@@ -102,9 +102,10 @@ def lines(findings: Sequence[Finding], *, show_all: bool) -> Iterator[str]:
         yield f"{click.style('not checked', COLOURS[Verdict.NOT_CHECKED])} ({reason}): {', '.join(dict.fromkeys(ids))}"
     counts = Counter(finding.verdict for finding in findings)
     said = "Serving would fail." if serving_fails(findings) else "Nothing here keeps a graph from serving."
+    problems, warnings = counts[Verdict.PROBLEM], counts[Verdict.WARNING]
     yield (
-        f"{counts[Verdict.PROBLEM]} problems, {counts[Verdict.WARNING]} warnings, {counts[Verdict.OK]} ok, "
-        f"{counts[Verdict.NOT_CHECKED]} not checked. {said}"
+        f"{problems} problem{'s' * (problems != 1)}, {warnings} warning{'s' * (warnings != 1)}, "
+        f"{counts[Verdict.OK]} ok, {counts[Verdict.NOT_CHECKED]} not checked. {said}"
     )
 
 

@@ -40,7 +40,7 @@ def model_folder(models: Models) -> Results:
             yield ok("it can be read", model.path)
         else:
             yield problem(
-                model.fault, f"name a folder; hf download MODEL --local-dir {model.path} makes one", model.path
+                model.fault, "name the folder with its config.json; `hf download MODEL` makes one", model.path
             )
 
 

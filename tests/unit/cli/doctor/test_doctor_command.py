@@ -27,8 +27,8 @@ IDS = (
     "gpu-lock gpu-lost gpu-mig gpu-nodes gpu-numa gpu-nvlink gpu-pcie gpu-stranger gpu-throttled gpu-topology "
     "gpu-visible locked-memory loopback memory model-chat-template model-config model-folder model-tokenizer "
     "model-weights namespace-dead namespace-kept namespace-silent nats network-folder nixl nvml-package orphans "
-    "packages packages-clash port port-range processes processors proxy python rdma-access runtime-leftovers shadowed-modules "
-    "shm shm-orphans socket-path statefile ucx-devices ucx-transports vllm vllm-build"
+    "packages packages-clash port port-range processes processors proxy python rdma-access runtime-leftovers "
+    "shadowed-modules shm shm-orphans socket-path statefile ucx-devices ucx-transports vllm vllm-build"
 )
 SECRET = "a-key-that-nobody-may-see"
 
@@ -73,7 +73,7 @@ def test_a_problem_is_exit_code_1_and_says_its_repair(host: Path, monkeypatch: p
     assert dynamo(monkeypatch, "doctor", "--model", str(host / "nope")) == EXIT_FAILED
     out = capsys.readouterr().out
     assert "model-folder" in out
-    assert "-> name a folder" in out
+    assert "-> name the folder" in out
     assert "Serving would fail." in out
 
 
