@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from dynamo_local import __version__
-from dynamo_local.cli.common import SECONDS, json_option
+from dynamo_local.cli.common import SECONDS, complete_namespaces, json_option
 from dynamo_local.core.doctor import CHECKS, SUBJECTS
 from dynamo_local.core.doctor.findings import Finding, Verdict, examine, explanation_of, id_of, serving_fails
 from dynamo_local.errors import EXIT_FAILED, EXIT_OK
@@ -36,7 +36,13 @@ COLOURS = {Verdict.PROBLEM: "red", Verdict.WARNING: "yellow", Verdict.OK: "green
 @click.option(
     "--bundle", type=click.Path(path_type=Path, dir_okay=False), help="Pack what a maintainer needs (tar.gz)."
 )
-@click.option("--namespace", "-n", envvar="DYN_NAMESPACE", help="Namespace to pack.  [all that run or have logs]")
+@click.option(
+    "--namespace",
+    "-n",
+    envvar="DYN_NAMESPACE",
+    shell_complete=complete_namespaces,
+    help="Namespace to pack.  [all that run or have logs]",
+)
 @click.option(
     "--deadline", "deadline_s", type=SECONDS, default=DEADLINE_S, show_default=True, help="Seconds for each read."
 )
