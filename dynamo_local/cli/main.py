@@ -40,8 +40,8 @@ COMMANDS = {
     "import": ("dynamo_local.kubernetes.commands:import_", "Make a configuration of a manifest for Kubernetes."),
     "ctl": ("dynamo_local.cli.ctl:ctl", "Run circusctl against the graph's arbiter."),
     "config": ("dynamo_local.cli.config:config", "Help with configuration files."),
-    "completion": ("dynamo_local.cli.shell:completion", "Print the completion of bash, zsh or fish."),
-    "man": ("dynamo_local.cli.shell:man", "Show a manual page, or write all of them."),
+    "completion": ("dynamo_local.cli.completion:completion", "Print the completion of bash, zsh or fish."),
+    "man": ("dynamo_local.cli.completion:man", "Show a manual page, or write all of them."),
 }
 """name -> (module:attribute, one line for `--help`)."""
 

@@ -79,14 +79,14 @@ def _gpu(nvml: Any, device: GpuDevice) -> Gpu:
     )
 
 
-def _nvlinks(nvml: Any, handle: Any) -> tuple[int, int]:
-    states: list[bool] = []
+def _nvlinks(nvml: Any, handle: Any) -> int:
+    active = 0
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         state = optional(nvml, "nvmlDeviceGetNvLinkState", handle, link)
         if isinstance(state, Missing):
             break  # links are numbered without gaps
-        states.append(bool(state))
-    return sum(states), len(states) - sum(states)
+        active += bool(state)
+    return active
 
 
 def _fabric(nvml: Any, handle: Any) -> int | Missing:

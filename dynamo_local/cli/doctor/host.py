@@ -203,7 +203,11 @@ def clock(env: Mapping[str, str]) -> Clock:
     now_s = time.time()
     folders = (state_folder(env), *log_root(env).glob("*"))
     files = [Path(__file__), *(file for folder in folders for file in folder.glob("*") if file.is_file())]
-    future = tuple((str(file), ahead_s) for file in files if (ahead_s := file.stat().st_mtime - now_s) > 0)
+    future = []
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):  # a log that is rotated just now
+            if (ahead_s := file.stat().st_mtime - now_s) > 0:
+                future.append((str(file), ahead_s))
     boot_s = now_s - time.clock_gettime(time.CLOCK_BOOTTIME)
     steps = {}
     for namespace in namespaces(env):

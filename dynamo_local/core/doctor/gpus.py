@@ -56,7 +56,7 @@ class DeviceFiles:
 class Gpu:
     """One device with its health. `pcie` is (lanes in use, lanes that the device has). `throttled` has NVML's bits.
 
-    `remap` is (a row remap waits for a reset, a remap has failed). `nvlinks` is (active, inactive).
+    `remap` is (a row remap waits for a reset, a remap has failed). `nvlinks` counts the active ones.
     """
 
     device: GpuDevice
@@ -66,7 +66,7 @@ class Gpu:
     throttled: int | Missing = 0
     compute_mode: int | Missing = COMPUTE_DEFAULT
     pcie: tuple[int, int] | Missing = (16, 16)
-    nvlinks: tuple[int, int] = (0, 0)
+    nvlinks: int = 0
     fabric: int | Missing = 0
 
     @property
@@ -236,17 +236,18 @@ def gpu_pcie(gpus: Gpus) -> Results:
 
 
 def gpu_nvlink(gpus: Gpus) -> Results:
-    """No NVLink is down. A missing link makes tensor parallelism and KV hand-offs slower."""
+    """Each GPU has as many NVLinks as its like. A missing link makes tensor parallelism and KV hand-offs slower."""
+    most = {gpu.device.name: max(each.nvlinks for each in gpus if each.device.name == gpu.device.name) for gpu in gpus}
     faults = (
         warning(
-            f"{gpu.nvlinks[1]} of {sum(gpu.nvlinks)} NVLinks are inactive",
+            f"{gpu.nvlinks} NVLinks are active, {most[gpu.device.name]} of another {gpu.device.name}",
             f"look at `nvidia-smi nvlink -s -i {gpu.device.index}` and at the fabric manager",
             gpu.name,
         )
         for gpu in gpus
-        if all(gpu.nvlinks)
+        if gpu.nvlinks < most[gpu.device.name]
     )
-    links = ", ".join(f"{gpu.name}: {gpu.nvlinks[0]}" for gpu in gpus)
+    links = ", ".join(f"{gpu.name}: {gpu.nvlinks}" for gpu in gpus)
     yield from faults_or_ok(faults, f"active NVLinks: {links}")
 
 

