@@ -115,7 +115,7 @@ def test_the_driver_is_read_and_what_it_does_not_say_is_missing(
     facts = gpus.nvml({**env, "CUDA_VISIBLE_DEVICES": "3"})
     (gpu,) = facts["gpus"]
     assert (facts["driver"].error, gpu.nvlinks) == (None, 18)
-    assert isinstance(gpu.mig, Missing)  # the fake has no such call, as an old driver
+    assert (gpu.mig, gpu.pcie, gpu.fabric, facts["driver"].cuda) == (False, (16, 16), 0, (12, 8))
     assert facts["gpu_process_users"] == {os.getpid(): psutil.Process().username()}
     assert "there is no GPU '3'" in facts["visible"].error
 
