@@ -187,7 +187,8 @@ def _fault(path: Path, there: Path, info: os.stat_result, *, private: bool) -> s
     if there == path and info.st_uid != os.geteuid() and not stat.S_ISLNK(info.st_mode):
         return f"{path} belongs to uid {info.st_uid}, not to you (uid {os.geteuid()})"
     if not os.access(there, os.W_OK | os.X_OK):
-        return f"{there} may not be written by you (uid {os.geteuid()}), or is on a read-only disk"
+        what = path if there == path else f"{path} cannot be made: {there}"
+        return f"{what} may not be written by you (uid {os.geteuid()}), or is on a read-only disk"
     return None
 
 

@@ -224,6 +224,8 @@ def disk(folders: Folders) -> Results:
         inodes = "" if found.free_inodes is None else f", {found.free_inodes} inodes"
         evidence = f"{found.path}: {size_text(found.free_bytes)} free{inodes}"
         repair = "free some space, or choose another disk: DYN_LOCAL_STATE_DIR, DYN_LOCAL_LOG_DIR, XDG_RUNTIME_DIR"
+        if found.fault is not None:
+            continue  # another place will be chosen
         few = found.free_inodes is not None and found.free_inodes < INODES_LEAST
         if found.free_bytes < DISK_LEAST_BYTES or few:
             faults = [problem(evidence, repair, name)]
