@@ -30,7 +30,7 @@ COLOURS = {Verdict.PROBLEM: "red", Verdict.WARNING: "yellow", Verdict.OK: "green
 @click.option("--all", "-a", "show_all", is_flag=True, help="Show also what is in order, with the evidence.")
 @json_option
 @click.option(
-    "--model", "models", multiple=True, type=click.Path(path_type=Path), help="Check this model's folder, too."
+    "--model", "models", multiple=True, metavar="FOLDER", help="Check this model, a folder or a name in the cache."
 )
 @click.option("--port", "ports", multiple=True, type=click.IntRange(1, 65535), help="Port of the Frontend.  [8000]")
 @click.option(
@@ -50,7 +50,7 @@ def doctor(
     explain: bool,
     show_all: bool,
     as_json: bool,
-    models: tuple[Path, ...],
+    models: tuple[str, ...],
     ports: tuple[int, ...],
     bundle: Path | None,
     namespace: str | None,

@@ -16,6 +16,7 @@ from typing import Any
 from dynamo_local.cli.doctor import gpus, host, model, runs, software
 from dynamo_local.components.openai.settings import FrontendConfig
 from dynamo_local.core.doctor.gpus import NO_GPU, Driver, GpuUsers
+from dynamo_local.core.doctor.model import ModelFolder
 from dynamo_local.core.doctor.runs import GpuLock
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import DynamoError
@@ -32,7 +33,7 @@ class Place:
     env: Mapping[str, str]
     folder: Path
     root: Path = Path("/")
-    models: tuple[Path, ...] = ()
+    models: tuple[str, ...] = ()
     ports: tuple[int, ...] = FRONTEND_PORTS
 
 
@@ -89,7 +90,7 @@ def reads(place: Place) -> tuple[Read, ...]:
         one("etcd", software.server, "etcd", env),
         one("nats", software.server, "nats-server", env),
         one("compilers", software.compilers, env),
-        *(one(f"model:{folder}", model.model_folder, folder) for folder in place.models),
+        *(one(f"model:{given}", model.model_folder, given, env) for given in place.models),
     )
 
 
@@ -114,7 +115,7 @@ def _composed(place: Place, found: Mapping[str, Any]) -> dict[str, Any]:
         "gpu_users": _if_read(_gpu_users, *(found[n] for n in ("our_processes", "gpu_process_users", "gpu_locks"))),
         "ports": _if_read(partial(runs.ports, place.ports), found["listeners"], found["our_processes"]),
         "folders": {name: found[f"folder:{name}"] for name in host.FOLDERS},
-        "models": tuple(_model(folder, found[f"model:{folder}"]) for folder in place.models),
+        "models": tuple(_model(given, found[f"model:{given}"]) for given in place.models),
     }
     files = found["device_files"]
     if driver.error is not None and not isinstance(files, Missing) and not files.any:
@@ -131,6 +132,6 @@ def _gpu_users(ours: Mapping[int, str], users: Mapping[int, str], locks: Sequenc
     return GpuUsers(ours, users, {lock.uuid: lock.holder for lock in locks})
 
 
-def _model(folder: Path, fact: Any) -> Any:
+def _model(given: str, fact: Any) -> Any:
     """A model's folder that could not be read within the deadline."""
-    return model.ModelFolder(str(folder), fault=fact.reason) if isinstance(fact, Missing) else fact
+    return ModelFolder(given, fault=fact.reason) if isinstance(fact, Missing) else fact

@@ -73,7 +73,7 @@ def test_a_problem_is_exit_code_1_and_says_its_repair(host: Path, monkeypatch: p
     assert dynamo(monkeypatch, "doctor", "--model", str(host / "nope")) == EXIT_FAILED
     out = capsys.readouterr().out
     assert "model-folder" in out
-    assert "-> name the folder" in out
+    assert "-> hf download" in out
     assert "Serving would fail." in out
 
 

@@ -87,7 +87,7 @@ def test_a_read_that_fails_says_why() -> None:
 
 def test_every_read_has_its_own_thread(env: dict[str, str]) -> None:
     """Else one that hangs would keep others waiting."""
-    place = Place(env, Path("/"), models=(Path("/a"), Path("/b")))
+    place = Place(env, Path("/"), models=("/a", "/b"))
     assert len(reads(place)) <= 40
 
 
@@ -358,6 +358,19 @@ def safetensors(data: bytes, told: int | None = None) -> bytes:
     return struct.pack("<Q", len(header)) + header + data
 
 
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": 32,
+    "max_position_embeddings": 64,
+    "dtype": "bfloat16",
+}
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A sound folder with two files of weights."""
@@ -368,7 +381,7 @@ def model(tmp_path: Path) -> Path:
     write(
         folder,
         {
-            "config.json": json.dumps({"architectures": ["LlamaForCausalLM"]}),
+            "config.json": json.dumps(CONFIG),
             "model.safetensors.index.json": json.dumps(index),
             **{name: (TINY_FOLDER / name).read_text() for name in ("tokenizer.json", "tokenizer_config.json")},
         },
@@ -379,7 +392,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def model_faults(folder: Path, env: dict[str, str]) -> set[tuple[str, Verdict]]:
-    facts = {"models": (model_folder(folder),)}
+    facts = {"models": (model_folder(str(folder), env),)}
     checks = [check for check in CHECKS if facts_of(check) == ("models",)]
     return {(each.id, each.verdict) for each in examine(checks, facts) if each.verdict is not Verdict.OK}
 
@@ -438,7 +451,7 @@ def _only_gguf(model: Path) -> None:
         (_pointer, "model-weights"),
         (_lost, "model-weights"),
         (_only_gguf, "model-weights"),
-        (_no_config, "model-config"),
+        (_no_config, "model-folder"),
         (_half_a_config, "model-config"),
         (_no_tokenizer, "model-tokenizer"),
         (_bad_tokenizer, "model-tokenizer"),

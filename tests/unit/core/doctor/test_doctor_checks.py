@@ -33,7 +33,7 @@ def held(index: int, pid: int) -> gpus.Gpu:
 NODES = ("/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl", "/dev/nvidia-uvm")
 FILES = gpus.DeviceFiles(("0000:01:00.0", "0000:02:00.0"), dict.fromkeys(NODES, True))
 LIMITS = host.Limits(1 << 20, None, None, needed=(128, 4096))
-MODEL = model.ModelFolder("/models/m", architecture="LlamaForCausalLM", weights=("model.safetensors",))
+MODEL = model.ModelFolder("/models/m", config="LlamaForCausalLM", weights_bytes=16 * GIB)
 VERSIONS = {"dynamo-local": "1.0", "vllm": "0.32.0", "nixl": "1.5.0", "nvidia-cuda-runtime-cu12": "12.8.90"}
 PACKAGES = software.Packages(VERSIONS, vllm_minimum="0.32")
 FOLDER = host.Folder("/home/me/.dynamo", kind="ext4")
@@ -185,10 +185,9 @@ FAULTS: list[tuple[str, Verdict, dict[str, Any]]] = [
     ("ucx-devices", W, {"environment": {"UCX_NET_DEVICES": "mlx5_9:1"}}),
     ("dynamo-1x", W, {"packages": versions(ai_dynamo="0.5.1")}),
     ("model-folder", P, {"models": (model.ModelFolder("/nope", fault="there is no such folder"),)}),
-    ("model-config", P, {"models": (replace(MODEL, config_fault="there is no config.json"),)}),
-    ("model-weights", P, {"models": (replace(MODEL, missing=("model-00002-of-00002.safetensors",)),)}),
-    ("model-weights", P, {"models": (replace(MODEL, damaged=(("model.safetensors", "truncated: 9 of 99 bytes"),)),)}),
-    ("model-weights", P, {"models": (replace(MODEL, weights=(), gguf=("m.gguf",)),)}),
+    ("model-config", P, {"models": (replace(MODEL, config_fault="config.json is no JSON"),)}),
+    ("model-weights", P, {"models": (replace(MODEL, weights_fault="model.safetensors is truncated"),)}),
+    ("model-weights", P, {"models": (replace(MODEL, weights_bytes=None),)}),
     ("model-tokenizer", P, {"models": (replace(MODEL, tokenizer_fault="there is no tokenizer.json"),)}),
     ("model-chat-template", W, {"models": (replace(MODEL, chat_template=False),)}),
 ]
