@@ -18,7 +18,7 @@ def model_folder(given: str, env: Mapping[str, str]) -> ModelFolder:
     try:
         folder = find_model(given, env)
     except ConfigError as error:
-        return ModelFolder(given, fault=str(error))
+        return ModelFolder(given, fault=str(error).removeprefix(f"--model {given}").lstrip(": "))
     found: dict[str, Any] = {}
     try:
         facts = read_facts(folder)

@@ -42,7 +42,7 @@ def model_folder(models: Models) -> Results:
 
 
 def model_config(models: Models) -> Results:
-    """`config.json` is whole. `dynamo serve --model` counts memory by it, and engines choose their code by it."""
+    """`config.json` is whole. `serve` counts memory by it, and engines choose their code by it."""
     for model in _readable(models):
         if model.config_fault is None:
             yield ok(f"config.json: {model.config}", model.given)
