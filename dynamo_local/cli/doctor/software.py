@@ -42,7 +42,7 @@ def packages() -> Packages:
     least = next((each for each in _requirements(OURS, {"vllm"}) if each.name == "vllm"), None)
     return Packages(
         dict(sorted(versions.items())),
-        tuple(_unmet(versions)),
+        tuple(dict.fromkeys(_unmet(versions))),  # a package with two extras states its requirements twice
         next((part.version for part in least.specifier if part.operator == ">="), "0") if least else "0",
     )
 

@@ -106,14 +106,17 @@ def packages(packages: Packages) -> Results:
 
 def packages_clash(packages: Packages) -> Results:
     """The packages below dynamo-local and the engines agree with each other, as `pip check` would say."""
+    wants: dict[str, list[str]] = {}
+    for unmet in packages.unmet:
+        if not unmet.ours:
+            wants.setdefault(unmet.package, []).append(f"{unmet.requirement} ({unmet.found or 'none'})")
     faults = (
         warning(
-            f"needs {unmet.requirement}, and there is {unmet.found or 'none'}",
-            "install the engine into an environment of its own, or take a version that both accept (`pip check`)",
-            unmet.package,
+            f"needs, and finds: {', '.join(needed)}",
+            "`pip install` what is missing; where versions clash, give the engine an environment of its own",
+            package,
         )
-        for unmet in packages.unmet
-        if not unmet.ours
+        for package, needed in wants.items()
     )
     yield from faults_or_ok(faults, f"{len(packages.versions)} packages agree")
 
