@@ -53,6 +53,10 @@ class ServeOptions:
     insecure: bool = False
     ttft_ms: float | None = None
     itl_ms: float | None = None
+    base: str | None = None
+    """YAML that was made for `--model`: `file` and `overrides` are laid over it."""
+    reasons: tuple[str, ...] = ()
+    """Why it is so: lines that are shown before the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,7 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, 
     if options.adopt and options.replace:
         raise BadInput("--adopt takes the running workers back, --replace ends them: say one of the two")
     python = load_graph(options.target, base_dir=cwd) if options.target is not None else None
-    config = load_config(options.file, env=environ, overrides=options.overrides)
+    config = load_config(options.file, env=environ, overrides=options.overrides, base=options.base)
     graph = with_commands(python, config, options.file)
     config = with_targets(graph, config, {"ttft": options.ttft_ms, "itl": options.itl_ms})
     if options.insecure:
