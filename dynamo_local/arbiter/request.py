@@ -91,6 +91,7 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, 
         config = insecure(graph, config)
     spec = resolve(graph, config, namespace=options.namespace)
     planner, starts = planner_config(graph, config), planner_starts(graph, config, flag=options.planner)
+    damaged = None
     if starts:
         planned_components(spec)
         check_planner(planner, spec)
@@ -98,10 +99,11 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, 
         if planner.history is not None:
             from dynamo_local.planner.choosing import history_of  # imports all policies
 
-            history_of(planner)
+            _, damaged = history_of(planner)
     follow = _followed(options, spec, starts)
     spec = with_flips(graph, spec, config)
     notes = (
+        *([] if damaged is None else [damaged]),
         *check_engines(graph, spec, config, only_plan=only_plan),
         *check_dispatch(graph, spec, config),
         *check_commands(graph, config, environ, only_plan=only_plan),

@@ -46,14 +46,18 @@ def read_model(given: str, environ: Mapping[str, str], kv_dtype: str = "auto") -
 
 def read_folder(folder: Path, given: str, kv_dtype: str = "auto") -> Model:
     """Reads a model's folder. Raises `ConfigError`."""
+    return Model(given, folder, read_facts(folder, kv_dtype), read_weights(folder))
+
+
+def read_facts(folder: Path, kv_dtype: str = "auto") -> ModelFacts:
+    """The facts of the folder's `config.json`. Raises `ConfigError`."""
     path = folder / "config.json"
     config = _json(path)
     separate = folder / "hf_quant_config.json"
     try:
-        facts = model_facts(config, _json(separate) if separate.is_file() else None, kv_dtype)
+        return model_facts(config, _json(separate) if separate.is_file() else None, kv_dtype)
     except BadModelConfig as error:
         raise ConfigError(f"{path}: {error}; take a whole copy of the model") from None
-    return Model(given, folder, facts, _weights(folder))
 
 
 # --- the folder ------------------------------------------------------------------------------------
@@ -154,7 +158,7 @@ def _json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _weights(folder: Path) -> int | None:
+def read_weights(folder: Path) -> int | None:
     """Bytes of all tensors, by the headers of the files that the index names, else of all. Raises `ConfigError`."""
     index = folder / INDEX
     if index.exists():
