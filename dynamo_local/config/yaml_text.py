@@ -83,7 +83,7 @@ class _Bounded(yaml.SafeLoader):
         self._sizes.clear()
         return super().compose_document()
 
-    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         """The text of a scalar."""
         if node.tag == "tag:yaml.org,2002:int" and len(node.value) > MAX_DIGITS:
             raise ConfigError(
@@ -172,8 +172,7 @@ def manifests(text: str, source: str) -> list[Document]:
 def _documents(kind: type[_Bounded], text: str) -> Iterator[Document]:
     loader = kind(text)
     try:
-        while loader.check_node():
-            node = loader.get_node()
+        while loader.check_node() and (node := loader.get_node()) is not None:
             lines = dict(_lines(node, ()))  # before a merge key changes the node
             yield Document(loader.construct_document(node), lines)
     finally:

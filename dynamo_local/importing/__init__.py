@@ -1,0 +1,1 @@
+"""From files of other tools to a configuration: `dynamo import FILE`."""

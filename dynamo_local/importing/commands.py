@@ -1,0 +1,171 @@
+"""`dynamo import FILE`: what runs elsewhere, as a configuration for `dynamo serve -f`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dynamo_local.cli.common import json_option
+from dynamo_local.errors import BadInput
+from dynamo_local.kubernetes.commands import print_json, print_notes, yaml_text
+
+if TYPE_CHECKING:
+    from dynamo_local.kubernetes.manifests import Note
+
+MAX_BYTES = 8 << 20
+KUBERNETES = "kubernetes"
+_MANIFEST = re.compile(r"^(?:kind|apiVersion)\s*:|^\s*\{\s*\"(?:kind|apiVersion)\"", re.MULTILINE)
+_KEYS = {"models": "llama-swap", "processes": "process-compose", "services": "docker-compose"}
+_SERVER = re.compile(r"\bvllm\s+serve\b|-m\s+(?:vllm\.entrypoints|sglang\.)|\bsglang\s+serve\b|\bllama-server\b")
+_KINDS = (
+    "a llama-swap configuration (`models:`), a process-compose file (`processes:`), a docker-compose file "
+    "(`services:`), a shell script that starts vLLM, SGLang or llama-server, or a DynamoGraphDeployment"
+)
+
+
+class _Import(click.Group):
+    """`import kubernetes FILE`, and `import FILE` for every kind of file."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """A first word that is no command is FILE, or an option before it."""
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = ["file", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group("import", cls=_Import)
+def import_() -> None:
+    """Make a configuration for this host of what runs in another place.
+
+    `dynamo import FILE` recognises the kind of FILE by its content: llama-swap, process-compose, docker-compose, a
+    shell script, or a manifest. `dynamo import file --help` lists its options.
+    """
+
+
+@import_.command(name="file")
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, allow_dash=True))
+@click.option("--output", "-o", type=click.Path(path_type=Path, dir_okay=False), help="File to write.  [stdout]")
+@click.option("--name", help="Which graph, where a manifest has several.")
+@json_option
+def import_file(file: Path, output: Path | None, name: str | None, as_json: bool) -> None:
+    """Make a configuration of FILE (`-`: stdin), whose kind is recognised by its content.
+
+    Stderr lists each thing that changes or is left out, with its line. FILE is read, never run.
+    """
+    text, source = _read(file)
+    kind = kind_of(text, source)
+    if kind == KUBERNETES:
+        _import_manifest(text, source, output, name, as_json)
+        return
+    sections, notes = imported(text, source, kind, os.environ)
+    _write(sections, notes, None, output, as_json, f"{kind} file {source}")
+
+
+@import_.command(name=KUBERNETES)
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, allow_dash=True))
+@click.option("--output", "-o", type=click.Path(path_type=Path, dir_okay=False), help="File to write.  [stdout]")
+@click.option("--name", help="Which graph, where the file has several.")
+@json_option
+def import_kubernetes(file: Path, output: Path | None, name: str | None, as_json: bool) -> None:
+    """Make a configuration of the DynamoGraphDeployment in FILE (`-`: stdin).
+
+    Its components become commands, for `dynamo serve -f`. Stderr lists the parts that do not carry over. A graph that
+    cannot run on one host is refused, with every reason.
+    """
+    text, source = _read(file)
+    _import_manifest(text, source, output, name, as_json)
+
+
+def kind_of(text: str, source: str) -> str:
+    """`kubernetes`, `llama-swap`, `process-compose`, `docker-compose` or `shell script`. Raises `BadInput`."""
+    if not text.startswith("#!"):
+        if _MANIFEST.search(text):
+            return KUBERNETES
+        for key, kind in _KEYS.items():
+            if re.search(rf"^(?:{key}|\"{key}\"|'{key}')\s*:", text, re.MULTILINE):
+                return kind
+    if text.startswith("#!") or _SERVER.search(text):
+        return "shell script"
+    raise BadInput(f"{source}: its kind is not recognised; known are {_KINDS}")
+
+
+def imported(
+    text: str, source: str, kind: str, environ: Mapping[str, str]
+) -> tuple[dict[str, dict[str, Any]], Sequence[Note]]:
+    """Sections and notes of a file that is no manifest. Raises `ConfigError` with the line, or `NotCarried`."""
+    from dynamo_local.config.yaml_text import located_mapping
+    from dynamo_local.core.secrets import is_secret_variable
+    from dynamo_local.errors import ConfigError
+    from dynamo_local.importing import containers, processes, script
+    from dynamo_local.importing.draft import Draft
+
+    draft = Draft(source)
+    env = {name: value for name, value in environ.items() if not is_secret_variable(name)}
+    try:
+        if kind == "shell script":
+            script.import_script(draft, text)
+            return draft.finished(), draft.notes
+        document = located_mapping(text, source, what=f"a {kind} file")
+    except ConfigError as error:
+        raise ConfigError(str(error) if str(error).startswith(source) else f"{source}: {error}") from None
+    how = {
+        "llama-swap": processes.import_llama_swap,
+        "process-compose": processes.import_process_compose,
+        "docker-compose": containers.import_compose,
+    }[kind]
+    try:
+        how(draft, document, env)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    return draft.finished(), draft.notes
+
+
+def _import_manifest(text: str, source: str, output: Path | None, name: str | None, as_json: bool) -> None:
+    from dynamo_local.kubernetes.import_graph import import_graph, read_documents
+
+    found = import_graph(read_documents(text, source, name), source)
+    _write(found.sections, found.notes, found.name, output, as_json, f"DynamoGraphDeployment {found.name}")
+
+
+def _write(
+    sections: Mapping[str, Any],
+    notes: Sequence[Note],
+    name: str | None,
+    output: Path | None,
+    as_json: bool,
+    what: str,
+) -> None:
+    space = "" if name is None else f" -n {name or 'NAME'}"
+    serve = f"dynamo serve -f {output if output is not None else 'FILE'}{space}"
+    text = f"# From the {what}, by dynamo import. {serve}\n\n{yaml_text(sections)}"
+    if output is not None:
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise BadInput(f"cannot write {output}: {error.strerror or error}") from None
+    if as_json:
+        print_json(notes, name=name, file=None if output is None else str(output), sections=sections)
+        return
+    click.echo(text.rstrip() if output is None else str(output))
+    print_notes(notes)
+
+
+def _read(file: Path) -> tuple[str, str]:
+    """The text, and its name in messages."""
+    source = "stdin" if str(file) == "-" else str(file)
+    try:
+        with click.open_file(str(file), "rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise BadInput(f"cannot read {file}: {error.strerror or error}") from None
+    if len(data) > MAX_BYTES:
+        raise BadInput(f"{source} has more than {MAX_BYTES >> 20} MiB: no configuration")
+    try:
+        return data.decode(), source
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{source} is not UTF-8 text (byte {error.start})") from None
