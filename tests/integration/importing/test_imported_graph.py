@@ -7,8 +7,8 @@ import sys
 import httpx
 import pytest
 
-from dynamo_local.importing.commands import imported
 from dynamo_local.kubernetes.commands import yaml_text
+from dynamo_local.kubernetes.importing.commands import imported
 from tests.drivers.http_graphs import SERVER
 from tests.drivers.served import Served
 

@@ -11,7 +11,7 @@ from typing import Any
 from dynamo_local.components.commands.launch import HTTP
 from dynamo_local.core.secrets import is_secret_key
 from dynamo_local.core.types import Role
-from dynamo_local.importing.draft import API_KEY, Draft, Place
+from dynamo_local.kubernetes.importing.imported_graph import API_KEY, ImportedGraph, Place
 
 NIXL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
@@ -116,43 +116,43 @@ class Server:
     health: str | None = None
 
 
-def add_server(draft: Draft, server: Server) -> None:
+def add_server(graph: ImportedGraph, server: Server) -> None:
     """Add the server's section, or a note that says why not."""
     found = program_of(server.words)
     assert found is not None
     program, begin = found
     options = Options(server.words[begin:])
     if (why := _impossible(options)) is not None:
-        draft.left_out(server.place, why)
+        graph.left_out(server.place, why)
         return
-    _drop(draft, server.place, options)
+    _drop(graph, server.place, options)
     port, host = options.take("--port"), options.take("--host")
     if host is not None and host not in _LOOPBACK:
-        draft.changed(server.place, f"--host {host}: the Frontend listens on 127.0.0.1; else say its `host`, `api-key`")
+        graph.changed(server.place, f"--host {host}: the Frontend listens on 127.0.0.1; else say its `host`, `api-key`")
     model = options.take(*program.models) or options.take_first(program is VLLM)
     listens = server.published or (int(port) if port is not None and port.isdigit() else program.port)
-    draft.listens(listens, server.place)
-    env, devices = draft.environment(server.env, server.place)
+    graph.listens(listens, server.place)
+    env, devices = graph.environment(server.env, server.place)
     head = [*_prefixed(env), *server.words[:begin]]
     words = [*head, *_model_words(program, server.words[:begin], model), "--host", "127.0.0.1", "--port", "{port:http}"]
-    name_of_model = _served_name(draft, program, options, server)
+    name_of_model = _served_name(graph, program, options, server)
     words += options.words
     if name_of_model:
         words += [program.served_names[0], *(name_of_model if program is VLLM else name_of_model[:1])]
     for word in program.added:
         if word not in options.words:
             words.append(word)
-            draft.changed(server.place, f"{word} is added: without it the server does not say its load")
-    section: dict[str, Any] = {"command": words, "runtime": HTTP, "role": str(_role(draft, options, server.place))}
+            graph.changed(server.place, f"{word} is added: without it the server does not say its load")
+    section: dict[str, Any] = {"command": words, "runtime": HTTP, "role": str(_role(graph, options, server.place))}
     if model is not None:
         section["model"] = model
     if server.health is not None and server.health != "/health":
         section["health"] = server.health
-    gpus = _gpus(draft, program, options, server, devices)
+    gpus = _gpus(graph, program, options, server, devices)
     args: dict[str, Any] = {"workers": server.replicas, "resources": {"gpu": gpus}, "start-deadline-s": 1800}
     if env:
         args["envs"] = env
-    draft.add(server.name, section, args, server.place)
+    graph.add(server.name, section, args, server.place)
 
 
 class Options:
@@ -201,16 +201,16 @@ def _impossible(options: Options) -> str | None:
     return None
 
 
-def _drop(draft: Draft, place: Place, options: Options) -> None:
+def _drop(graph: ImportedGraph, place: Place, options: Options) -> None:
     for name, why in {**_DROPPED, **_DROPPED_FLAGS}.items():
         if options.has(name):
             options.take(name, flag=name in _DROPPED_FLAGS)
             where = Place(place.line, f"{place.key}: {name}")
-            (draft.secret if name.endswith("api-key") else draft.left_out)(where, why)
+            (graph.secret if name.endswith("api-key") else graph.left_out)(where, why)
     for word in list(options.words):
         name = word.partition("=")[0]
         if name.startswith("--") and is_secret_key(name) and options.take(name) is not None:
-            draft.secret(Place(place.line, f"{place.key}: {name}"), "give it by the server's environment variable")
+            graph.secret(Place(place.line, f"{place.key}: {name}"), "give it by the server's environment variable")
 
 
 def _prefixed(env: dict[str, str]) -> tuple[str, ...]:
@@ -225,20 +225,20 @@ def _model_words(program: Program, head: Sequence[str], model: str | None) -> tu
     return ("{model}",) if positional else (program.models[0], "{model}")
 
 
-def _served_name(draft: Draft, program: Program, options: Options, server: Server) -> tuple[str, ...]:
+def _served_name(graph: ImportedGraph, program: Program, options: Options, server: Server) -> tuple[str, ...]:
     """The names of the model in the API, if the source names it beside the command."""
     if not server.names:
         return ()
     before = options.take(*program.served_names)
     if before is not None and before not in server.names:
-        draft.changed(server.place, f"{program.served_names[0]} {before}: clients call the model {server.names[0]}")
+        graph.changed(server.place, f"{program.served_names[0]} {before}: clients call the model {server.names[0]}")
     if len(server.names) > 1 and program is not VLLM:
         others = ", ".join(server.names[1:])
-        draft.left_out(server.names_place or server.place, f"{others}: {program.name} has one name only")
+        graph.left_out(server.names_place or server.place, f"{others}: {program.name} has one name only")
     return server.names
 
 
-def _role(draft: Draft, options: Options, place: Place) -> Role:
+def _role(graph: ImportedGraph, options: Options, place: Place) -> Role:
     text = options.get("--kv-transfer-config")
     if text is None:
         return Role.AGGREGATED
@@ -249,11 +249,11 @@ def _role(draft: Draft, options: Options, place: Place) -> Role:
         kind = None
     found = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE}.get(str(kind), Role.AGGREGATED)
     if found is Role.AGGREGATED:
-        draft.changed(place, f"its kv_role is {kind}: say `role: prefill` or `role: decode` if it has one of them")
+        graph.changed(place, f"its kv_role is {kind}: say `role: prefill` or `role: decode` if it has one of them")
     return found
 
 
-def _gpus(draft: Draft, program: Program, options: Options, server: Server, devices: int | None) -> int:
+def _gpus(graph: ImportedGraph, program: Program, options: Options, server: Server, devices: int | None) -> int:
     if program is LLAMA:
         layers = options.get("-ngl", "--gpu-layers", "--n-gpu-layers")
         needed = 0 if layers == "0" else 1
@@ -269,7 +269,7 @@ def _gpus(draft: Draft, program: Program, options: Options, server: Server, devi
     if given is not None and given > needed:
         if program is LLAMA:
             return given
-        draft.changed(server.place, f"it saw {given} GPUs, and its options use {needed}: {needed} for each worker")
+        graph.changed(server.place, f"it saw {given} GPUs, and its options use {needed}: {needed} for each worker")
     if program is LLAMA and given is None and needed:
-        draft.changed(server.place, "1 GPU for each worker: say more, or 0, in ServiceArgs.resources.gpu")
+        graph.changed(server.place, "1 GPU for each worker: say more, or 0, in ServiceArgs.resources.gpu")
     return needed if program is not LLAMA or given is None else given

@@ -10,10 +10,10 @@ from typing import Any
 from dynamo_local.components.commands import launch as placeholders
 from dynamo_local.config.yaml_text import Document
 from dynamo_local.core.types import Role
-from dynamo_local.importing.containers import add_docker_run, is_docker_run
-from dynamo_local.importing.draft import Draft, Place, at, mapping, place_of, variables
-from dynamo_local.importing.servers import Server, add_server, program_of
-from dynamo_local.importing.shell import single
+from dynamo_local.kubernetes.importing.containers import add_docker_run, is_docker_run
+from dynamo_local.kubernetes.importing.imported_graph import ImportedGraph, Place, at, mapping, place_of, variables
+from dynamo_local.kubernetes.importing.servers import Server, add_server, program_of
+from dynamo_local.kubernetes.importing.shell_commands import single
 
 # --- llama-swap
 
@@ -38,54 +38,54 @@ _MACRO = re.compile(r"\$\{([A-Za-z0-9_.-]+)\}")
 _MACRO_DEPTH = 20
 
 
-def import_llama_swap(draft: Draft, document: Document, env: Mapping[str, str]) -> None:
+def import_llama_swap(graph: ImportedGraph, document: Document, env: Mapping[str, str]) -> None:
     """Add a section for each of llama-swap's models."""
-    draft.port = LLAMA_SWAP_PORT
-    draft.keys_left_out(document, (), ("models", "macros"), _SWAP_REASONS)
+    graph.port = LLAMA_SWAP_PORT
+    graph.keys_left_out(document, (), ("models", "macros"), _SWAP_REASONS)
     shared = mapping(document, "macros")
     for model in mapping(document, "models"):
         path = ("models", model)
         place = place_of(document, *path, "cmd")
         macros = {**shared, **mapping(document, *path, "macros"), "MODEL_ID": model, "PORT": "{port:http}"}
         text, unknown = _expanded(str(mapping(document, *path).get("cmd") or ""), macros, env)
-        draft.keys_left_out(document, path, _MODEL_READ, _SWAP_REASONS)
+        graph.keys_left_out(document, path, _MODEL_READ, _SWAP_REASONS)
         if unknown is not None:
-            draft.left_out(place, f"{unknown} is no macro of this file")
+            graph.left_out(place, f"{unknown} is no macro of this file")
             continue
-        _model(draft, document, model, text, place)
+        _model(graph, document, model, text, place)
 
 
-def _model(draft: Draft, document: Document, model: str, text: str, place: Place) -> None:
+def _model(graph: ImportedGraph, document: Document, model: str, text: str, place: Place) -> None:
     path = ("models", model)
     lines = [line for line in text.splitlines() if not line.strip().startswith("#")]
     try:
         words = tuple(shlex.split(" ".join(line.removesuffix("\\") for line in lines)))
     except ValueError as error:
-        draft.left_out(place, f"it cannot be split into words: {error}")
+        graph.left_out(place, f"it cannot be split into words: {error}")
         return
     aliases = at(document.value, (*path, "aliases"))
     names = (model, *map(str, aliases if isinstance(aliases, list) else ()))
     if is_docker_run(words):
-        add_docker_run(draft, words, model, place, names, LLAMA_SWAP_PORT)
+        add_docker_run(graph, words, model, place, names, LLAMA_SWAP_PORT)
         return
     if program_of(words) is None:
-        draft.left_out(place, f"{words[0] if words else 'an empty command'}: no server of vLLM, SGLang or llama.cpp")
+        graph.left_out(place, f"{words[0] if words else 'an empty command'}: no server of vLLM, SGLang or llama.cpp")
         return
     proxy = str(at(document.value, (*path, "proxy")) or "http://localhost")
     if re.match(r"https?://(localhost|127\.|\[::1\]|0\.0\.0\.0)", proxy) is None:
-        draft.left_out(place_of(document, *path, "proxy"), f"{proxy} is another host")
+        graph.left_out(place_of(document, *path, "proxy"), f"{proxy} is another host")
         return
     if (renamed := at(document.value, (*path, "useModelName"))) is not None:
-        draft.changed(place_of(document, *path, "useModelName"), f"the server calls its model {model}, not {renamed}")
+        graph.changed(place_of(document, *path, "useModelName"), f"the server calls its model {model}, not {renamed}")
     health = at(document.value, (*path, "checkEndpoint"))
     if health == "none":
-        draft.changed(place_of(document, *path, "checkEndpoint"), "a server is ready once /health answers 200")
+        graph.changed(place_of(document, *path, "checkEndpoint"), "a server is ready once /health answers 200")
         health = None
     env = {name: value or "" for name, value in variables(document, *path, "env").items()}
     server = Server(model, words, place, env, names=names, published=LLAMA_SWAP_PORT)
     server.names_place = place_of(document, *path, "aliases")
     server.health = None if health is None else str(health)
-    add_server(draft, server)
+    add_server(graph, server)
 
 
 def _expanded(text: str, macros: Mapping[str, Any], env: Mapping[str, str]) -> tuple[str, str | None]:
@@ -129,66 +129,68 @@ _PROCESS_REASONS = {
 }
 
 
-def import_process_compose(draft: Draft, document: Document, env: Mapping[str, str]) -> None:
+def import_process_compose(graph: ImportedGraph, document: Document, env: Mapping[str, str]) -> None:
     """Add a section for each process: a known server, or a plain command."""
-    draft.keys_left_out(document, (), ("processes", "environment", "version", "name"), _PROCESS_REASONS)
+    graph.keys_left_out(document, (), ("processes", "environment", "version", "name"), _PROCESS_REASONS)
     shared = {name: value or "" for name, value in variables(document, "environment").items()}
     for name in mapping(document, "processes"):
         path = ("processes", name)
         process = mapping(document, *path)
         place = place_of(document, *path)
         if process.get("disabled") is True:
-            draft.left_out(place, "it is disabled")
+            graph.left_out(place, "it is disabled")
             continue
-        draft.keys_left_out(document, path, _PROCESS_READ, _PROCESS_REASONS)
+        graph.keys_left_out(document, path, _PROCESS_READ, _PROCESS_REASONS)
         own = {key: value or "" for key, value in variables(document, *path, "environment").items()}
-        _process(draft, document, name, {**shared, **own}, env)
+        _process(graph, document, name, {**shared, **own}, env)
 
 
-def _process(draft: Draft, document: Document, name: str, own: Mapping[str, str], env: Mapping[str, str]) -> None:
+def _process(
+    graph: ImportedGraph, document: Document, name: str, own: Mapping[str, str], env: Mapping[str, str]
+) -> None:
     path = ("processes", name)
     process = mapping(document, *path)
     place = place_of(document, *path, "command")
     text = str(process.get("command") or "").strip()
     if not text:
-        draft.left_out(place, "it has no command")
+        graph.left_out(place, "it has no command")
         return
     replicas = process.get("replicas")
     workers = replicas if isinstance(replicas, int) and 1 <= replicas <= 64 else 1
     line = single(text, {**env, **own})
     server = line is not None and program_of(line.words) is not None
     if line is not None and is_docker_run(line.words):
-        add_docker_run(draft, line.words, name, place)
+        add_docker_run(graph, line.words, name, place)
     elif line is not None and server:
         if line.unknown is not None:
-            draft.left_out(place, f"{line.unknown} is not known here: write its value out")
+            graph.left_out(place, f"{line.unknown} is not known here: write its value out")
             return
-        folder = _folder(draft, document, path)
+        folder = _folder(graph, document, path)
         words = (*folder, *line.words)
-        add_server(draft, Server(name, words, place, {**own, **line.env}, replicas=workers))
+        add_server(graph, Server(name, words, place, {**own, **line.env}, replicas=workers))
         if "readiness_probe" in process:
-            draft.changed(place_of(document, *path, "readiness_probe"), "dynamo serve asks the server's /health itself")
+            graph.changed(place_of(document, *path, "readiness_probe"), "dynamo serve asks the server's /health itself")
     else:
-        _plain(draft, document, name, own, workers)
+        _plain(graph, document, name, own, workers)
 
 
-def _folder(draft: Draft, document: Document, path: tuple[str, ...]) -> tuple[str, ...]:
+def _folder(graph: ImportedGraph, document: Document, path: tuple[str, ...]) -> tuple[str, ...]:
     folder = at(document.value, (*path, "working_dir"))
     if folder is None:
         return ()
-    draft.changed(place_of(document, *path, "working_dir"), f"{folder} is relative to the folder of dynamo serve")
+    graph.changed(place_of(document, *path, "working_dir"), f"{folder} is relative to the folder of dynamo serve")
     return ("env", "-C", str(folder))
 
 
-def _plain(draft: Draft, document: Document, name: str, own: Mapping[str, str], workers: int) -> None:
+def _plain(graph: ImportedGraph, document: Document, name: str, own: Mapping[str, str], workers: int) -> None:
     """A command that is no known server: a process of role `other`."""
     path = ("processes", name)
     text = str(mapping(document, *path)["command"]).strip()
     place = place_of(document, *path, "command")
-    envs, gpus = draft.environment(own, place)
-    words = (*_folder(draft, document, path), "bash", "-c", text)
+    envs, gpus = graph.environment(own, place)
+    words = (*_folder(graph, document, path), "bash", "-c", text)
     if placeholders.named([text]):
-        draft.left_out(place, f"{placeholders.named([text])[0]} would be a placeholder of `command:`")
+        graph.left_out(place, f"{placeholders.named([text])[0]} would be a placeholder of `command:`")
         return
     section: dict[str, Any] = {"command": list(words), "runtime": placeholders.NONE, "role": str(Role.OTHER)}
     probe = at(document.value, (*path, "readiness_probe", "http_get"))
@@ -196,11 +198,11 @@ def _plain(draft: Draft, document: Document, name: str, own: Mapping[str, str], 
         port, route = probe.get("port", 80), str(probe.get("path") or "/")
         section["health-url"] = f"{probe.get('scheme') or 'http'}://{probe.get('host') or '127.0.0.1'}:{port}{route}"
     elif "readiness_probe" in mapping(document, *path):
-        draft.left_out(place_of(document, *path, "readiness_probe"), "only http_get can be carried over")
+        graph.left_out(place_of(document, *path, "readiness_probe"), "only http_get can be carried over")
     args: dict[str, Any] = {"workers": workers}
     if gpus:
         args["resources"] = {"gpu": gpus}
     if envs:
         args["envs"] = envs
-    draft.changed(place, "a process beside the servers: started, restarted and ended, without requests")
-    draft.add(name, section, args, place)
+    graph.changed(place, "a process beside the servers: started, restarted and ended, without requests")
+    graph.add(name, section, args, place)

@@ -11,9 +11,9 @@ import yaml
 
 from dynamo_local.cli.main import main
 from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_OK, ConfigError
-from dynamo_local.importing.commands import imported, kind_of
-from dynamo_local.importing.servers import program_of
-from dynamo_local.importing.shell import commands, single
+from dynamo_local.kubernetes.importing.commands import imported, kind_of
+from dynamo_local.kubernetes.importing.servers import program_of
+from dynamo_local.kubernetes.importing.shell_commands import commands, single
 from dynamo_local.kubernetes.manifests import NotCarried
 
 LLAMA_SWAP = """\

@@ -34,8 +34,8 @@ class Place:
 
 
 @dataclass(slots=True)
-class Draft:
-    """What was understood so far. `refusals` stay notes as long as another server is carried over."""
+class ImportedGraph:
+    """Everything that was understood so far. `refusals` stay notes as long as another server is carried over."""
 
     source: str
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -9,9 +9,9 @@ from typing import Any
 
 from dynamo_local.config.yaml_text import Document
 from dynamo_local.core.secrets import is_secret_variable
-from dynamo_local.importing.draft import Draft, Place, at, mapping, place_of, variables
-from dynamo_local.importing.servers import LLAMA, Server, add_server, program_of
-from dynamo_local.importing.shell import single
+from dynamo_local.kubernetes.importing.imported_graph import ImportedGraph, Place, at, mapping, place_of, variables
+from dynamo_local.kubernetes.importing.servers import LLAMA, Server, add_server, program_of
+from dynamo_local.kubernetes.importing.shell_commands import single
 
 _IMAGES: Mapping[str, tuple[str, ...]] = {
     r"(.*/)?vllm-openai.*|(.*/)?vllm/vllm.*": ("vllm", "serve"),
@@ -40,7 +40,7 @@ _REFERENCE = re.compile(r"\$(?:(\$)|([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?:(:?[-?+])(
 
 @dataclass(slots=True)
 class Container:
-    """What a container's description says that a process of this host can follow."""
+    """The part of a container's description that a process of this host can follow."""
 
     name: str
     image: str
@@ -50,10 +50,9 @@ class Container:
     gpus: int | None = None
     published: int | None = None
     replicas: int = 1
-    health: str | None = None
 
 
-def add_container(draft: Draft, container: Container, names: tuple[str, ...] = ()) -> None:
+def add_container(graph: ImportedGraph, container: Container, names: tuple[str, ...] = ()) -> None:
     """Add the server of a container, or a note that says why not."""
     words = container.words
     if program_of(words) is None:
@@ -61,24 +60,13 @@ def add_container(draft: Draft, container: Container, names: tuple[str, ...] = (
         words = (*entry, *words) if entry is not None else words
     found = program_of(words)
     if found is None:
-        draft.left_out(container.place, f"{container.image or 'its image'} starts no server that dynamo serve knows")
+        graph.left_out(container.place, f"{container.image or 'its image'} starts no server that dynamo serve knows")
         return
     what = "llama-server" if found[0] is LLAMA else found[0].name
-    draft.changed(container.place, f"no container: the {what} that is installed on this host runs")
-    add_server(
-        draft,
-        Server(
-            container.name or found[0].section,
-            words,
-            container.place,
-            container.env,
-            container.gpus,
-            container.replicas,
-            names,
-            container.published,
-            container.health,
-        ),
-    )
+    graph.changed(container.place, f"no container: the {what} that is installed on this host runs")
+    server = Server(container.name or found[0].section, words, container.place, container.env, names=names)
+    server.gpus, server.replicas, server.published = container.gpus, container.replicas, container.published
+    add_server(graph, server)
 
 
 def is_docker_run(words: Sequence[str]) -> bool:
@@ -87,7 +75,12 @@ def is_docker_run(words: Sequence[str]) -> bool:
 
 
 def add_docker_run(
-    draft: Draft, words: Sequence[str], name: str, place: Place, names: tuple[str, ...] = (), port: int | None = None
+    graph: ImportedGraph,
+    words: Sequence[str],
+    name: str,
+    place: Place,
+    names: tuple[str, ...] = (),
+    port: int | None = None,
 ) -> None:
     """The server of a `docker run` line. `port` is what the source says about where clients reach it."""
     rest, env, gpus, published = list(words[2:]), dict[str, str](), None, port
@@ -102,8 +95,8 @@ def add_docker_run(
             if has_value:
                 env[key] = text
             else:
-                draft.secret(Place(place.line, f"{place.key}: {option} {key}"), f"export {key} before dynamo serve")
-                draft.pass_env.add(key)
+                graph.secret(Place(place.line, f"{place.key}: {option} {key}"), f"export {key} before dynamo serve")
+                graph.pass_env.add(key)
         elif option == "--gpus":
             gpus = _device_count(value)
         elif option in ("-p", "--publish"):
@@ -115,14 +108,14 @@ def add_docker_run(
         else:
             key = option.lstrip("-").replace("-", "_")
             why = _REASONS.get(_DOCKER_KEYS.get(key, key), "an option of the container")
-            draft.left_out(Place(place.line, f"{place.key}: {option} {value}"), why)
+            graph.left_out(Place(place.line, f"{place.key}: {option} {value}"), why)
     image = rest.pop(0) if rest else ""
-    add_container(draft, Container(name, image, (*entry, *rest), place, env, gpus, published), names)
+    add_container(graph, Container(name, image, (*entry, *rest), place, env, gpus, published), names)
 
 
-def import_compose(draft: Draft, document: Document, env: Mapping[str, str]) -> None:
+def import_compose(graph: ImportedGraph, document: Document, env: Mapping[str, str]) -> None:
     """Add the servers of a docker-compose file. `env` fills `${NAME}`."""
-    draft.keys_left_out(
+    graph.keys_left_out(
         document,
         (),
         ("services", "version", "name"),
@@ -134,15 +127,15 @@ def import_compose(draft: Draft, document: Document, env: Mapping[str, str]) -> 
         place = place_of(document, *path)
         known, missing = _filled(service, env)
         if missing is not None:
-            draft.left_out(place, f"it needs ${{{missing}}}, which has no default: export {missing} and import again")
+            graph.left_out(place, f"it needs ${{{missing}}}, which has no default: export {missing} and import again")
             continue
         if "profiles" in service:
-            draft.left_out(place, "it belongs to a profile, which only `--profile` starts")
+            graph.left_out(place, "it belongs to a profile, which only `--profile` starts")
             continue
-        _service(draft, document, path, known)
+        _service(graph, document, path, known)
 
 
-def _service(draft: Draft, document: Document, path: tuple[str, ...], service: Mapping[str, Any]) -> None:
+def _service(graph: ImportedGraph, document: Document, path: tuple[str, ...], service: Mapping[str, Any]) -> None:
     place = place_of(document, *path)
     words = (*_words(service.get("entrypoint"), place), *_words(service.get("command"), place))
     container = Container(path[-1], str(service.get("image") or ""), words, place)
@@ -150,8 +143,8 @@ def _service(draft: Draft, document: Document, path: tuple[str, ...], service: M
     env: dict[str, str] = {}
     for name, value in variables(resolved, *path, "environment").items():
         if value is None:
-            draft.pass_env.add(name)
-            draft.secret(place_of(document, *path, "environment"), f"export {name} before dynamo serve")
+            graph.pass_env.add(name)
+            graph.secret(place_of(document, *path, "environment"), f"export {name} before dynamo serve")
         else:
             env[name] = value
     container.env = env
@@ -164,22 +157,22 @@ def _service(draft: Draft, document: Document, path: tuple[str, ...], service: M
         container.published = _host_port(
             str(first.get("published", "")) + ":0" if isinstance(first, dict) else str(first)
         )
-    add_container(draft, container)
-    _unread(draft, document, path, service)
+    add_container(graph, container)
+    _unread(graph, document, path, service)
 
 
-def _unread(draft: Draft, document: Document, path: tuple[str, ...], service: Mapping[str, Any]) -> None:
-    draft.keys_left_out(document, path, _READ, _REASONS)
+def _unread(graph: ImportedGraph, document: Document, path: tuple[str, ...], service: Mapping[str, Any]) -> None:
+    graph.keys_left_out(document, path, _READ, _REASONS)
     for index, volume in enumerate(service.get("volumes") or ()):
         target = volume.get("target") if isinstance(volume, dict) else str(volume).partition(":")[2].split(":")[0]
         if target in _CACHES:
-            draft.changed(place_of(document, *path, "volumes", index), "this host's own cache of models is used")
+            graph.changed(place_of(document, *path, "volumes", index), "this host's own cache of models is used")
     deploy = service.get("deploy")
     for key in deploy if isinstance(deploy, dict) else ():
         if key not in ("replicas", "resources"):
-            draft.left_out(place_of(document, *path, "deploy", key), "of a swarm")
+            graph.left_out(place_of(document, *path, "deploy", key), "of a swarm")
     if "healthcheck" in service:
-        draft.changed(place_of(document, *path, "healthcheck"), "dynamo serve asks the server's /health itself")
+        graph.changed(place_of(document, *path, "healthcheck"), "dynamo serve asks the server's /health itself")
 
 
 def _words(given: Any, place: Place) -> tuple[str, ...]:

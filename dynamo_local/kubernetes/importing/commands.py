@@ -101,15 +101,15 @@ def imported(
     from dynamo_local.config.yaml_text import located_mapping
     from dynamo_local.core.secrets import is_secret_variable
     from dynamo_local.errors import ConfigError
-    from dynamo_local.importing import containers, processes, script
-    from dynamo_local.importing.draft import Draft
+    from dynamo_local.kubernetes.importing import containers, processes, script
+    from dynamo_local.kubernetes.importing.imported_graph import ImportedGraph
 
-    draft = Draft(source)
+    graph = ImportedGraph(source)
     env = {name: value for name, value in environ.items() if not is_secret_variable(name)}
     try:
         if kind == "shell script":
-            script.import_script(draft, text)
-            return draft.finished(), draft.notes
+            script.import_script(graph, text)
+            return graph.finished(), graph.notes
         document = located_mapping(text, source, what=f"a {kind} file")
     except ConfigError as error:
         raise ConfigError(str(error) if str(error).startswith(source) else f"{source}: {error}") from None
@@ -119,10 +119,10 @@ def imported(
         "docker-compose": containers.import_compose,
     }[kind]
     try:
-        how(draft, document, env)
+        how(graph, document, env)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
-    return draft.finished(), draft.notes
+    return graph.finished(), graph.notes
 
 
 def _import_manifest(text: str, source: str, output: Path | None, name: str | None, as_json: bool) -> None:

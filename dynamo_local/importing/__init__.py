@@ -1,1 +1,0 @@
-"""From files of other tools to a configuration: `dynamo import FILE`."""
