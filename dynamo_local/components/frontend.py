@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from dynamo_local.clock import AsyncioClock
 from dynamo_local.components.openai.settings import FrontendConfig
 from dynamo_local.components.processor import Processor
 from dynamo_local.sdk import service
@@ -44,6 +45,7 @@ class Frontend:
         serving = self._serving = Serving()
         port = await serving.open(context, settings)
         adapters = ModelsView(context.namespace, prefix=adapters_prefix(context.namespace))
+        clock = AsyncioClock()
         deps = FrontendDeps(
             chat=self.processor.endpoint("chat/completions"),
             completions=self.processor.endpoint("completions"),
@@ -56,6 +58,8 @@ class Frontend:
             metrics=port.metrics,
             draining=port.refusing,
             page=port.page,
+            clock=clock,
+            recorder=serving.recorder(context, settings, clock),
         )
         await serving.start(context, deps, create_app(deps), adapters)
 
