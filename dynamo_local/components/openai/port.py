@@ -471,7 +471,7 @@ class Serving:
         return port
 
     def recorder(self, context: WorkerContext, settings: FrontendConfig, clock: Clock) -> Recorder | None:
-        """Of requests, if the settings name a file. Raises `ConfigError` if it cannot be written."""
+        """The recorder of requests, if the settings name a file. Raises `ConfigError` if it cannot be written."""
         if settings.record_trace is None:
             return None
         path = Path(settings.record_trace)

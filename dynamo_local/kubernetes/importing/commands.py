@@ -28,57 +28,30 @@ _KINDS = (
 )
 
 
-class _Import(click.Group):
-    """`import kubernetes FILE`, and `import FILE` for every kind of file."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """A first word that is no command is FILE, or an option before it."""
-        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
-            args = ["file", *args]
-        return super().parse_args(ctx, args)
-
-
-@click.group("import", cls=_Import)
-def import_() -> None:
-    """Make a configuration for this host of what runs in another place.
-
-    `dynamo import FILE` recognises the kind of FILE by its content: llama-swap, process-compose, docker-compose, a
-    shell script, or a manifest. `dynamo import file --help` lists its options.
-    """
-
-
-@import_.command(name="file")
-@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, allow_dash=True))
+@click.command("import")
+@click.argument("words", nargs=-1, required=True, metavar=f"[{KUBERNETES}] FILE")
 @click.option("--output", "-o", type=click.Path(path_type=Path, dir_okay=False), help="File to write.  [stdout]")
 @click.option("--name", help="Which graph, where a manifest has several.")
 @json_option
-def import_file(file: Path, output: Path | None, name: str | None, as_json: bool) -> None:
-    """Make a configuration of FILE (`-`: stdin), whose kind is recognised by its content.
+def import_(words: tuple[str, ...], output: Path | None, name: str | None, as_json: bool) -> None:
+    """Make a configuration for this host of FILE (`-`: stdin), which another tool runs.
 
-    Stderr lists each thing that changes or is left out, with its line. FILE is read, never run.
+    FILE is a configuration of llama-swap, a process-compose or docker-compose file, a shell script, or a manifest with
+    a DynamoGraphDeployment: recognised by its content, or said by `kubernetes`. It is read, never run. Stderr lists
+    each thing that changes or is left out. A manifest that cannot run on one host is refused, with every reason.
     """
-    text, source = _read(file)
-    kind = kind_of(text, source)
+    if len(words) != 1 and (len(words) != 2 or words[0] != KUBERNETES):
+        raise click.UsageError("give one FILE", click.get_current_context())
+    text, source = _read(Path(words[-1]))
+    kind = KUBERNETES if len(words) == 2 else kind_of(text, source)
     if kind == KUBERNETES:
-        _import_manifest(text, source, output, name, as_json)
+        from dynamo_local.kubernetes.import_graph import import_graph, read_documents
+
+        found = import_graph(read_documents(text, source, name), source)
+        _write(found.sections, found.notes, found.name, output, as_json, f"DynamoGraphDeployment {found.name}")
         return
     sections, notes = imported(text, source, kind, os.environ)
     _write(sections, notes, None, output, as_json, f"{kind} file {source}")
-
-
-@import_.command(name=KUBERNETES)
-@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, allow_dash=True))
-@click.option("--output", "-o", type=click.Path(path_type=Path, dir_okay=False), help="File to write.  [stdout]")
-@click.option("--name", help="Which graph, where the file has several.")
-@json_option
-def import_kubernetes(file: Path, output: Path | None, name: str | None, as_json: bool) -> None:
-    """Make a configuration of the DynamoGraphDeployment in FILE (`-`: stdin).
-
-    Its components become commands, for `dynamo serve -f`. Stderr lists the parts that do not carry over. A graph that
-    cannot run on one host is refused, with every reason.
-    """
-    text, source = _read(file)
-    _import_manifest(text, source, output, name, as_json)
 
 
 def kind_of(text: str, source: str) -> str:
@@ -123,13 +96,6 @@ def imported(
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
     return graph.finished(), graph.notes
-
-
-def _import_manifest(text: str, source: str, output: Path | None, name: str | None, as_json: bool) -> None:
-    from dynamo_local.kubernetes.import_graph import import_graph, read_documents
-
-    found = import_graph(read_documents(text, source, name), source)
-    _write(found.sections, found.notes, found.name, output, as_json, f"DynamoGraphDeployment {found.name}")
 
 
 def _write(

@@ -23,7 +23,9 @@ async def test_requests_are_recorded_and_simulated_as_it_was(tmp_path: Path) -> 
             for n in range(3):
                 message = {"role": "user", "content": f"{SECRET} " * 40 + str(n)}
                 await client.chat.completions.create(model=MODEL, messages=[message], max_tokens=5)  # type: ignore[list-item]
-        await auntil(lambda: path.exists() and path.read_text().count("request_end") == 3, what=lambda: list(tmp_path.iterdir()))
+        await auntil(
+            lambda: path.exists() and path.read_text().count("request_end") == 3, what=lambda: list(tmp_path.iterdir())
+        )
         text = path.read_text()
         assert "zebra" not in text
         rows = [json.loads(line) for line in text.splitlines()]
