@@ -77,7 +77,7 @@ def read_fleet(path: Path) -> Fleet:
         if event is None:
             continue
         last_ms = max(last_ms, event.milliseconds("event_time_unix_ms"))
-        if event.fields.get("event_type") != "fleet":
+        if not event.fields.get("fleet"):
             continue
         shape = _shape(event)
         if before is not None:

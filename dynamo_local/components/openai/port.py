@@ -477,8 +477,8 @@ class Serving:
         path = Path(settings.record_trace)
         number = context.watcher_name.removeprefix(f"{context.namespace}_{context.component}")  # "", "_1", …
         path = path.with_name(f"{path.stem}{number}{path.suffix}")
-        self._recorder = Recorder(path, settings.record_trace_max_bytes, clock)
-        following = follow_fleet(self._recorder, context.kv, context.namespace, settings.targets)
+        self._recorder = Recorder(path, settings.record_trace_max_bytes, clock, settings.targets)
+        following = follow_fleet(self._recorder, context.kv, context.namespace)
         self._follow.append(asyncio.create_task(following, name="recorded-fleet"))
         return self._recorder
 

@@ -52,12 +52,13 @@ class _Ended:
     received_s: float
     total_s: float
     request: EndedRequest
+    fleet: Mapping[str, int]
 
 
 class Recorder:
     """Takes ended requests from the loop, and writes them in a thread. Times of day come from the clock's `wall_s`."""
 
-    def __init__(self, path: Path, max_bytes: int, clock: Clock) -> None:
+    def __init__(self, path: Path, max_bytes: int, clock: Clock, targets: Targets) -> None:
         """Raises `ConfigError` if the file cannot be opened now. Later failures cost records only."""
         try:
             if not path.parent.is_dir():
@@ -70,7 +71,11 @@ class Recorder:
                 f"record-trace {path}: {error.strerror or error}; name a file that can be written"
             ) from None
         self._path, self._clock = path, clock
-        self._queue: queue.Queue[_Ended | dict[str, Any] | None] = queue.Queue(QUEUED_MAX)
+        ttft_s, itl_s = targets.seconds
+        self._targets = {"ttft_ms": _ms(ttft_s), "itl_ms": _ms(itl_s)}
+        self.fleet: Mapping[str, int] = {}
+        """Registered workers by component."""
+        self._queue: queue.Queue[_Ended | None] = queue.Queue(QUEUED_MAX)
         self._lost = 0
         self._thread = threading.Thread(target=self._write, name="request-recorder", daemon=True)
         self._thread.start()
@@ -82,21 +87,9 @@ class Recorder:
 
     def ended(self, request_id: str, status: Status, total_s: float, request: EndedRequest) -> None:
         """One more request has ended now. It never waits."""
-        self._put(_Ended(request_id, status, self._clock.wall_s() - total_s, total_s, request))
+        self._put(_Ended(request_id, status, self._clock.wall_s() - total_s, total_s, request, self.fleet))
 
-    def fleet(self, instances: Mapping[str, int], targets: Targets) -> None:
-        """The numbers of registered workers by component, from now on."""
-        ttft_s, itl_s = targets.seconds
-        record = {
-            "schema": SCHEMA,
-            "event_type": "fleet",
-            "event_time_unix_ms": round(self._clock.wall_s() * 1e3),
-            "fleet": dict(sorted(instances.items())),
-            "targets": {"ttft_ms": _ms(ttft_s), "itl_ms": _ms(itl_s)},
-        }
-        self._put(record)
-
-    def _put(self, item: _Ended | dict[str, Any]) -> None:
+    def _put(self, item: _Ended) -> None:
         try:
             self._queue.put_nowait(item)
         except queue.Full:
@@ -127,7 +120,7 @@ class Recorder:
                 items.append(self._queue.get_nowait())
             ended = None in items
             try:
-                self._file.append(_record(item) if isinstance(item, _Ended) else item for item in items if item)
+                self._file.append({**_record(item), "targets": self._targets} for item in items if item)
                 if refused:
                     log.info("%s: requests are recorded again", self._path)
                 refused = False
@@ -168,6 +161,7 @@ def _record(ended: _Ended) -> dict[str, Any]:
         "event_type": "request_end",
         "event_time_unix_ms": round((ended.received_s + ended.total_s) * 1e3),
         "event_source": "dynamo",
+        "fleet": dict(sorted(ended.fleet.items())),
         "request": {name: value for name, value in found.items() if value is not None},
     }
 
@@ -176,9 +170,8 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1e3, 3)
 
 
-async def follow_fleet(recorder: Recorder, kv: KeyValueStore, namespace: str, targets: Targets) -> None:
-    """Record the workers that are registered, whenever their numbers change. Ends when it is cancelled."""
-    before: dict[str, int] | None = None
+async def follow_fleet(recorder: Recorder, kv: KeyValueStore, namespace: str) -> None:
+    """Tell the recorder which workers are registered. Ends when it is cancelled."""
     while True:
         try:
             found, _ = await kv.get_prefix(f"{namespace}/components/")
@@ -186,8 +179,5 @@ async def follow_fleet(recorder: Recorder, kv: KeyValueStore, namespace: str, ta
             log.debug("the fleet is not known: %s", error)
         else:
             workers = {tuple(each.key.split("/")[2:3] + each.key.rsplit(":", 1)[1:]) for each in found}
-            counts = dict(Counter(component for component, _ in workers))
-            if counts != before:
-                recorder.fleet(counts, targets)
-                before = counts
+            recorder.fleet = Counter(component for component, _ in workers)
         await asyncio.sleep(FLEET_EVERY_S)

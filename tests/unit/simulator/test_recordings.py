@@ -22,9 +22,8 @@ def request_end(at_ms: int, isl: int, osl: int | None, hashes: list[int], size: 
     return {**schema, "request": request}
 
 
-def fleet(at_ms: int, **instances: int) -> dict[str, Any]:
-    event = {"schema": "dynamo.request.trace.v1", "event_type": "fleet", "event_time_unix_ms": at_ms}
-    return {**event, "fleet": instances, "targets": {"ttft_ms": 200.0, "itl_ms": None}}
+def under(row: dict[str, Any], **instances: int) -> dict[str, Any]:
+    return {**row, "fleet": instances, "targets": {"ttft_ms": 200.0, "itl_ms": None}}
 
 
 def written(path: Path, *rows: dict[str, Any]) -> Path:
@@ -38,7 +37,6 @@ def test_a_recording_is_sorted_by_arrival_and_shares_blocks_of_512_tokens(tmp_pa
     path = written(
         tmp_path / "r.jsonl.gz",
         {"event_type": "request_payload"},
-        fleet(0, VllmWorker=1),
         request_end(3_000, 513, 4, second),
         {"event": request_end(1_000, 530, 2, first)},
         request_end(2_000, 5, None, [1]),
@@ -88,9 +86,9 @@ def test_a_bad_recording_names_the_field(row: dict[str, Any], why: str, tmp_path
 def test_the_fleet_is_the_one_that_stood_longest(tmp_path: Path) -> None:
     path = written(
         tmp_path / "r.jsonl",
-        fleet(0, Frontend=1, Processor=1),
-        fleet(1_000, Frontend=1, Processor=1, VllmWorker=2, PrefillWorker=1),
-        fleet(9_000, Frontend=1, VllmWorker=3, PrefillWorker=1),
+        under(request_end(0, 5, 2, [1]), Frontend=1, Processor=1),
+        under(request_end(1_000, 5, 2, [1]), Frontend=1, Processor=1, VllmWorker=2, PrefillWorker=1),
+        under(request_end(9_000, 5, 2, [1]), Frontend=1, VllmWorker=3, PrefillWorker=1),
         request_end(10_000, 5, 2, [1]),
     )
     assert read_fleet(path) == Fleet(1, 2, 2, 200.0, None)
@@ -101,8 +99,8 @@ def test_the_fleet_is_the_one_that_stood_longest(tmp_path: Path) -> None:
 def test_simulate_as_it_was_runs_the_recorded_fleet_under_its_targets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [request_end(1_000 * n, 100, 10, [n]) for n in range(5)]
-    path = written(tmp_path / "r.jsonl", fleet(0, VllmWorker=2), *rows)
+    rows = [under(request_end(1_000 * n, 100, 10, [n]), VllmWorker=2) for n in range(5)]
+    path = written(tmp_path / "r.jsonl", *rows)
     for words in ([], ["--policy", "load"]):
         monkeypatch.setattr("sys.argv", ["dynamo", "simulate", "--trace", str(path), "--as-it-was", *words])
         with pytest.raises(SystemExit) as ended:

@@ -16,6 +16,7 @@ from dynamo_local.core.traffic import Phases
 from dynamo_local.errors import ConfigError
 from dynamo_local.simulator.trace import read_trace
 
+TARGETS = Targets.of_ms(200.0, None)
 REQUEST = EndedRequest(
     model="m",
     prompt_tokens=70,
@@ -36,12 +37,12 @@ def rows(path: Path) -> list[dict[str, object]]:
 
 async def test_a_record_has_dynamos_fields_and_no_text(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
-    recorder = Recorder(path, 1 << 20, AsyncioClock())
-    recorder.fleet({"VllmWorker": 2}, Targets.of_ms(200.0, None))
+    recorder = Recorder(path, 1 << 20, AsyncioClock(), TARGETS)
+    recorder.fleet = {"VllmWorker": 2}
     recorder.ended("id-1", "success", 0.5, REQUEST)
     await recorder.close()
-    fleet, ended = rows(path)
-    assert (fleet["fleet"], fleet["targets"]) == ({"VllmWorker": 2}, {"ttft_ms": 200.0, "itl_ms": None})
+    (ended,) = rows(path)
+    assert (ended["fleet"], ended["targets"]) == ({"VllmWorker": 2}, {"ttft_ms": 200.0, "itl_ms": None})
     assert (ended["schema"], ended["event_type"]) == ("dynamo.request.trace.v1", "request_end")
     request = ended["request"]
     assert isinstance(request, dict)
@@ -68,7 +69,7 @@ async def test_a_record_has_dynamos_fields_and_no_text(tmp_path: Path) -> None:
 async def test_files_are_rotated_and_bounded(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     for _ in range(7):
-        recorder = Recorder(path, 4_000, AsyncioClock())
+        recorder = Recorder(path, 4_000, AsyncioClock(), TARGETS)
         for _ in range(3):
             recorder.ended("id", "success", 0.5, REQUEST)
         await recorder.close()
@@ -82,7 +83,7 @@ async def test_a_file_that_cannot_be_written_is_said_once_and_nobody_waits(
 ) -> None:
     path = tmp_path / "d" / "r.jsonl"
     path.parent.mkdir()
-    recorder = Recorder(path, 1 << 20, AsyncioClock())
+    recorder = Recorder(path, 1 << 20, AsyncioClock(), TARGETS)
     path.parent.rmdir()
     with caplog.at_level(logging.INFO, "dynamo_local.requests"):
         for _ in range(QUEUED_MAX + 100):
@@ -96,6 +97,6 @@ async def test_a_file_that_cannot_be_written_is_said_once_and_nobody_waits(
 
 def test_a_path_that_cannot_be_a_file_is_told_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="it is no file"):
-        Recorder(Path("/dev/full"), 1 << 20, AsyncioClock())
+        Recorder(Path("/dev/full"), 1 << 20, AsyncioClock(), TARGETS)
     with pytest.raises(ConfigError, match=r"record-trace .*there is no folder"):
-        Recorder(tmp_path / "away" / "r.jsonl", 1 << 20, AsyncioClock())
+        Recorder(tmp_path / "away" / "r.jsonl", 1 << 20, AsyncioClock(), TARGETS)
