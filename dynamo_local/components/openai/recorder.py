@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from xxhash import xxh3_64_intdigest
+
 from dynamo_local.clock import Clock
 from dynamo_local.components.http_metrics import EndedRequest, Status
 from dynamo_local.core.routing.estimates import Targets
@@ -86,7 +88,9 @@ class Recorder:
         return self._lost
 
     def ended(self, request_id: str, status: Status, total_s: float, request: EndedRequest) -> None:
-        """One more request has ended now. It never waits."""
+        """One more request has ended now. It never waits. An answer without tokens (an embedding) is no record."""
+        if status == "success" and request.tokens == 0:
+            return
         self._put(_Ended(request_id, status, self._clock.wall_s() - total_s, total_s, request, self.fleet))
 
     def _put(self, item: _Ended) -> None:
@@ -128,6 +132,10 @@ class Recorder:
                 if not refused:
                     log.warning("%s", error)
                 refused = True
+            except Exception:
+                if not refused:
+                    log.exception("%s: requests could not be recorded", self._path)
+                refused = True
 
 
 def _record(ended: _Ended) -> dict[str, Any]:
@@ -149,8 +157,9 @@ def _record(ended: _Ended) -> dict[str, Any]:
     }
     if (trace := request.trace) is not None:
         found["worker"] = {"decode_worker_id": trace["worker"]}
-    if request.prompt_tokens is not None:
-        hashes = [] if trace is None else trace["hashes"]
+    whole = request.prompt_tokens is not None and request.tokens > 0
+    if request.prompt_tokens is not None and whole:
+        hashes = _unshared(ended.request_id, request.prompt_tokens) if trace is None else trace["hashes"]
         found["replay"] = {
             "trace_block_size": BLOCK_TOKENS,
             "input_length": request.prompt_tokens,
@@ -158,12 +167,18 @@ def _record(ended: _Ended) -> dict[str, Any]:
         }
     return {
         "schema": SCHEMA,
-        "event_type": "request_end",
+        # Dynamo's replay refuses a request_end without lengths, and passes over a request_payload.
+        "event_type": "request_end" if whole else "request_payload",
         "event_time_unix_ms": round((ended.received_s + ended.total_s) * 1e3),
         "event_source": "dynamo",
         "fleet": dict(sorted(ended.fleet.items())),
         "request": {name: value for name, value in found.items() if value is not None},
     }
+
+
+def _unshared(request_id: str, prompt_tokens: int) -> list[int]:
+    """Hashes of a prompt whose tokens are not known here: no other request has them."""
+    return [xxh3_64_intdigest(f"{request_id} {block}".encode()) for block in range(-(-prompt_tokens // BLOCK_TOKENS))]
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,21 @@ async def test_a_record_has_dynamos_fields_and_no_text(tmp_path: Path) -> None:
     }
     assert [(each.input_length, each.output_length) for each in read_trace(path)] == [(70, 3)]
     assert path.stat().st_mode & 0o077 == 0
+
+
+async def test_a_request_whose_tokens_nobody_knows_shares_nothing_and_a_failed_one_is_passed_over_by_replay(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "r.jsonl"
+    recorder = Recorder(path, 1 << 20, AsyncioClock(), TARGETS)
+    recorder.ended("a", "success", 0.5, replace(REQUEST, trace=None))
+    recorder.ended("b", "success", 0.5, replace(REQUEST, trace=None))
+    recorder.ended("c", "error", 0.5, replace(REQUEST, tokens=0, trace=None))
+    recorder.ended("d", "success", 0.5, replace(REQUEST, tokens=0))
+    await recorder.close()
+    assert [row["event_type"] for row in rows(path)] == ["request_end", "request_end", "request_payload"]
+    first, second = read_trace(path)
+    assert set(first.hash_ids).isdisjoint(second.hash_ids)
 
 
 async def test_files_are_rotated_and_bounded(tmp_path: Path) -> None:
