@@ -37,7 +37,7 @@ COMMANDS = {
     "profile": ("dynamo_local.cli.profile:profile", "Measure the engines of a configuration on this host."),
     "plan": ("dynamo_local.cli.plan:plan", "Find the smallest fleet that keeps targets, by a profile."),
     "export": ("dynamo_local.kubernetes.commands:export", "Write the graph as a manifest for Kubernetes."),
-    "import": ("dynamo_local.kubernetes.commands:import_", "Make a configuration of a manifest for Kubernetes."),
+    "import": ("dynamo_local.kubernetes.importing.commands:import_", "Make a configuration of another tool's file."),
     "ctl": ("dynamo_local.cli.ctl:ctl", "Run circusctl against the graph's arbiter."),
     "config": ("dynamo_local.cli.config:config", "Help with configuration files."),
     "completion": ("dynamo_local.cli.completion:completion", "Print the completion of bash, zsh or fish."),

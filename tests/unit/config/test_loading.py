@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.config.loading import load_config, parse_yaml
+from dynamo_local.config.loading import load_config
 from dynamo_local.config.schema import HostConfig
+from dynamo_local.config.yaml_text import parse_yaml
 from dynamo_local.errors import ConfigError
 
 
