@@ -19,6 +19,7 @@ NAMES = (
     "frontend",
     "colocated",
     "frontends",
+    "recording",
     "beside",
     "hot_path",
     "data_plane",

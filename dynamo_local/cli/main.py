@@ -37,13 +37,17 @@ COMMANDS = {
     "profile": ("dynamo_local.cli.profile:profile", "Measure the engines of a configuration on this host."),
     "plan": ("dynamo_local.cli.plan:plan", "Find the smallest fleet that keeps targets, by a profile."),
     "export": ("dynamo_local.kubernetes.commands:export", "Write the graph as a manifest for Kubernetes."),
-    "import": ("dynamo_local.kubernetes.commands:import_", "Make a configuration of a manifest for Kubernetes."),
+    "import": ("dynamo_local.kubernetes.importing.commands:import_", "Make a configuration of another tool's file."),
     "ctl": ("dynamo_local.cli.ctl:ctl", "Run circusctl against the graph's arbiter."),
     "config": ("dynamo_local.cli.config:config", "Help with configuration files."),
     "completion": ("dynamo_local.cli.completion:completion", "Print the completion of bash, zsh or fish."),
     "man": ("dynamo_local.cli.completion:man", "Show a manual page, or write all of them."),
 }
 """name -> (module:attribute, one line for `--help`)."""
+
+
+ELSEWHERE = {"stop": "down", "ps": "status", "run": "serve", "start": "serve", "list": "ls", "version": "--version"}
+"""The words of other tools, and ours."""
 
 
 class LazyGroup(click.Group):
@@ -66,7 +70,7 @@ class LazyGroup(click.Group):
         """Click's own suggestions need all commands imported."""
         name = args[0]
         if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
-            near = get_close_matches(name, COMMANDS, n=1)
+            near = [ELSEWHERE[name]] if name in ELSEWHERE else get_close_matches(name, COMMANDS, n=1)
             raise click.UsageError(f"no command {name!r}" + (f", did you mean {near[0]!r}?" if near else ""), ctx)
         return super().resolve_command(ctx, args)
 

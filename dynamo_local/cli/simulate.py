@@ -246,7 +246,8 @@ DEFAULT_INITIAL = "1,1"
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
-@click.option("--trace", type=click.Path(path_type=Path), help="Requests, in Mooncake's format.")
+@click.option("--trace", type=click.Path(path_type=Path), help="Requests: a recording, or another format.")
+@click.option("--as-it-was", is_flag=True, help="Run the fleet that --trace FILE was recorded on, with its targets.")
 @click.option("--generate", metavar="chat|code|sin[,KEY=VALUE…]", help="Make the requests (docs/simulate.md).")
 @click.option(
     "-o",
@@ -327,7 +328,7 @@ def simulate(as_json: bool, report: Path | None, jobs: int | None, **params: Any
     source = source_of(params["trace"], params["generate"], params["write_trace"])
     if report is not None:
         check_plots()
-    params = with_defaults(with_planner_targets(with_measured(params)))
+    params = with_defaults(as_it_was(with_planner_targets(with_measured(params))))
     cases = cases_of(params)
     requests = source.requests(limit=params["limit"], speed=params["trace_speed"])
     slo = Slo(params["ttft_ms"], params["itl_ms"])
@@ -412,6 +413,30 @@ def with_defaults(params: Mapping[str, Any]) -> dict[str, Any]:
         **params,
         "disagg_policy": params["disagg_policy"] or ("slo" if targets and not params["always_remote"] else "threshold"),
         "router": params["router"] or ("slo" if targets else "least-loaded"),
+    }
+
+
+def as_it_was(params: Mapping[str, Any]) -> dict[str, Any]:
+    """With --as-it-was: the command's words with the recording's fleet, as a fixed run and as where planned runs begin.
+
+    Its targets are those of the run, unless the command line gives them. Raises `BadInput` without --trace.
+    """
+    if not params["as_it_was"]:
+        return dict(params)
+    if params["trace"] is None:
+        raise BadInput("--as-it-was takes the fleet of a recording: give --trace FILE, a file of record-trace")
+    from dynamo_local.simulator.recordings import read_fleet
+
+    fleet = read_fleet(params["trace"])
+    shape = (fleet.prefill, fleet.decode)
+    planned = bool(params["policies"] or params["sweeps"] or _overrides(params["overrides"])["planner"])
+    return {
+        **params,
+        "recorded_fleet": f"{_shape(shape)}, changed {fleet.changes} time{'s' * (fleet.changes != 1)}",
+        "statics": tuple(dict.fromkeys((shape, *params["statics"]))),
+        "initial": shape if planned and params["initial"] is None else params["initial"],
+        "ttft_ms": fleet.ttft_ms if params["ttft_ms"] is None else params["ttft_ms"],
+        "itl_ms": fleet.itl_ms if params["itl_ms"] is None else params["itl_ms"],
     }
 
 
@@ -573,8 +598,10 @@ def _facts(source: Source, params: Mapping[str, Any]) -> list[tuple[str, str]]:
         return "none" if value is None else f"{value:g} ms"
 
     speed = "" if params["trace_speed"] == 1.0 else f", times divided by {params['trace_speed']:g}"
+    recorded = params.get("recorded_fleet")
     return [
         (source.what, f"{source.name}{speed}"),
+        *([("as it was", recorded)] if recorded else []),
         ("targets", f"TTFT {target(params['ttft_ms'])}, ITL {target(params['itl_ms'])}"),
         ("host", _host(params)),
         ("seed", str(params["seed"])),

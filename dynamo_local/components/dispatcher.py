@@ -204,10 +204,13 @@ class Dispatcher:
         tokens: int,
         timeout_s: float | None,
         max_tries: int | None = None,
+        chosen: Callable[[int], None] = lambda worker: None,
     ) -> None:
         """Calls `take` with the worker's items as they arrive. `tokens` bounds what the request may generate.
 
-        `max_tries` is for this request alone. Raises `NoWorkers`, `WorkerBusy` (every worker refused;
+        `max_tries` is for this request alone. `chosen` gets each worker that is asked.
+
+        Raises `NoWorkers`, `WorkerBusy` (every worker refused;
         `details["retry_after_s"]` is the shortest that one of them named), what the last worker failed with, or what
         `take` raises. Cancel it to cancel the request.
         """
@@ -216,6 +219,7 @@ class Dispatcher:
         while (routed := await self._choose(request)) is not None:
             attempt = _Attempt(self._produced, take)
             async with self._trying(request, routed.worker, attempt):
+                chosen(routed.worker)
                 stream = await self._call(request, routed)
                 try:
                     await pump(stream, attempt.take)

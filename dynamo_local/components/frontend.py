@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, cast
 
+from dynamo_local.clock import AsyncioClock
 from dynamo_local.components.openai.settings import FrontendConfig
 from dynamo_local.components.processor import Processor
 from dynamo_local.sdk import service
@@ -58,6 +59,7 @@ class Frontend:
         port = await serving.open(context, settings)
         models = ModelsView(context.namespace, expected=settings.served_model_name)
         adapters = ModelsView(context.namespace, prefix=adapters_prefix(context.namespace))
+        clock = AsyncioClock()
 
         def endpoint_of(name: str) -> EndpointClient:
             return self._endpoint(name, models, adapters)
@@ -74,6 +76,8 @@ class Frontend:
             metrics=port.metrics,
             draining=port.refusing,
             page=port.page,
+            clock=clock,
+            recorder=serving.recorder(context, settings, clock),
         )
         await serving.start(context, deps, create_app(deps), adapters)
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -121,6 +122,22 @@ class _Series:
         self.duration = metrics.request_duration.labels(model)
 
 
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    """The facts of a request for a record of it; None: not known. `trace` is what the Processor's last item says."""
+
+    model: str
+    prompt_tokens: int | None
+    tokens: int
+    cached_tokens: int | None
+    ttft_s: float | None
+    itl_s: float | None
+    kv_hit_rate: float | None
+    phases: Phases | None
+    gone: bool
+    trace: dict[str, Any] | None
+
+
 class RequestObserver:
     """The life of one admitted request. Times are seconds on the caller's monotonic clock."""
 
@@ -139,6 +156,9 @@ class RequestObserver:
         self._routed = False
         self._phases: Phases | None = None
         self._gone = False
+        self._cached_tokens: int | None = None
+        self._kv_hit_rate: float | None = None
+        self._trace: dict[str, Any] | None = None
         series.inflight.inc()
         series.queued.inc()
         metrics.queued += 1
@@ -170,17 +190,39 @@ class RequestObserver:
 
     def on_cached(self, cached_tokens: int) -> None:
         """Prompt tokens that were found in a KV cache."""
+        self._cached_tokens = cached_tokens
         self._series.cached.observe(cached_tokens)
 
     def on_routed(self, kv_hit_rate: float) -> None:
         """A Router chose the worker, and knew this share of the prompt to be cached there."""
         if not self._routed:
             self._routed = True
+            self._kv_hit_rate = kv_hit_rate
             self._metrics.router.began(self._labels[0], kv_hit_rate)
 
     def on_phases(self, phases: Phases) -> None:
         """The worker says how the time to the first token was spent."""
         self._phases = phases
+
+    def on_trace(self, trace: dict[str, Any]) -> None:
+        """The Processor names the prompt's blocks and the worker: `hashes` and `worker`."""
+        self._trace = trace
+
+    def ended_request(self) -> EndedRequest:
+        """The facts so far."""
+        ttft_s = None if self._first_s is None else self._first_s - self._started_s
+        return EndedRequest(
+            self._labels[0],
+            self._prompt_tokens,
+            self._tokens,
+            self._cached_tokens,
+            ttft_s,
+            self._itl_s(),
+            self._kv_hit_rate,
+            self._phases,
+            self._gone,
+            self._trace,
+        )
 
     def gone(self) -> None:
         """The client went away: the request says nothing about targets."""

@@ -71,6 +71,8 @@ class TextRequest(msgspec.Struct, frozen=True):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     extras: Extras | None = None
+    trace_block_size: Annotated[int, Meta(ge=0, le=4096)] = 0
+    """The last item names the prompt's blocks of so many tokens, and the worker; 0: it does not."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):

@@ -80,7 +80,7 @@ class Pipeline:
         prepared = await run_by_size(messages.size_of(request), prepare, *work)
         detokenizer = self._tokenizer.detokenizer(prepared.stop, prepared.sampling.min_tokens)
         generate_request = messages.generate_request(request_id, prepared.token_ids, prepared.sampling)
-        await self._generate(timeout_s, generate_request, Answer(prepared, detokenizer), take)
+        await self._generate(timeout_s, generate_request, Answer(prepared, detokenizer, request.trace_block_size), take)
 
     async def _generate(self, timeout_s: float | None, generate: dict[str, Any], answer: Answer, take: Take) -> None:
         """One generation: a worker's tokens become text in the callback in which they arrive."""
@@ -98,7 +98,12 @@ class Pipeline:
         request_id = generate["request_id"]
         with contextlib.suppress(Enough):
             await self._dispatcher.pump(
-                generate, taken, request_id=request_id, tokens=answer.max_tokens, timeout_s=timeout_s
+                generate,
+                taken,
+                request_id=request_id,
+                tokens=answer.max_tokens,
+                timeout_s=timeout_s,
+                chosen=answer.chosen,
             )
         if answer.finish_reason is None:
             raise EngineError(f"the worker's answer to {request_id} ended without a finish reason")

@@ -1,4 +1,4 @@
-"""`dynamo export kubernetes` and `dynamo import kubernetes`: a host's graph as a manifest, and back."""
+"""`dynamo export kubernetes`: a host's graph as a manifest. `dynamo import` prints its notes in the same way."""
 
 from __future__ import annotations
 
@@ -113,52 +113,6 @@ def _write(path: Path, text: str) -> str:
     except OSError as error:
         raise BadInput(f"cannot write {path}: {error.strerror or error}") from None
     return str(path)
-
-
-@click.group("import")
-def import_() -> None:
-    """Make a configuration for this host of what runs in another place."""
-
-
-@import_.command(name="kubernetes")
-@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, allow_dash=True))
-@click.option("--output", "-o", type=click.Path(path_type=Path, dir_okay=False), help="File to write.  [stdout]")
-@click.option("--name", help="Which graph, where the file has several.")
-@json_option
-def import_kubernetes(file: Path, output: Path | None, name: str | None, as_json: bool) -> None:
-    """Make a configuration of the DynamoGraphDeployment in FILE (`-`: stdin).
-
-    Its components become commands, for `dynamo serve -f`. Stderr lists the parts that do not carry over. A graph that
-    cannot run on one host is refused, with every reason.
-    """
-    from dynamo_local.kubernetes.import_graph import import_graph, read_documents
-
-    source = "stdin" if str(file) == "-" else str(file)
-    imported = import_graph(read_documents(_read(file), source, name), source)
-    serve = f"dynamo serve -f {output if output is not None else 'FILE'} -n {imported.name or 'NAME'}"
-    head = f"# From the DynamoGraphDeployment {imported.name}, by dynamo import. {serve}\n\n"
-    text = head + yaml_text(imported.sections)
-    if output is not None:
-        try:
-            output.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise BadInput(f"cannot write {output}: {error.strerror or error}") from None
-    if as_json:
-        written = None if output is None else str(output)
-        print_json(imported.notes, name=imported.name, file=written, sections=imported.sections)
-        return
-    click.echo(text.rstrip() if output is None else str(output))
-    print_notes(imported.notes)
-
-
-def _read(file: Path) -> str:
-    try:
-        with click.open_file(str(file), encoding="utf-8") as stream:
-            return stream.read()
-    except OSError as error:
-        raise BadInput(f"cannot read {file}: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{file} is not UTF-8 text (byte {error.start})") from None
 
 
 WIDTH = 140

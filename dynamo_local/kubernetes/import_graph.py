@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from dynamo_local.components.commands import launch as placeholders
@@ -17,9 +16,10 @@ from dynamo_local.components.commands.dynamo_1x_env import HTTP_PORT, OWNED, POR
 from dynamo_local.components.commands.graph import with_commands
 from dynamo_local.components.commands.launch import DYNAMO_1X
 from dynamo_local.config import resolve
-from dynamo_local.config.loading import COMMON, HOST, PLANNER, SERVICE_ARGS, Config, normalise, not_yaml
+from dynamo_local.config.loading import COMMON, HOST, PLANNER, SERVICE_ARGS, Config, normalise
 from dynamo_local.config.planner import BY_TARGETS, known_names
 from dynamo_local.config.planner_section import chosen_policy, planner_section
+from dynamo_local.config.yaml_text import manifests
 from dynamo_local.core.secrets import allowed_env
 from dynamo_local.core.types import Role
 from dynamo_local.errors import ConfigError
@@ -436,7 +436,7 @@ class Documents:
 
 def read_documents(text: str, source: str, name: str | None = None) -> Documents:
     """The file's graph, or that of this name among several. Raises `ConfigError`, which names the field."""
-    found = _objects(_documents(text, source), source)
+    found = _objects([document.value for document in manifests(text, source)], source)
     graphs = {_name(raw): raw for raw in found if raw["kind"] == GRAPH_KIND}
     if name is None and len(graphs) > 1:
         raise ConfigError(f"{source}: it holds the graphs {listing(graphs)}; say --name with one of them")
@@ -462,20 +462,6 @@ def _objects(documents: list[Any], source: str) -> list[dict[str, Any]]:
             found += _objects(raw["items"], source)
         else:
             found.append(raw)
-    return found
-
-
-def _documents(text: str, source: str) -> list[Any]:
-    """Raises `ConfigError` for invalid YAML, for a document that contains itself, and for values that JSON does not
-    have.
-    """
-    try:
-        found = list(yaml.safe_load_all(text))  # YAML 1.1, as Kubernetes' own tools read it
-        json.dumps(found)
-    except yaml.YAMLError as error:
-        raise not_yaml(source, error) from None
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{source}: not what a manifest may hold: {error}") from None
     return found
 
 

@@ -21,9 +21,9 @@ from dynamo_local.arbiter.planner_metrics import PlannerMetrics, PlannerNow
 from dynamo_local.arbiter.planner_options import prometheus_options
 from dynamo_local.arbiter.planner_report_schedule import ReportSchedule
 from dynamo_local.clock import AsyncioClock, Clock
-from dynamo_local.config.loading import parse_mapping
 from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.config.planner_section import own_names, planner_section
+from dynamo_local.config.yaml_text import parse_mapping
 from dynamo_local.core.notes import About
 from dynamo_local.core.types import Load, Role
 from dynamo_local.errors import ConfigError, DynamoError

@@ -1,7 +1,8 @@
-"""Traces of requests in Mooncake's format: JSON lines, one request each, in the order of their timestamps.
+"""Traces of requests. Mooncake's format is JSON lines, one request each, in the order of their timestamps.
 
 `{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [ids of 512-token blocks]}`; a file
 whose name ends in `.gz` is gzipped. `hash_ids` may be absent: then no other request shares the prompt's beginning.
+`recordings` has the other formats that are read.
 """
 
 from __future__ import annotations
@@ -17,10 +18,8 @@ from itertools import islice
 from pathlib import Path
 from typing import IO
 
+from dynamo_local.simulator.recordings import HASH_BLOCK_TOKENS, is_recording, read_recording
 from dynamo_local.system.json_lines import BadTrace, Row, read_rows, shown
-
-HASH_BLOCK_TOKENS = 512
-"""How many tokens one id of `hash_ids` stands for (the last one may stand for fewer)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +38,21 @@ class TraceRequest:
 def read_trace(path: Path, *, limit: int | None = None, speed: float = 1.0) -> list[TraceRequest]:
     """The requests of a file, the first one at 0 s. `limit` takes the first so many; `speed` divides the times.
 
-    Raises `BadTrace`.
+    The first line shows the format: Mooncake's, or one of `recordings`. Raises `BadTrace`.
     """
+    first = next(read_rows(path), None)
+    if first is not None and is_recording(first):
+        recorded = read_recording(path)[:limit]
+        return [
+            TraceRequest(
+                (each.at_ms - recorded[0].at_ms) / 1000 / speed, each.input_length, each.output_length, each.hashes
+            )
+            for each in recorded
+        ]
+    return _mooncake(path, limit, speed)
+
+
+def _mooncake(path: Path, limit: int | None, speed: float) -> list[TraceRequest]:
     requests: list[TraceRequest] = []
     begin_ms, last_ms = 0.0, -math.inf
     for row in islice(read_rows(path), limit):

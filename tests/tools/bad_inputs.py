@@ -242,7 +242,7 @@ key_is_a_number: line 2: the key 8000 is not a string
     Frontend:\n  8000: port\n
 python_tag: line 1, column \d+: not YAML: could not determine a constructor
     Frontend: !!python/name:os.system x\n
-alias_of_itself: nested more than 50 deep, or an alias of itself
+alias_of_itself: line 2: an alias of something that holds it
     Frontend: &a\n  b: *a\n
 infinite_number: Frontend\.limit: inf is not a number
     Frontend:\n  limit: .inf\n

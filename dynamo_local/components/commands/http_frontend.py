@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 
+from dynamo_local.clock import AsyncioClock
 from dynamo_local.components.models_view import ModelsView, prefill_models_prefix
 from dynamo_local.components.openai import access
 from dynamo_local.components.openai.port import Serving
@@ -42,6 +43,7 @@ class ProxyFrontend:
         self._stack.push_async_callback(maker.close)
         models = ModelsView(context.namespace, expected=settings.served_model_name)
         prefilling = ModelsView(context.namespace, prefix=prefill_models_prefix(context.namespace))
+        clock = AsyncioClock()
         deps = ProxyDeps(
             servers=ModelDispatchers(models, maker.make),
             prefill=ModelDispatchers(prefilling, maker.make),
@@ -52,6 +54,8 @@ class ProxyFrontend:
             metrics=port.metrics,
             draining=port.refusing,
             page=port.page,
+            clock=clock,
+            recorder=self._serving.recorder(context, settings, clock),
         )
         await self._serving.start(context, deps, create_app(deps), prefilling)
 

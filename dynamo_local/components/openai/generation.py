@@ -31,6 +31,7 @@ from dynamo_local.clock import Clock, reader
 from dynamo_local.components.dispatcher import TRIED
 from dynamo_local.components.http_metrics import Endpoint, RequestObserver
 from dynamo_local.components.openai.http_io import Reply, Whole
+from dynamo_local.components.openai.recorder import BLOCK_TOKENS
 from dynamo_local.components.openai.requests import ParsedRequest, Parser, parse_chat, parse_completion
 from dynamo_local.components.openai.responses import ChatFormat, CompletionFormat, ResponseFormat, ResponseHead
 from dynamo_local.components.openai.route import HttpDeps, ModelRoute
@@ -163,6 +164,7 @@ class Generation:
         self._request_id = request_id
         self._observer, self._clock = observer, deps.clock
         self._timeout_s = deps.settings.request_timeout_s
+        self._traced = {} if deps.recorder is None else {"trace_block_size": BLOCK_TOKENS}
 
     async def run(self, reply: Reply) -> Whole | None:
         """As `ModelRoute.answer`. The Processor's stream is closed whatever happens, which cancels its work."""
@@ -180,7 +182,7 @@ class Generation:
         return PlainAnswer(progress, self._api.format(self._head))
 
     async def _once(self, reply: Reply) -> Whole | None:
-        payload = {**self._request.payload, "request_id": self._request_id}
+        payload = {**self._request.payload, "request_id": self._request_id, **self._traced}
         stream = await self._client.call(payload, request_id=self._request_id, timeout_s=self._timeout_s)
         answer = self._answer()
 
@@ -336,6 +338,8 @@ class GenerationProgress:
                     self._observer.on_routed(hit_rate)
             if (finish_reason := item.get("finish_reason")) is not None:
                 self._on_finish(finish_reason, item.get("usage"))
+                if (trace := item.get("trace")) is not None:
+                    self._observer.on_trace(trace)
         if tokens:
             self._tokens += tokens
             self._observer.on_tokens(tokens, self._now_s())

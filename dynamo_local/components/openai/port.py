@@ -28,9 +28,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp
 
+from dynamo_local.clock import Clock
 from dynamo_local.components.http_metrics import PREFIX, HttpMetrics
 from dynamo_local.components.models_view import ModelsView
 from dynamo_local.components.openai import access
+from dynamo_local.components.openai.recorder import Recorder, follow_fleet
 from dynamo_local.components.openai.route import Activity, HttpDeps
 from dynamo_local.components.openai.server import BACKLOG, HttpServer
 from dynamo_local.components.openai.settings import FrontendConfig
@@ -455,6 +457,7 @@ class Serving:
         self._server: HttpServer | None = None
         self._port: SharedPort | None = None
         self._follow: list[asyncio.Task[None]] = []
+        self._recorder: Recorder | None = None
 
     async def open(self, context: WorkerContext, settings: FrontendConfig) -> SharedPort:
         """The port, which siblings may have, too. Raises `ConfigError` where it cannot be had."""
@@ -467,13 +470,25 @@ class Serving:
         self._port = port
         return port
 
+    def recorder(self, context: WorkerContext, settings: FrontendConfig, clock: Clock) -> Recorder | None:
+        """The recorder of requests, if the settings name a file. Raises `ConfigError` if it cannot be written."""
+        if settings.record_trace is None:
+            return None
+        path = Path(settings.record_trace)
+        number = context.watcher_name.removeprefix(f"{context.namespace}_{context.component}")  # "", "_1", …
+        path = path.with_name(f"{path.stem}{number}{path.suffix}")
+        self._recorder = Recorder(path, settings.record_trace_max_bytes, clock, settings.targets)
+        following = follow_fleet(self._recorder, context.kv, context.namespace)
+        self._follow.append(asyncio.create_task(following, name="recorded-fleet"))
+        return self._recorder
+
     async def start(self, context: WorkerContext, deps: HttpDeps, app: ASGIApp, *more_models: ModelsView) -> None:
         """After `open`: follow the models, listen, announce the URL, and take part in the worker's drain."""
         port = self._port
         assert port is not None
         server = self._server = HttpServer(app, port.sock, tls=access.tls_of(deps.settings), shared=True)
         views = (deps.models, *more_models)
-        self._follow = [asyncio.create_task(view.follow(context.kv), name="models-view") for view in views]
+        self._follow += [asyncio.create_task(view.follow(context.kv), name="models-view") for view in views]
         if deps.keys is not None:
             self._follow.append(asyncio.create_task(deps.keys.follow(), name="api-keys"))
         await server.start()
@@ -508,6 +523,8 @@ class Serving:
         elif self._port is not None:
             self._port.sock.close()
         await ended(*self._follow)
+        if self._recorder is not None:
+            await self._recorder.close()
         if self._port is not None:
             await self._port.close()
 

@@ -35,6 +35,7 @@ from dynamo_local.components.openai.http_io import (
     require_json,
     until_disconnect,
 )
+from dynamo_local.components.openai.recorder import Recorder
 from dynamo_local.components.openai.settings import FrontendConfig
 from dynamo_local.core.types import Load
 from dynamo_local.errors import DynamoError
@@ -172,6 +173,8 @@ class HttpDeps:
     activity: Activity = field(default_factory=Activity)
     entrance: Entrance = field(default_factory=Entrance)
     clock: Clock = field(default_factory=AsyncioClock)
+    recorder: Recorder | None = None
+    """Where requests are recorded; None: nowhere."""
 
     def load(self) -> Load:
         """HTTP requests: `num_requests_waiting` have no token yet, `request_active_slots` are the other ones
@@ -274,6 +277,8 @@ class ModelRoute(ABC, Generic[R]):
             # Counted and logged before the answer's last byte: a client that has the answer finds it in the metrics.
             ended_s = deps.clock.now_s()
             observer.end(status, ended_s)
+            if deps.recorder is not None:
+                deps.recorder.ended(request_id, status, ended_s - started_s, observer.ended_request())
             logger.info("request %s: %s after %.0f ms", request_id, status, (ended_s - started_s) * 1e3)
         try:
             left_s = started_s + deps.settings.request_timeout_s - ended_s

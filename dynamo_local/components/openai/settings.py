@@ -82,6 +82,15 @@ class FrontendConfig(LatencyTargets):
     tls_key: str | None = Field(
         default=None, min_length=1, description="PEM file of the certificate's private key, without a passphrase."
     )
+    record_trace: str | None = Field(
+        default=None,
+        min_length=1,
+        description="File for one line per request: lengths, hashes of blocks, times, worker, outcome, never text "
+        "(docs/recording.md). A further Frontend adds its number: FILE_1.",
+    )
+    record_trace_max_bytes: int = Field(
+        default=1 << 30, ge=1 << 20, description="Most bytes of the recording; a quarter of it is one file."
+    )
     cors_origins: Annotated[tuple[str, ...], BeforeValidator(_origins)] = Field(
         default=(),
         description='Origins whose web pages may call the API, such as `https://chat.example.org`; "*": all. '

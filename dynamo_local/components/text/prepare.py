@@ -15,6 +15,7 @@ from dynamo_local.components.dispatcher import Batch
 from dynamo_local.components.messages import TextRequest
 from dynamo_local.components.text.detokenizer import Detokenizer
 from dynamo_local.errors import EngineError, InvalidRequest
+from dynamo_local.kv_hashes import block_hashes
 from dynamo_local.ports import SamplingParams
 
 if TYPE_CHECKING:
@@ -140,7 +141,9 @@ def _sampling(options: TextRequest, max_tokens: int, eos_token_ids: tuple[int, .
 class Answer:
     """Accumulates one response: batches of worker items in, response items out."""
 
-    def __init__(self, request: Prepared, detokenizer: Detokenizer) -> None:
+    def __init__(self, request: Prepared, detokenizer: Detokenizer, trace_block_size: int = 0) -> None:
+        self._traced = (request.token_ids, trace_block_size) if trace_block_size else None
+        self._worker = 0
         self._prompt_tokens = len(request.token_ids)
         self.max_tokens = request.sampling.max_tokens
         self._stop_ids = frozenset(request.sampling.stop_token_ids)
@@ -179,8 +182,23 @@ class Answer:
         self._completion_tokens += count
         self.finish_reason = reason
         found = _item(text, count, reason, self._usage() if reason is not None else None)
-        items.append(found if phases is None else {**found, "phases": phases})
+        if phases is not None:
+            found["phases"] = phases
+        if reason is not None and self._traced is not None:  # at the end: its hashes cost the first token nothing
+            found["trace"] = self._trace(*self._traced)
+        items.append(found)
         return items
+
+    def chosen(self, worker: int) -> None:
+        """The worker that is asked now."""
+        self._worker = worker
+
+    def _trace(self, token_ids: list[int], block_size: int) -> dict[str, Any]:
+        """The blocks of the prompt by their hashes, the last one not always full, and the worker."""
+        hashes = block_hashes(token_ids, block_size)
+        if rest := token_ids[len(hashes) * block_size :]:
+            hashes += block_hashes(rest, len(rest), parent=hashes[-1] if hashes else None)
+        return {"hashes": hashes, "worker": self._worker}
 
     def _merge(self, batch: Batch) -> tuple[list[int], str | None]:
         token_ids: list[int] = []

@@ -347,9 +347,9 @@ def test_what_serve_would_refuse_is_refused_now() -> None:
         (manifest(worker()).replace("name: W", "name: 'a b'"), "components.0.name"),
         (manifest(worker(), worker() | {"name": "w"}), "unique"),
         (manifest(worker()) + "---\n" + manifest(worker()).replace("name: g", "name: h"), "say --name"),
-        ("kind: DynamoGraphDeployment\na: 2026-01-01", "not what a manifest may hold"),
-        ("kind: DynamoGraphDeployment\na: &a [*a]", "not what a manifest may hold"),
-        ("[" * 3000, "not"),
+        ("kind: DynamoGraphDeployment\na: 2026-01-01", "date is not supported"),
+        ("kind: DynamoGraphDeployment\na: &a [*a]", "line 2: an alias of something that holds it"),
+        ("[" * 3000, "line 1: nested more than 50 deep"),
     ],
 )
 def test_what_is_no_manifest_is_refused_in_one_line(text: str, why: str) -> None:

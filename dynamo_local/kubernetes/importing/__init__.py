@@ -1,0 +1,1 @@
+"""`dynamo import FILE`: files of other tools, and manifests, as a configuration for this host."""
