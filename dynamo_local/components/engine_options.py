@@ -17,7 +17,7 @@ from dynamo_local.engines import make_engine
 from dynamo_local.engines.sleep import GROWTH_MAX_BYTES, CanSleep, EngineStandby
 from dynamo_local.errors import ConfigError
 from dynamo_local.ports import Engine, KvEventPublisher, PassSink
-from dynamo_local.sdk.checks import listing, nearest
+from dynamo_local.sdk.checks import unknown_key
 from dynamo_local.sdk.context import WorkerContext
 from dynamo_local.sdk.service_config import underscored
 from dynamo_local.sdk.settings import accepted_names
@@ -77,9 +77,7 @@ class EngineConfig(BaseModel):
         extra = self.model_extra or {}
         if self.engine_name == "sim":
             for key in extra:
-                names = accepted_names(type(self))
-                near = nearest(underscored(key), names)
-                raise ValueError(f"unknown key {key!r}; allowed: {listing(names)}{near}")
+                raise ValueError(unknown_key(key, accepted_names(type(self))))
             return self
         if self.model == TINY_MODEL:
             raise ValueError(f"engine is vllm, but model is {TINY_MODEL}, which only the sim engine has; give a folder")

@@ -57,8 +57,11 @@ def takes_targets(values: Mapping[str, Any]) -> bool:
 def own_names(section: str, values: Mapping[str, Any], policy: str) -> dict[str, Any]:
     """The values under that policy's own names for its options. Raises `ConfigError` where one is given twice."""
     aliases = aliases_of(policy) if policy in POLICIES else {}
+    has_targets = policy not in POLICIES or "ttft_ms" in options_of(policy)
     found: dict[str, Any] = {}
     for key, value in values.items():
+        if underscored(key) in LATENCY_ALIASES and not has_targets:
+            raise ConfigError(f"{section}: the policy {policy!r} has no targets, so no {key!r}; remove it, or `policy`")
         name = aliases.get(underscored(key), key)
         if name in found:
             raise ConfigError(f"{section}: {key!r} and another spelling of it are both given; keep one")

@@ -58,6 +58,26 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
+KEYS_SHOWN = 24
+"""An unknown key's error lists the known ones, up to so many."""
+
+
+SERVICE_ARG_KEYS = frozenset({"workers", "resources", "envs"})
+
+
+def unknown_key(key: str, known: Iterable[str]) -> str:
+    """`unknown key 'itll'; did you mean 'itl-ms'?`, as files spell keys. The known keys follow only if none is near."""
+    names = sorted({name.replace("_", "-") for name in known})
+    said = f"unknown key {key!r}"
+    if key.replace("-", "_") in SERVICE_ARG_KEYS:
+        return f"{said}; did you mean 'ServiceArgs.{key}'?"
+    if near := nearest(key.replace("_", "-"), names):
+        return said + near
+    if len(names) > KEYS_SHOWN:
+        return f"{said}; {len(names)} keys are allowed: `dynamo config schema` lists them"
+    return f"{said}; allowed: {', '.join(names) or '(none)'}"
+
+
 def listing(names: Iterable[str]) -> str:
     """`a, b, c` in alphabetical order, `(none)` if empty."""
     return ", ".join(sorted(names)) or "(none)"

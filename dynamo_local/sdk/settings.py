@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from dynamo_local.core.secrets import is_secret_key, mask_text
 from dynamo_local.errors import ConfigError
-from dynamo_local.sdk.checks import listing, nearest
+from dynamo_local.sdk.checks import unknown_key
 from dynamo_local.sdk.service import DynamoService
 from dynamo_local.sdk.service_config import ServiceConfig, underscored
 
@@ -47,7 +47,7 @@ def validate_section(model: type[M], section: str, values: Mapping[str, Any]) ->
         name = underscored(key)
         if name not in names:
             if model.model_config.get("extra") != "allow":
-                raise ConfigError(f"{section}: unknown key {key!r}; allowed: {listing(names)}{nearest(name, names)}")
+                raise ConfigError(f"{section}: {unknown_key(key, names)}")
             given[key] = value
             continue
         field_name, feed = names[name]
@@ -95,7 +95,7 @@ def _explain_one(model: type[BaseModel], section: str, detail: ErrorDetails) -> 
     if detail["type"] == "extra_forbidden":
         owner = _model_at(model, detail["loc"][:-1])
         known = accepted_names(owner) if owner else {}
-        return f"{section}: unknown key {path!r}; allowed: {listing(known)}{nearest(last, known)}"
+        return f"{section}: {unknown_key(last, known).replace(repr(last), repr(path), 1)}"
     reason = _one_line(detail["msg"]).removeprefix("Value error, ").replace("Input should be", "must be")
     if not path:
         return f"{section}: {reason}"

@@ -250,7 +250,7 @@ unknown_section: 'VllmWorkr' is no service.*did you mean 'VllmWorker'
     VllmWorkr: {}\n
 section_in_lower_case: 'frontend' is no service.*did you mean 'Frontend'
     frontend:\n  port: 1\n
-unknown_key: VllmWorker: unknown key 'max_num_seq'; allowed: .*; did you mean 'max_num_seqs'
+unknown_key: VllmWorker: unknown key 'max_num_seq'; did you mean 'max-num-seqs'
     VllmWorker:\n  max-num-seq: 4\n
 wrong_type: VllmWorker: max_num_seqs: must be a valid integer.*given 'ten' \(str\)
     VllmWorker:\n  max-num-seqs: ten\n
@@ -294,7 +294,7 @@ host_gpus: Host: gpus: must be sim:N
     Host:\n  gpus: {sim: 8}\n
 host_address: Host: etcd_endpoints: must be addresses
     Host:\n  etcd_endpoints: localhost\n
-planner_key: Planner: unknown key 'adjustment_intervall'.*'adjustment_interval'
+planner_key: Planner: unknown key 'adjustment_intervall'.*'adjustment-interval'
     Planner:\n  adjustment-intervall: 3\n
 planner_thresholds: decode_kv_scale_down_threshold \(0\.95\) must be below
     Planner:\n  decode-kv-scale-down-threshold: 0.95\n

@@ -127,9 +127,7 @@ def test_several_errors_are_one_line_that_says_how_many() -> None:
 
 
 def test_nested_unknown_key_names_its_path_and_the_nearest() -> None:
-    with pytest.raises(
-        ConfigError, match=r"unknown key 'engine\.blocksize'; allowed: block_size; did you mean 'block_size'"
-    ):
+    with pytest.raises(ConfigError, match=r"unknown key 'engine\.blocksize'; did you mean 'block-size'"):
         run("VllmWorker: {engine: {blocksize: 1}}")
 
 

@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import psutil
@@ -282,8 +283,10 @@ def test_a_process_of_a_run_without_statefile_is_an_orphan(
         "DYN_NAMESPACE": "a",
         "DYN_STATEFILE": str(tmp_path / "other" / "a.json"),
     }
-    with psutil.Popen(["sleep", "60"], env=marks, start_new_session=True) as orphan:
+    command = ["/bin/sh", "-c", "echo; read line"]
+    with psutil.Popen(command, env=marks, start_new_session=True, stdin=PIPE, stdout=PIPE) as orphan:
         try:
+            orphan.stdout.readline()  # it runs: the kernel shows an environment only then
             facts = runs.our_processes(env)
         finally:
             orphan.kill()

@@ -116,7 +116,7 @@ def test_a_longer_lease_allows_a_longer_wait() -> None:
     ("values", "words"),
     [
         ({"block_size": 32}, r"unknown key 'block_size'; allowed: .*model"),
-        ({"max_num_waitin": 5}, "did you mean 'max_num_waiting'"),
+        ({"max_num_waitin": 5}, "did you mean 'max-num-waiting'"),
         ({"engine": "vllm"}, "sim-tiny, which only the sim engine has"),
         ({"engine": "vllm", "model": "m", "sim": {"speed": 2.0}}, "no effect with engine vllm"),
         ({"engine": "tgi"}, "engine"),
