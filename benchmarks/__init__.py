@@ -1,1 +1,1 @@
-"""What dynamo-local costs, measured: `python -m benchmarks [--short] [--json] [NAME…]`. See docs/benchmarks.md."""
+"""The costs of dynamo-local, measured: `python -m benchmarks [--short] [--json] [NAME…]`. See docs/benchmarks.md."""

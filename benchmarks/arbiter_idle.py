@@ -1,4 +1,4 @@
-"""What an arbiter costs that has nothing to do: `dynamo serve`'s beside a plain circus arbiter, 64 watchers each.
+"""The cost of an arbiter that has nothing to do: `dynamo serve`'s beside a plain circus arbiter, 64 watchers each.
 
 Both run at once and are measured in the same windows of time, so both see the same machine. `benchmarks.arbiters`
 says what the workers are.

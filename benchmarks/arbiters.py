@@ -1,9 +1,9 @@
 """The processes that `arbiter_idle` measures: `python -m benchmarks.arbiters ours|circus …`, and the workers' stand-in.
 
 Both arbiters supervise `sleep`: 64 real workers would take 4 GB and say nothing more about who watches them.
-*ours* is the process of `dynamo serve` itself, its whole command line, with only the workers' argv replaced. What real
-workers would send it comes from one stand-in: a registration for each, with its real pid, in etcd, and an answer
-for each to the load request once a second. So everything runs that runs in production: the etcd watch, load sampling,
+*ours* is the process of `dynamo serve` itself, its whole command line, with only the workers' argv replaced. One
+stand-in sends for all workers: a registration of each, with its real pid, in etcd. Once a second it answers the load
+request for each. So everything runs that runs in production: the etcd watch, load sampling,
 following 66 log files, statefile, control endpoint.
 """
 

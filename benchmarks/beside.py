@@ -115,7 +115,7 @@ def _fast(side: Side, requests: int) -> Values:
 
 
 def _rounds(sim: dict[str, Any], speedup: str, rounds: int, measure: Any) -> list[dict[str, Values]]:
-    """Of all, in turn; the first round only warms."""
+    """The rounds of all, in turn; the first one only warms."""
     with sides(sim, speedup) as all_sides:
         found = []
         for n in range(1 + rounds):

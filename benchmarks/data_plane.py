@@ -1,4 +1,4 @@
-"""What one hop costs: a handler in another process, over NATS and loopback TCP, beside calling it directly.
+"""The cost of one hop: a handler in another process, over NATS and loopback TCP, beside calling it directly.
 
 Both ways run in turn in one run, with the same handler; `added` is the difference of a round. Token latency is
 measured between the worker's `yield` and the caller's loop body (CLOCK_MONOTONIC is one clock for all processes of a

@@ -101,7 +101,7 @@ def served(graph: str | None, config: Mapping[str, Any], *, cwd: Path = EXAMPLE)
 
 
 def run(place: Folders, *words: str, cwd: Path = EXAMPLE, timeout_s: float = DOWN_TIMEOUT_S) -> str:
-    """What a `dynamo` command printed. RuntimeError with its stderr if it failed."""
+    """The output of a `dynamo` command. RuntimeError with its stderr if it failed."""
     done = subprocess.run(
         dynamo_command(*words), cwd=cwd, env=place.env, capture_output=True, text=True, timeout=timeout_s, check=False
     )
@@ -119,7 +119,7 @@ def down(place: Folders) -> None:
 
 
 def first_token(port: int, model: str) -> float:
-    """What `time.perf_counter()` is at the first streamed token of a chat. RuntimeError if none comes.
+    """`time.perf_counter()` at the first streamed token of a chat. RuntimeError if none comes.
 
     A plain socket: importing a client library would be most of what is measured.
     """

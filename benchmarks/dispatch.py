@@ -1,4 +1,4 @@
-"""What dispatch under targets is worth, and what a decision costs.
+"""The worth of dispatch under targets, and the cost of a decision.
 
 Fixed fleets in the simulator: thresholds, every prefill remote, and `slo` for router and prefills. The
 traces are recorded ones where they are to be had. Target: on no fleet is `slo` below the better of the other two.
@@ -94,7 +94,7 @@ class Row:
 
     @property
     def better(self) -> float:
-        """Of the two others."""
+        """The better of the two others."""
         return max(self.threshold, self.remote or 0.0)
 
 
@@ -191,7 +191,7 @@ def run(short: bool) -> Report:
 
 
 def section(found: Sequence[Row], costs: tuple[Sequence[float], Sequence[float]]) -> str:
-    """What was measured, as markdown."""
+    """The measured figures, as markdown."""
     lines = ["| Requests | Fleet | `threshold` | always remote | `slo` |", "|---|---|--:|--:|--:|"]
     for row in found:
         remote = "–" if row.remote is None else f"{row.remote:.2%}"

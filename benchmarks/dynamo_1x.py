@@ -1,8 +1,8 @@
 """One more mocker of Dynamo 1.x: from a scale decision to routable, beside starting it by hand, in turn in one run.
 
 Both clocks end when the new worker's key is seen in Dynamo's own registry (`v1/instances/…/generate/…`), by the same
-watch of etcd: from then on its frontend routes to it. By hand: the same command in the same environment, begun right
-before the process is made. By decision: begun right before `dynamo_scale` is sent to the arbiter.
+watch of etcd: from then on its frontend routes to it. Started by hand: the same command in the same environment, begun
+right before the process is made. Started by decision: begun right before `dynamo_scale` is sent to the arbiter.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _Seen:
         self.changed = asyncio.Event()
 
     async def until(self, count: int) -> float:
-        """What `time.perf_counter()` is when there are that many. TimeoutError."""
+        """`time.perf_counter()` when there are that many. TimeoutError."""
         async with asyncio.timeout(WAIT_S):
             while len(self.keys) != count:
                 self.changed.clear()
@@ -120,7 +120,7 @@ async def _registry(graph: Running) -> AsyncIterator[_Seen]:
 
 
 def _environment(graph: Running, paths: Paths) -> dict[str, str]:
-    """What a person would set before starting one by hand."""
+    """The environment that a person would set before starting one by hand."""
     return {
         **graph.folders.env,
         "DYN_NAMESPACE": "dynamo",

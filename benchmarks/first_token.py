@@ -1,8 +1,8 @@
 """From the command to ready, and to the first streamed token over HTTP, with embedded etcd and NATS.
 
 The example's disaggregated graph: Frontend, Processor, one decode and one prefill worker on simulated GPUs.
-The clock starts before the process of `dynamo serve` is made; ready is when the command says so (its line in the
-foreground, its return with `--detach`); the token is the first with text of one chat, asked for right then. Byte
+The clock starts before the process of `dynamo serve` is made. Ready is when the command says so (its line in the
+foreground, its return with `--detach`). The token is the first with text of one chat, asked for right then. Byte
 code and page cache are warm: the first round is not counted.
 """
 

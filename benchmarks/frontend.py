@@ -1,8 +1,8 @@
-"""What stands between a client and the engine: HTTP, Frontend, Processor, NATS, worker. Everything on two cores.
+"""Everything between a client and the engine: HTTP, Frontend, Processor, NATS, worker. Everything on two cores.
 
 *Requests*: an engine so fast that its own time vanishes, asked in turn through everything and directly, in the load
 generator's own process; `added` is the difference, pair by pair. *Tokens*: the engine at a worker's pace (an open
-loop: it does not wait for readers), 64 and 128 streams at once; `added` is from the engine's `yield` in the
+loop: it does not wait for readers), 64 and 128 streams at once. `added` is from the engine's `yield` in the
 worker to the read in the client. The load generator, etcd and NATS share the two cores.
 """
 

@@ -24,7 +24,7 @@ Values = dict[str, float]
 
 
 def run(short: bool) -> Report:
-    """Of both, and two ÷ one, round by round."""
+    """Figures of both, and two ÷ one, round by round."""
     report = Report("frontends")
     rounds, requests = (2, 400) if short else (5, 3000)
     with two_cores() as cores:

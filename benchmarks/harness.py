@@ -1,4 +1,4 @@
-"""What every benchmark returns, how it is judged, and how it is shown.
+"""The result of a benchmark, how it is judged, and how it is shown.
 
 A figure is a list of samples, shown as minimum, median and maximum; its median is held against its target. A ratio
 is taken sample by sample from two things measured in turn in one run, so that it holds when the machine's speed
@@ -101,7 +101,7 @@ class Figure:
 
 @dataclass(slots=True)
 class Report:
-    """What one benchmark found. `notes` says what a reader must know to judge the figures."""
+    """The figures of one benchmark. `notes` says what a reader must know to judge the figures."""
 
     name: str
     figures: list[Figure] = field(default_factory=list)

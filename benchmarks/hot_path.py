@@ -1,4 +1,4 @@
-"""What a token and a request cost Frontend and Processor in Python alone, in this process: no sockets, no NATS.
+"""The cost of a token and of a request for Frontend and Processor in Python alone: no sockets, no NATS.
 
 A worker's frames are put into the data plane's connections by hand, and what would go to the clients' sockets is
 counted. Nothing else runs, so it can be told on a busy machine which of two versions is dearer, and why:

@@ -16,11 +16,11 @@ END = "<!-- end of what was measured -->"
 
 
 class KeptFacts(Protocol):
-    """What was measured, as a file."""
+    """The measured figures, as a file."""
 
     @classmethod
     def load(cls, path: Path, /) -> Self:
-        """What `save` wrote."""
+        """The figures that `save` wrote."""
         ...
 
     def save(self, path: Path, /) -> None:
@@ -39,7 +39,7 @@ def asked(command: str, doc: str | None, *, short: str, page: str) -> argparse.N
 
 
 def kept_or_measured(kind: type[F], path: Path | None, measure: Callable[[], F]) -> F:
-    """What the file keeps; without one, what is measured now, which is then kept there."""
+    """The figures that the file keeps. Without one they are measured now, and kept there."""
     if path is not None and path.exists():
         return kind.load(path)
     facts = measure()

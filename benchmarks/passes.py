@@ -1,4 +1,4 @@
-"""What forward-pass metrics cost: in an engine per pass, in a worker per answer, in the arbiter per pull."""
+"""The cost of forward-pass metrics: in an engine per pass, in a worker per answer, in the arbiter per pull."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _ENVELOPE: dict[str, Any] = {"publisher_id": 1, "sequence": 1, "wall_s": 1.0}
 
 
 def _vllm_pass(batch: int, waiting: int = 0) -> Callable[[], None]:
-    """What is noted of one pass, between its schedule and its result."""
+    """Notes one pass, between its schedule and its result."""
     requests = {f"request-{n}": _request(1000 + n) for n in range(batch)}
     queue = [_request(500) for _ in range(waiting)]
     scheduler = SimpleNamespace(requests=requests, waiting=queue, kv_holding_waiting=())
@@ -92,7 +92,7 @@ class _Request:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and output."""
+        """Tokens of prompt and output."""
         return len(self._all_token_ids)
 
 
@@ -101,7 +101,7 @@ def _request(tokens: int) -> _Request:
 
 
 def _telling() -> Callable[[], object]:
-    """What a worker does for one answer, but for NATS."""
+    """All that a worker does for one answer, but for NATS."""
     recorder = PassRecorder()
     for n in range(int(PASSES_PER_S * PULL_EVERY_S)):
         recorder.record(ForwardPass(EngineId(""), n, 0.005, DECODING, QUEUED, n * 0.005))
@@ -116,7 +116,7 @@ def _answer(passed: ForwardPass) -> bytes:
 
 
 def _tracking(answer: bytes) -> Callable[[], None]:
-    """What the arbiter does with one answer, from its bytes to the policy's values."""
+    """All that the arbiter does with one answer, from its bytes to the policy's values."""
     tracker = PassTracker()
     ready = (ReadyWorker("dynamo_VllmWorker", "VllmWorker", "7"),)
 

@@ -1,8 +1,8 @@
-"""What a planner costs its arbiter, and for how long it holds the arbiter's loop.
+"""The cost of a planner for its arbiter, and for how long it holds the arbiter's loop.
 
 CPU: 64 watchers under the load planner, pulls every second, off and on in turn in one run.
 The arbiter and its sleeping workers are those of `arbiter_idle`. It samples loads and the prefill queue once a second
-whether or not the planner runs (nobody is asked twice), so the difference is the loop, the policy and the log. With
+whether or not the planner runs (nobody is asked twice). So the difference is the loop, the policy and the log. With
 `--no-operation`: sleepers cannot be scaled.
 
 The loop: `HELD_WORKERS` real workers with simulated engines that are kept busy, and each policy in turn; what is told

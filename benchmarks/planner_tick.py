@@ -1,5 +1,7 @@
-"""What one decision of a planner costs, with its reasons: 64 workers; of `load` an interval of 30 readings, of the
-others a window of traffic and, for `throughput-load`, 64 passes of each engine since the last pull.
+"""The cost of one decision of a planner, with its reasons, for 64 workers.
+
+`load` gets an interval of 30 readings, the others a window of traffic. `throughput-load` also gets 64 passes of each
+engine since the last pull.
 """
 
 from __future__ import annotations
@@ -97,7 +99,7 @@ class _Aside:
 
 
 def _slo_ms(*, ticks: int) -> tuple[list[float], list[float]]:
-    """CPU of so many decisions of `slo` on a busy host whose load swings: in the loop, and of the queueing twin."""
+    """CPU of so many decisions of `slo` on a busy host whose load swings: in the loop, and of the queueing model."""
     aside = _Aside()
     driver = PolicyDriver(policy_of(SLO), 0.0, forecaster=aside)
     loop_ms, forecast_ms = list[float](), list[float]()

@@ -1,4 +1,4 @@
-"""What a process has used, and where our own are started from."""
+"""The use of a process, and where our own are started from."""
 
 from __future__ import annotations
 

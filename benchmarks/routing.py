@@ -1,4 +1,4 @@
-"""What KV-aware routing is worth: an hour of a chat service over eight simulated workers, by each policy.
+"""The worth of KV-aware routing: an hour of a chat service over eight simulated workers, by each policy.
 
 On a virtual clock, without processes: the schedulers of the sim engine, and the Router's own index and pickers.
 The hour is Mooncake's recorded one where it is to be had, else generated (`benchmarks.traces`).
@@ -92,7 +92,7 @@ class Fleet:
             self._sample(worker, now_s)
         worker = self._picker.pick(range(WORKERS), self._samples, hits)
         rate = hits.get(worker, 0.0)
-        # What a Router says of the request's size: uncached tokens for kv, else what it may generate.
+        # A Router's word for the request's size: uncached tokens for kv, else what it may generate.
         tokens = round(length * (1 - rate)) if isinstance(self._picker, KvCost) else row.output_length
         self._picker.routed(worker, name, tokens, now_s)
         self._arrived_s[name], self._worker[name] = now_s, worker

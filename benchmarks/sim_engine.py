@@ -1,9 +1,9 @@
-"""What the simulated engine costs: CPU per token in real time, and how fast it is on a virtual clock.
+"""The cost of the simulated engine: CPU per token in real time, and how fast it is on a virtual clock.
 
     python -m benchmarks.sim_engine TRACE    (Mooncake's format, .jsonl or .jsonl.gz; the scheduler alone)
 
-Targets: 5,000 tokens/s through one engine in real time under 15 % of a core; an hour of a chat service
-(some 12,000 requests, 4.1 M tokens) well under the 20 s that `dynamo simulate` has for it.
+Targets: 5,000 tokens/s through one engine in real time under 15 % of a core. An hour of a chat service
+(some 12,000 requests, 4.1 M tokens) takes well under the 20 s that `dynamo simulate` has for it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How long a statefile commit takes: lock, read, validate, change, validate, write, fsync, replace, fsync the folder.
 
 Beside it, in the same run and alternating with it, a bare durable write of the same bytes (write, fsync, replace,
-fsync of the folder): the ratio says what locking and validating add, whatever the disk. Written in the home folder,
+fsync of the folder). The ratio says what locking and validating add, whatever the disk. Written in the home folder,
 where statefiles live; a tmpfs would make fsync free.
 """
 

@@ -106,6 +106,18 @@ def commands() -> str:
     return table(("Command", ""), ((f"`dynamo {name}`", text) for name, (_, text) in COMMANDS.items()))
 
 
+def doctor_checks() -> str:
+    """The ids of `dynamo doctor` by subject, each with its check's docstring."""
+    from dynamo_local.core.doctor import SUBJECTS
+    from dynamo_local.core.doctor.findings import explanation_of, id_of
+
+    return "\n\n".join(
+        f"### {subject}\n\n"
+        + table(("Id", "In order if"), ((f"`{id_of(each)}`", explanation_of(each)) for each in checks))
+        for subject, checks in SUBJECTS.items()
+    )
+
+
 def lifecycle() -> str:
     """The transition table as a mermaid diagram."""
     from dynamo_local.core.fleet.lifecycle import mermaid
@@ -356,6 +368,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "allowed-environment": allowed_environment,
     "arbiter-metrics": arbiter_metrics,
     "commands": commands,
+    "doctor-checks": doctor_checks,
     "effects": effects,
     "episode-adoption": _episode("adoption"),
     "episode-crash": _episode("crash"),

@@ -1,4 +1,4 @@
-"""What a run of the ways leaves behind, as values and as a file."""
+"""The records of a run of the ways, as values and as a file."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Self
 from dynamo_local.core.lead_times import OptionKind
 
 Seconds = dict[OptionKind, list[float]]
-"""Of each way, one per time."""
+"""Seconds of each way, one per time."""
 
 
 @dataclass(slots=True)
 class OfEngine:
-    """`stages` of each start, by rung: its worker's own line, stage by stage."""
+    """`stages` of each start, by scaling option: its worker's own line, stage by stage."""
 
     seconds: Seconds = field(default_factory=dict)
     stages: dict[OptionKind, list[dict[str, float]]] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class Facts:
 
     @classmethod
     def load_from(cls, text: str) -> Self:
-        """What `dumps` gave."""
+        """Those that `dumps` gave."""
         raw = json.loads(text)
         engines = {
             name: OfEngine(

@@ -35,7 +35,7 @@ def write(page: Path, facts: Facts) -> None:
 
 
 def report(facts: Facts) -> Report:
-    """Of a flip to prefill the first token is that of the canary's prompt: all that a prefill worker answers with."""
+    """A flip to prefill has the first token of the canary's prompt: a prefill worker answers with no other."""
     told = Report("actuators", notes=list(facts.absent))
     for engine, of in facts.engines.items():
         cold_s = statistics.median(of.seconds[OptionKind.COLD])
@@ -54,12 +54,12 @@ def report(facts: Facts) -> Report:
 
 
 def p99(seconds: Sequence[float]) -> float:
-    """What 99 of 100 do not exceed; one of them."""
+    """The sample that 99 of 100 do not exceed."""
     return sorted(seconds)[max(0, math.ceil(0.99 * len(seconds)) - 1)]
 
 
 def section(facts: Facts) -> str:
-    """What was measured, as markdown."""
+    """The measured figures, as markdown."""
     date, _, about = machine_line(facts.machine).partition("  ")
     before, after = facts.load
     parts = [

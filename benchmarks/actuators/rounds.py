@@ -92,7 +92,7 @@ async def _measure(make: MakeServed, rounds: int, ways: Sequence[Way] = WAYS) ->
 
 
 async def _stages(way: Way, served: Served) -> list[dict[str, float]]:
-    """Of the start, by the line that the new worker writes; none where nothing was started."""
+    """The stages of the start, by the line that the new worker writes; none where nothing was started."""
     if way.rung not in (OptionKind.COLD, OptionKind.PREWARMED):
         return []
     await settled(served, PATIENCE_S)

@@ -1,6 +1,6 @@
 """The ways to one more worker: one row each.
 
-The name of a way is its rung's (`core.lead_times.OptionKind`).
+The name of a way is its scaling option's (`core.lead_times.OptionKind`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.drivers.served import AGG, DISAGG, Served, auntil
 from tests.drivers.sleepers import asleep, wake
 
 WAKE_S = 0.5
-"""What the simulated engine's wake is configured to take."""
+"""Configured seconds of the simulated engine's wake."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """A planner that knows the demand: what is left to be gained by forecasting.
 
-For each moment the queueing twin says, of the requests that really come around it, which is the smallest fleet that
-serves as many of them within the targets as the largest one does, but for `GIVEN_UP`. A worker is ordered one start-up
-before it is needed, and is kept over pauses in which it could not be back in time. It begins with what is needed first.
+For each moment the queueing model takes the requests that really come around it. It says which is the smallest fleet
+that serves as many of them within the targets as the largest one does, but for `GIVEN_UP`. A worker is ordered one
+start-up before it is needed, and is kept over pauses in which it could not be back in time. It begins with what is
+needed first.
 """
 
 from __future__ import annotations

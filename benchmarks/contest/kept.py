@@ -20,7 +20,7 @@ class KeptRows(ABC, Generic[R]):
 
     @classmethod
     def load(cls, path: Path | None) -> Self:
-        """What is kept there; nothing, if nothing is."""
+        """The rows that are kept there."""
         if path is None or not path.exists():
             return cls(path)
         return cls(path, [cls.row_of(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()])

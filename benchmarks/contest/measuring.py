@@ -1,6 +1,7 @@
 """The runs of the contest, one after the other, each kept as soon as it is done: another call goes on where this ended.
 
-All rows of a trial are served alike: least-loaded routing, every prefill remote, cold starts only.
+Rows of a trial are served alike: least-loaded routing, every prefill remote, cold starts only. The `SERVED` ones have
+the routing and dispatch by targets that `dynamo serve` has by default.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from benchmarks.contest.kept import KeptRows
 from benchmarks.contest.trials import TRIALS, Fleet, Trial
 from benchmarks.harness import machine, machine_line
 from benchmarks.traces import Requests
+from dynamo_local.components.dispatcher import sim_picker
 from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.config.planner_section import planner_section
+from dynamo_local.core.routing.estimates import Targets
 from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
@@ -30,17 +33,19 @@ from dynamo_local.planner.queueing import Demand, Engine, EngineOptions, decode_
 from dynamo_local.planner.queueing_task import passes_of
 from dynamo_local.profile.reading import DEFAULT_PROFILE, read_profile
 from dynamo_local.simulator.metrics import Metrics, measure
-from dynamo_local.simulator.options import FleetShape, SimulationOptions
+from dynamo_local.simulator.options import FleetShape, SimulationOptions, Slo
 from dynamo_local.simulator.simulation import Case, Simulation, run_case
 
 POLICIES = ("load", "sla", "throughput-load", "slo")
 CLAIRVOYANT, FIXED = "clairvoyant", "fixed"
-CASES = (FIXED, CLAIRVOYANT, *POLICIES)
+SERVED = {"sla as served": "sla", "load as served": "load"}
+"""The policies of rows with dispatch by targets."""
+CASES = (FIXED, CLAIRVOYANT, *SERVED, *POLICIES)
 TWIN, REPLAY = "our twin", "Dynamo's replay"
 ENOUGH = 0.9995
 """A fixed fleet that serves so many is the last of the frontier: more GPUs cannot do better."""
 LEAST = 0.01
-"""A fixed fleet that would serve fewer, by the queueing twin, is not run."""
+"""A fixed fleet that would serve fewer, by the queueing model, is not run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,7 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, str, tuple[int, int], int]:
-        """What makes it another run."""
+        """Two runs with the same key are the same."""
         return (self.judge, self.trial, self.case, self.fleet, self.requests)
 
 
@@ -137,7 +142,7 @@ def _runs(trial: Trial, requests: Requests, facts: Facts, cases: Sequence[str]) 
 
 
 def frontier(trial: Trial, requests: Requests) -> list[Fleet]:
-    """The best split of each number of GPUs up to the cap, by the queueing twin on the whole trace: all splits of all
+    """The best split of each number of GPUs up to the cap, by the queueing model on the whole trace: all splits of all
     numbers would be a hundred runs. Those are left out that it takes for hopeless."""
     options = slo_of(trial)
     engine = Engine(passes_of(DEFAULT_PROFILE, trial.speed), EngineOptions())
@@ -181,11 +186,17 @@ def _made(run: Run, requests: Requests) -> Row:
         done = Simulation(begun, requests.rows, planner=PolicyDriver(knows, 0.0)).run()
     else:
         with TemporaryDirectory() as folder:
-            done = run_case(
-                requests.rows,
-                Case("", options, planner=planner_options(trial, run.case, Path(folder)), make_policy=_maker(trial)),
-            )
+            planner = planner_options(trial, SERVED.get(run.case, run.case), Path(folder))
+            case = Case("", options, planner=planner, make_policy=_maker(trial))
+            done = run_case(requests.rows, _as_served(case, trial.slo) if run.case in SERVED else case)
     return _row(run, fleet, measure(done, trial.slo), requests, time.monotonic() - began_s)
+
+
+def _as_served(case: Case, slo: Slo) -> Case:
+    """With the routing and dispatch of `dynamo serve --ttft --itl`."""
+    targets = Targets.of_ms(slo.ttft_ms, slo.itl_ms)
+    options = replace(case.options, conditional=True, disagg_policy="slo", targets=targets)
+    return replace(case, options=options, make_picker=partial(sim_picker, "slo", 0, options.sim, targets))
 
 
 def _row(run: Run, fleet: Fleet, metrics: Metrics, requests: Requests, took_s: float) -> Row:
@@ -223,7 +234,7 @@ def here() -> str:
 
 
 def slo_of(trial: Trial) -> PlannerConfig:
-    """What the policy `slo` is asked for, with the profile of its engines."""
+    """The options of the policy `slo`, with the profile of its engines."""
     return PlannerConfig(
         policy="slo",
         profile_results_dir=Path(DEFAULT_PROFILE),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from benchmarks.contest.measuring import CLAIRVOYANT, REPLAY, TWIN, Facts, Row
+from benchmarks.contest.measuring import CLAIRVOYANT, REPLAY, SERVED, TWIN, Facts, Row
 from benchmarks.contest.trials import TRIALS, Trial
 from benchmarks.measured_pages import write_measured
 from dynamo_local.simulator.options import FleetShape
@@ -14,7 +14,7 @@ from dynamo_local.simulator.options import FleetShape
 PAGE = Path(__file__).parents[2] / "docs" / "contest.md"
 COMMAND = "python -m benchmarks.contest --page"
 ASKED = {"sin 5–45": (0.995, 1.10), "conversation": (0.963, 1.07), "Azure conversation": (0.99, 1.12)}
-"""Of `slo` in Dynamo's replay: attainment, and GPU-hours over those of a clairvoyant planner there."""
+"""Asked of `slo` in Dynamo's replay: attainment, and GPU-hours over those of a clairvoyant planner there."""
 COLORS = {
     "fixed": "#777777",
     "load": "#c44e52",
@@ -32,7 +32,7 @@ def write(page: Path, facts: Facts) -> None:
 
 
 def section(facts: Facts) -> str:
-    """What was measured, as markdown."""
+    """The measured figures, as markdown."""
     lines: list[str] = []
     for trial in TRIALS:
         rows = facts.of(TWIN, trial.name)
@@ -59,11 +59,12 @@ def _table(rows: Sequence[Row]) -> Iterable[str]:
     yield "| Planner | Fleet | Within both targets | GPU-hours | TTFT p99, ms | ITL p99, ms | Dropped | Actions |"
     yield "|---|---|--:|--:|--:|--:|--:|--:|"
     beaten = _beaten(rows)
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row.case not in SERVED):
         if row in beaten:
             continue
         shape = f"{FleetShape(*row.fleet)}" if row.case == "fixed" else f"from {FleetShape(*row.fleet)}"
-        name = row.case if row.case in ("fixed", CLAIRVOYANT) else f"`{row.case}`"
+        name = row.case if row.case in ("fixed", CLAIRVOYANT) else f"`{SERVED.get(row.case, row.case)}`"
+        name += " as served" if row.case in SERVED else ""
         cells = (_ms(row.ttft_p99_ms), _ms(row.itl_p99_ms), f"{row.dropped:,}", str(row.scale_actions))
         yield f"| {name} | {shape} | {row.attainment:.2%} | {row.gpu_hours:.3f} | {' | '.join(cells)} |"
 
@@ -90,14 +91,14 @@ def _beaten(rows: Sequence[Row]) -> list[Row]:
 
 
 def _verdict(rows: Sequence[Row]) -> Iterable[str]:
-    """Of each planner, against the fixed fleets."""
+    """Each planner against the fixed fleets."""
     fixed = [row for row in rows if row.case == "fixed"]
     if not fixed:
         yield "No fixed fleet was run yet."
         return
     level = []
     for row in rows:
-        if row.case in ("fixed", CLAIRVOYANT):
+        if row.case in ("fixed", CLAIRVOYANT, *SERVED):
             continue
         beats = [each for each in fixed if beaten_by(each, [row])]
         if better := beaten_by(row, fixed):
@@ -155,8 +156,10 @@ WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 420, 300, 52, 28, 40
 
 
 def picture(facts: Facts) -> str:
-    """One plot for each trial: attainment over GPU-hours, the fixed fleets joined by a line."""
-    shown = [(trial, rows) for trial in TRIALS if (rows := facts.of(TWIN, trial.name))]
+    """One plot for each trial: attainment over GPU-hours, the fixed fleets joined by a line. Rows that are served in
+    another way are left out."""
+    found = [(trial, [row for row in facts.of(TWIN, trial.name) if row.case not in SERVED]) for trial in TRIALS]
+    shown = [(trial, rows) for trial, rows in found if rows]
     columns = min(2, max(1, len(shown)))
     lines = -(-len(shown) // columns) or 1
     parts = [

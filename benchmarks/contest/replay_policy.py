@@ -4,9 +4,9 @@
     run_mocker_trace_replay([trace], …, scaling_policy=policy)
 
 The replay knows its requests only by the means of the time since the last tick, and its queues by the last pass of each
-worker. So it is asked for a tick so often that
-most ticks see one request, which gives the lengths one by one; a decision is made at every interval's end. What is
-decided is the same object's as in the arbiter, driven by the same driver. Nothing is read but what the replay tells.
+worker. So it is asked for a tick so often that most ticks see one request, which gives the lengths one by one. A
+decision is made at every interval's end, by the same policy and driver as in the arbiter. Nothing is read but what
+the replay tells.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "speed": ("speed", "engine_speed", "speedup_ratio", "speedup"),
     "profile": ("profile", "profile_folder", "profile_dir"),
 }
-"""What a scenario may call its fields."""
+"""The names that a scenario may give its fields."""
 OPTIONAL: Mapping[str, float] = {"speed": 1.0}
 
 
@@ -67,7 +67,7 @@ def _field(scenario: Any, field: str) -> Any:
             return value
     if field in OPTIONAL:
         return OPTIONAL[field]
-    raise KeyError(f"the scenario does not say {field}; it may be called {', '.join(NAMES[field])}")
+    raise KeyError(f"the scenario does not say {field}, which may be called {', '.join(NAMES[field])}")
 
 
 class ReplayPolicy:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.contest.rungs [--facts FILE] [--minutes N] [--page]`: what faster rungs are worth to `slo`.
+"""`python -m benchmarks.contest.rungs [--facts FILE] [--minutes N] [--page]`: `slo` with faster scaling options.
 
 The same requests, planned by `slo` with cold starts alone, at several prices of a GPU, and with flips and workers on
 standby. Cold starts give a curve of missed requests over GPU-hours; the other run is held against that curve where it
@@ -97,7 +97,7 @@ LOADS = (
 
 @dataclass(frozen=True, slots=True)
 class Rungs:
-    """What the planner has. `standby`: so many of each role sleep, and are so at the beginning."""
+    """The planner's scaling options. `standby`: so many of each role sleep, and are so at the beginning."""
 
     name: str
     flips: bool = False
@@ -133,7 +133,7 @@ class Row:
 
     @property
     def key(self) -> tuple[str, int, str, float]:
-        """What makes it another run."""
+        """Two runs with the same key are the same."""
         return (self.load, self.seed, self.rungs, self.thrift)
 
 
@@ -147,7 +147,7 @@ class Facts(KeptRows[Row]):
         return Row(**told)
 
     def of(self, load: str, rungs: str, seed: int | None = None) -> list[Row]:
-        """Those of a load with these rungs, by GPU-hours."""
+        """Those of a load with these scaling options, by GPU-hours."""
         found = [row for row in self.rows if (row.load, row.rungs) == (load, rungs) and seed in (None, row.seed)]
         return sorted(found, key=lambda row: row.gpu_hours)
 
@@ -172,7 +172,7 @@ def measure_all(facts: Facts, seeds: Sequence[int], until_s: float, say: Callabl
 
 
 def _runs() -> Iterator[tuple[str, Rungs | None, float]]:
-    """Name, rungs (None: a fleet that stays as it is) and thrift."""
+    """Name, scaling options (None: a fleet that stays as it is) and cost factor."""
     yield ALL_ON, None, 0.0
     for rungs in RUNGS:
         for thrift in PRICES if rungs.name == COLD else (1.0,):
@@ -180,7 +180,7 @@ def _runs() -> Iterator[tuple[str, Rungs | None, float]]:
 
 
 def run(load: str, seed: int, requests: Sequence[TraceRequest], name: str, rungs: Rungs | None, thrift: float) -> Row:
-    """One run of these requests, with these rungs (None: all GPUs are always on)."""
+    """One run of these requests, with these scaling options (None: all GPUs are always on)."""
     began_s = time.monotonic()
     options = SimulationOptions(shape=FleetShape(4, 4), gpus=GPUS, leads=LEADS, conditional=False)
     planner, asleep = None, 0
@@ -216,8 +216,8 @@ def run(load: str, seed: int, requests: Sequence[TraceRequest], name: str, rungs
 
 
 def missed_at(hours: float, curve: Sequence[tuple[float, float]]) -> float:
-    """What is missed with so many GPU-hours, on the line through these points (GPU-hours ascending, missed): who may
-    have more of them never misses more. Beyond the ends it is what it is there."""
+    """Misses with so many GPU-hours, on the line through these points (GPU-hours ascending, missed). More of them never
+    miss more. Beyond an end the line goes on level."""
     falling: list[tuple[float, float]] = []
     for at, missed in curve:
         falling.append((at, min(missed, falling[-1][1]) if falling else missed))
@@ -231,7 +231,7 @@ def missed_at(hours: float, curve: Sequence[tuple[float, float]]) -> float:
 
 def spared(facts: Facts, load: str, rungs: str) -> list[float]:
     """For each seed: the part of the requests that are missed with cold starts alone, at as many GPU-hours, that is not
-    missed with these rungs."""
+    missed with these scaling options."""
     found = []
     for row in sorted(facts.of(load, rungs), key=lambda each: each.seed):
         curve = [(each.gpu_hours, float(each.missed)) for each in facts.of(load, COLD, row.seed)]
@@ -241,7 +241,7 @@ def spared(facts: Facts, load: str, rungs: str) -> list[float]:
 
 
 def section(facts: Facts) -> str:
-    """What was measured, as markdown."""
+    """The measured figures, as markdown."""
     lines: list[str] = []
     for load in LOADS:
         rows = [row for row in facts.rows if row.load == load.name]

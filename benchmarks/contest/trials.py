@@ -1,4 +1,4 @@
-"""What planners are held against: traces with targets, a start-up, a cap, and the fleet that they begin with."""
+"""The trials of planners: traces with targets, a start-up, a cap, and the fleet that they begin with."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The open-loop HTTP client, in a process of its own: `python -m benchmarks.drain.client PLAN RECORDS`.
 
-It sends each of the trace's requests when it is due, whatever became of those before, each once and over a connection
-of its own, and holds every answer against the oracle: text and `finish_reason`. PLAN is JSON, the fields of `Plan`;
-RECORDS takes one JSON line per request, the fields of `Record`. It ends when its standard input is closed and the last
-answer is there.
+It sends each of the trace's requests when it is due, whatever became of those before. Each goes once, over a
+connection of its own. Every answer is held against the oracle: text and `finish_reason`. PLAN is JSON, the fields of
+`Plan`; RECORDS takes one JSON line per request, the fields of `Record`. It ends when its standard input is closed and
+the last answer is there.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Exchange(asyncio.Protocol):
 
 
 class Oracle:
-    """What the right answer to a request is."""
+    """Knows the right answer to a request."""
 
     def __init__(self) -> None:
         self._tokenizer: Tokenizer = load_tokenizer(MODEL)
@@ -133,7 +133,7 @@ def http_request(ask: Ask) -> bytes:
 
 @dataclass(slots=True)
 class Answer:
-    """What the events of a stream say."""
+    """The content of a stream's events."""
 
     request_id: str | None = None
     text: str = ""
@@ -143,7 +143,7 @@ class Answer:
 
 
 def read_answer(body: bytes) -> Answer:
-    """Of a body of server-sent events, as far as it came."""
+    """The answer in a body of server-sent events, as far as it came."""
     answer = Answer()
     for data in _events(body):
         if data == b"[DONE]":

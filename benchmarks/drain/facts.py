@@ -1,4 +1,4 @@
-"""What a run leaves behind, as values: scale actions, requests, who sent what to whom."""
+"""The records of a run, as values: scale actions, requests, who sent what to whom."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Facts:
 
     @classmethod
     def load(cls, path: Path) -> Facts:
-        """What `save` wrote."""
+        """The facts that `save` wrote."""
         data: dict[str, Any] = json.loads(path.read_text())
         return cls(
             speed=data["speed"],
@@ -125,12 +125,12 @@ class Facts:
 
 
 def read_notes(folder: Path) -> Iterable[Sent]:
-    """What the processes of the graph noted."""
+    """The notes of the graph's processes."""
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text().splitlines():
             yield Sent(*json.loads(line))
 
 
 def read_records(path: Path) -> list[Record]:
-    """What the client wrote."""
+    """The client's records."""
     return [Record(**json.loads(line)) for line in path.read_text().splitlines()]

@@ -25,7 +25,7 @@ class Row:
     cut: int = 0
     wrong: int = 0
     would_cut: int = 0
-    """Of the streams in flight when *our* drains began, those that lasted longer than this policy's budget."""
+    """Streams in flight when *our* drains began that lasted longer than this policy's budget."""
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class Verdict:
 
 
 class _Streams:
-    """Who held which stream, when: from the senders' notes and the client's records."""
+    """The holders of each stream over time: from the senders' notes and the client's records."""
 
     def __init__(self, facts: Facts) -> None:
         self._records = {record.request_id: record for record in facts.records if record.request_id}

@@ -20,7 +20,7 @@ def write(page: Path, verdict: Verdict, facts: Facts) -> None:
 
 
 def section(verdict: Verdict, facts: Facts) -> str:
-    """What was measured, as markdown."""
+    """The measured figures, as markdown."""
     row = verdict.rows[OURS]
     ups = [up for up in facts.ups if up.with_policy == OURS]
     took_back = sum(up.took_back for up in ups)

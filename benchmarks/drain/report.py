@@ -58,7 +58,7 @@ def report(facts: Facts) -> Report:
 
 
 def complaints(verdict: Verdict, facts: Facts) -> list[str]:
-    """What went wrong, in words."""
+    """All that went wrong, in words."""
     lines = [f"request {record.number}: {record.outcome}, {record.why}" for record in verdict.strays]
     lines += [
         f"request {sent.request_id} was sent {sent.component}:{sent.lease:x} too late" for sent in verdict.too_late

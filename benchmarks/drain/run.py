@@ -151,7 +151,7 @@ async def _crash(host: Host, times: int) -> None:
 
 
 class _Lanes:
-    """What is done, in what order. The lanes of different components do not know of each other."""
+    """The steps in their order. The lanes of different components do not know of each other."""
 
     def __init__(self, host: Host, facts: Facts, shape: Shape) -> None:
         self._host = host

@@ -1,8 +1,8 @@
 """Requests of a chat service (`benchmarks.traces`), made small enough for a host whose two cores play eight GPUs.
 
-What is changed, and nothing else: every `THINNING`-th request is taken; prompts are `PROMPT_SCALE` times shorter (the
-engine is given a profile that takes as long for them); answers end at `answer_max`; time is divided by `speed`, and the
-trace begins anew when it is over. Arrivals, the lengths of answers and shared prefixes are the trace's.
+Every `THINNING`-th request is taken. Prompts are `PROMPT_SCALE` times shorter; the engine is given a profile that takes
+as long for them. Answers end at `answer_max`. Time is divided by `speed`, and the trace begins anew when it is over.
+Arrivals, the lengths of answers and shared prefixes are the trace's.
 """
 
 from __future__ import annotations

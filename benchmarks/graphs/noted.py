@@ -1,8 +1,8 @@
 """The disaggregated graph, in which whoever sends a request to a worker notes when, to whom, and what came of it.
 
-One JSON line `[time, component, lease id, request id, outcome]` per attempt, in `$BENCH_NOTES/<pid>.jsonl`: `time` is
-CLOCK_MONOTONIC seconds (one clock for all processes of a host) before anything is sent, `outcome` is "taken" or the
-error's code. What is measured is not touched: the notes are the caller's own, around the call.
+One JSON line `[time, component, lease id, request id, outcome]` per attempt, in `$BENCH_NOTES/<pid>.jsonl`. `time` is
+CLOCK_MONOTONIC seconds (one clock for all processes of a host) before anything is sent. `outcome` is "taken" or the
+error's code. The measured code is not touched: the notes are the caller's own, around the call.
 """
 
 from __future__ import annotations

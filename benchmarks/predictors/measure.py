@@ -30,7 +30,7 @@ KNOWN_MIN = 10
 ORIGINS, ORIGINS_SHORT = 40, 3
 """From how many points of a series it is continued, evenly apart."""
 LENGTHS = (50, 200, 600)
-"""Of the series whose forecasts are timed."""
+"""Lengths of the series whose forecasts are timed."""
 FITS, FITS_SHORT = 5, 1
 DEADLINE_S = 120.0
 
@@ -44,14 +44,14 @@ CONTENDERS = {
 
 
 Told = tuple[tuple[float, ...], int]
-"""What comes next, and how many of the fits failed."""
+"""The forecast values, and how many of the fits failed."""
 Answers = Callable[[Iterable[ForecastTask]], Iterable[Told]]
 
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """Of one predictor over one series, so many windows ahead: the mean absolute error, in the series' unit, and as a
-    share of what `constant` has from the same points. `failed`: forecasts in which the last value stood in."""
+    """The mean absolute error of one predictor over one series, so many windows ahead. It is in the series' unit,
+    and as a share of what `constant` has from the same points. `failed`: forecasts in which the last value stood in."""
 
     predictor: str
     case: str
@@ -64,8 +64,8 @@ class Error:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of a forecast in its process: the first one with start and imports, later ones by the series' length (seconds,
-    median), and the process's memory after them (MiB)."""
+    """Costs of a forecast in its process: the first one with start and imports, later ones by the series' length
+    (seconds, median), and the process's memory after them (MiB)."""
 
     predictor: str
     first_s: float
@@ -91,7 +91,7 @@ class Facts:
 
     @classmethod
     def load(cls, file: Path) -> Facts:
-        """What `save` wrote."""
+        """The figures that `save` wrote."""
         raw = json.loads(file.read_text())
         errors, costs = raw.pop("errors"), raw.pop("costs")
         return cls(**raw, errors=[Error(**error) for error in errors], costs=[Cost(**cost) for cost in costs])
@@ -158,7 +158,7 @@ def _origins(length: int, most: int) -> list[int]:
 
 
 def _task(options: PlannerConfig, series: Sequence[float], window_s: float) -> ForecastTask:
-    """Of one series alone."""
+    """The task of one series alone."""
     task = forecast_task(options, Series(window_s), max(AHEAD))
     return ForecastTask(task.predictor, (tuple(series),), task.steps, window_s, task.options)
 

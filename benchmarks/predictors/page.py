@@ -47,7 +47,7 @@ def report(facts: Facts) -> Report:
 
 
 def section(facts: Facts) -> str:
-    """What was measured, as markdown."""
+    """The measured figures, as markdown."""
     lines = [
         f"{datetime.now(UTC):%Y-%m-%d}, {machine_line(machine()).partition('  ')[2].partition(', load')[0]}. "
         f"Up to {facts.origins} forecasts of each series, from {KNOWN_MIN} known windows on.",

@@ -334,7 +334,7 @@ def _prefixes_of(shape: Shape, of: Lengths, rng: Random, seed: int) -> Prefixes:
 def load_of(family: str, seed: int, hours: float | None = None) -> Load:
     """The load of that family and seed. `hours` is the length of the trace (None: drawn).
 
-    Of the recorded traces the seed names one, by its place in the list. Raises `BadInput`.
+    The seed names one of the recorded traces, by its place in the list. Raises `BadInput`.
     """
     if family == RECORDED:
         return _recorded(seed)

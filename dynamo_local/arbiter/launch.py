@@ -178,6 +178,9 @@ def serve_with(
         request = replace(request, paths=hold.paths)
         log_file = request.paths.log_file(f"{request.graph.namespace}_arbiter")
         with _logging_to(log_file), closing(make_view(request.paths)) as view:
+            for line in options.reasons:
+                log.info("%s", line)
+                view.event(line)
             found = settle(hold.before, adopt=options.adopt, replace=options.replace, tell=_tell(view))
             hold.ours = found is None
             request.paths.prepare()

@@ -50,7 +50,7 @@ def marked(paths: Paths) -> list[MarkedProcess]:
     """Our live processes with the namespace's marks, without this process and its ancestors."""
     statefile, own_sessions = os.path.realpath(paths.statefile), {}
     found: list[MarkedProcess] = []
-    for pid, env in _environments(paths.namespace):
+    for pid, env in environments(paths.namespace):
         started_s, name, around = start_time_s(pid), env.get("DYN_WATCHER_NAME"), parent_and_session(pid)
         if started_s is None or name is None or around is None:
             continue
@@ -64,9 +64,13 @@ def marked(paths: Paths) -> list[MarkedProcess]:
     return _with_workers(found, own_sessions, paths.namespace)
 
 
-def _environments(namespace: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """Pid and environment of every process of ours that is marked with the namespace, whatever its statefile."""
-    needle, ancestors = f"\0DYN_NAMESPACE={namespace}\0".encode(), ourselves()
+def environments(namespace: str | None = None) -> Iterator[tuple[int, dict[str, str]]]:
+    """Pid and environment of every process of ours that is marked with the namespace, whatever its statefile.
+
+    Without a namespace: with any.
+    """
+    needle = (f"\0DYN_NAMESPACE={namespace}\0" if namespace else "\0DYN_WATCHER_NAME=").encode()
+    ancestors = ourselves()
     for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
         try:
             environ = b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
@@ -97,7 +101,7 @@ def statefiles_elsewhere(paths: Paths) -> list[Path]:
 
     A shell with another `DYN_LOCAL_STATE_DIR` or home started those runs.
     """
-    named = {os.path.realpath(env.get("DYN_STATEFILE", "/")) for _, env in _environments(paths.namespace)}
+    named = {os.path.realpath(env.get("DYN_STATEFILE", "/")) for _, env in environments(paths.namespace)}
     return [Path(path) for path in sorted(named - {"/", os.path.realpath(paths.statefile)})]
 
 

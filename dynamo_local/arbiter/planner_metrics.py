@@ -22,7 +22,7 @@ from dynamo_local.planner.plugins.registry import BOUNDS_S, COUNTERS, HISTOGRAMS
 from dynamo_local.planner.records import figures
 from dynamo_local.planner.records.decision_log import DecisionRecord, as_json
 from dynamo_local.planner.records.figures import Figures
-from dynamo_local.planner.values import Observation
+from dynamo_local.planner.values import FixedFleet, Observation
 from dynamo_local.profile.judgement import Drifted
 
 PREFIX = "dynamo_planner"
@@ -50,6 +50,11 @@ DECIDED = {
     "sla_target_ttft_ms": "The target for the mean time to first token, ms; policies with targets have it",
     "sla_target_itl_ms": "The target for the mean gap between tokens, ms",
 }
+RATIO = "fixed_fleet_gpu_hours_ratio"
+RATIO_TEXT = (
+    "GPU-hours of the policy slo over those of the cheapest fixed fleet that keeps as large a share of requests within "
+    "the targets, of the last day (hour, while no more is known)"
+)
 REPLICAS = {
     "num_prefill_replicas": "Prefill workers that are ready",
     "num_decode_replicas": "Decode (or aggregated) workers that are ready",
@@ -79,7 +84,8 @@ class PlannerNow:
     """The planner at a scrape.
 
     `since_s` is when it entered its state, on its clock. `gpu_hours` are those of the components that it plans (None
-    before the first observation). `drift` says how far engines are off their profile.
+    before the first observation). `drift` says how far engines are off their profile. `fixed_fleet` is what
+    `slo` compares itself with.
     """
 
     state: PlannerState = PlannerState.STOPPED
@@ -88,6 +94,7 @@ class PlannerNow:
     since_s: float = 0.0
     gpu_hours: float | None = None
     drift: tuple[Drifted, ...] = ()
+    fixed_fleet: FixedFleet | None = None
 
 
 @dataclass(slots=True)
@@ -152,6 +159,8 @@ class PlannerGauges(Collector):
             yield from _gauges(names, group.since(now.since_s) if runs else {})
         hours = {} if now.gpu_hours is None else {"gpu_hours": now.gpu_hours}
         yield from _gauges({"gpu_hours": "GPU-hours of the planned components, since this arbiter's start"}, hours)
+        fixed = now.fixed_fleet if runs else None
+        yield from _gauges({RATIO: RATIO_TEXT}, {} if fixed is None else {RATIO: fixed.ratio})
         yield _drift(now.drift)
         yield from self._enums(runs and self._decided.at_s >= now.since_s)
         yield from _engines(observation)

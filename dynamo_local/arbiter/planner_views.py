@@ -70,7 +70,8 @@ class PlannerViews:
         planning = self._planning
         hours = self._gpu_hours(self._metrics.gauges.components)
         drift = planning.sources.drift.figures()
-        return PlannerNow(planning.state, planning.counts, self._board.dropped, planning.since_s, hours, drift)
+        dropped, fixed = self._board.dropped, planning.fixed_fleet
+        return PlannerNow(planning.state, planning.counts, dropped, planning.since_s, hours, drift, fixed)
 
     def _plugins(self) -> PluginsNow:
         found = self._planning.plugins

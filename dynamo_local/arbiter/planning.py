@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +36,16 @@ from dynamo_local.planner.plugins.service import PluginService
 from dynamo_local.planner.policies.protocol import Policy
 from dynamo_local.planner.records import decision_log as decisions
 from dynamo_local.planner.records.decision_log import DecisionLog, decision_log_path
-from dynamo_local.planner.records.ticks import TickLog, recorded_requests, tick_log_path
+from dynamo_local.planner.records.ticks import Recorded, TickLog, recorded_requests, tick_log_path
 from dynamo_local.planner.scaling_times import ScalingTimes
+from dynamo_local.planner.values import FixedFleet
 from dynamo_local.state.schema import PlannerEntry
+from dynamo_local.system.json_lines import Skipped
 
 log = logging.getLogger(__name__)
 
 NOT_STARTED = Trouble("the planner's start")
 
-RECORDED_S = 6 * 3600.0
-"""A planner begins with its recorded requests of at most so long ago: older ones would count less than 2 %."""
-RECORDED_MAX = 200_000
-"""And with at most so many."""
 NOT_OPTIONS = frozenset({"enabled", "namespace"})
 """Keys of the section that are no options of a policy."""
 AT_START = {
@@ -217,8 +215,11 @@ class ArbiterPlanner:
         by_name = {spec.name: spec.resources.gpu for spec in self._graph.services}
         prefill, decode = planned_components(self._graph)
         gpus = (0 if prefill is None else max(1, by_name[prefill]), max(1, by_name[decode]))
+        starts_s = [
+            self._times.start_up_s(component) or 0.0 for component in (prefill, decode) if component is not None
+        ]
         ticks = tick_log_path(self._log_path.parent) if begins else None
-        return await asyncio.to_thread(_policy_of, options, gpus, ticks)
+        return await asyncio.to_thread(_policy_of, options, gpus, max(starts_s), ticks)
 
     def reconfigure(
         self, graph: GraphSpec, options: PlannerConfig | None = None, policy: Policy[Any] | None = None
@@ -265,6 +266,11 @@ class ArbiterPlanner:
         """The loop's counters since this arbiter made it."""
         return Counts() if self._loop is None else self._loop.counts
 
+    @property
+    def fixed_fleet(self) -> FixedFleet | None:
+        """`PlannerLoop.fixed_fleet`."""
+        return None if self._loop is None else self._loop.fixed_fleet
+
     def status(self) -> dict[str, Any]:
         """The object of `dynamo planner status --json`, and `planner` in `dynamo status --json`. Never waits."""
         options = self.options.model_dump(mode="json", include=set(self.options.named) - NOT_OPTIONS)
@@ -278,6 +284,8 @@ class ArbiterPlanner:
         }
         for part in self._status_parts:
             status |= part()
+        fixed = self.fixed_fleet
+        status["fixed_fleet"] = None if fixed is None else fixed.as_json()
         loop, now_s = self._loop, self._clock.now_s()
         if loop is None:
             return {**status, "last_decision": None, "trouble": None}
@@ -478,19 +486,22 @@ class PlannerPlugins:
         return Counters() if self._service is None else self._service.registry.counters
 
 
-def _policy_of(options: PlannerConfig, gpus: tuple[int, int], ticks: Path | None) -> Policy[Any]:
+def _policy_of(options: PlannerConfig, gpus: tuple[int, int], start_up_s: float, ticks: Path | None) -> Policy[Any]:
     """`choosing.policy_of`. The first call imports all policies, and some of them read files: call it in a thread.
 
-    Without `history` the policy `slo` begins with the requests of the tick log, if they can be read.
+    Without `history` the policy `slo` begins with the requests of the tick log, as far as they can be read.
     """
     from dynamo_local.planner import choosing
 
-    recorded: Sequence[tuple[float, int, int]] = ()
+    recorded: Recorded = []
     if ticks is not None and options.policy == "slo" and options.history is None:
+        skipped = Skipped()
         try:
-            recorded = recorded_requests(ticks, RECORDED_S, RECORDED_MAX)
-        except (BadInput, OSError) as error:
+            recorded = recorded_requests(ticks, skipped)
+        except OSError as error:
             log.warning("the planner begins without its recorded requests: %s", error)
+        if (warning := skipped.warning("the planner's recorded requests")) is not None:
+            log.warning("%s", warning)
         if recorded:
             log.info("the planner begins with %d requests of its last %.1f h", len(recorded), -recorded[0][0] / 3600)
-    return choosing.policy_of(options, gpus=gpus, recorded=recorded)
+    return choosing.policy_of(options, start_up_s=start_up_s, gpus=gpus, recorded=recorded)

@@ -53,6 +53,10 @@ class ServeOptions:
     insecure: bool = False
     ttft_ms: float | None = None
     itl_ms: float | None = None
+    base: str | None = None
+    """YAML that was made for `--model`: `file` and `overrides` are laid over it."""
+    reasons: tuple[str, ...] = ()
+    """Why it is so: lines that are shown before the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +84,14 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, 
     if options.adopt and options.replace:
         raise BadInput("--adopt takes the running workers back, --replace ends them: say one of the two")
     python = load_graph(options.target, base_dir=cwd) if options.target is not None else None
-    config = load_config(options.file, env=environ, overrides=options.overrides)
+    config = load_config(options.file, env=environ, overrides=options.overrides, base=options.base)
     graph = with_commands(python, config, options.file)
     config = with_targets(graph, config, {"ttft": options.ttft_ms, "itl": options.itl_ms})
     if options.insecure:
         config = insecure(graph, config)
     spec = resolve(graph, config, namespace=options.namespace)
     planner, starts = planner_config(graph, config), planner_starts(graph, config, flag=options.planner)
+    damaged = None
     if starts:
         planned_components(spec)
         check_planner(planner, spec)
@@ -94,10 +99,11 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, 
         if planner.history is not None:
             from dynamo_local.planner.choosing import history_of  # imports all policies
 
-            history_of(planner)
+            _, damaged = history_of(planner)
     follow = _followed(options, spec, starts)
     spec = with_flips(graph, spec, config)
     notes = (
+        *([] if damaged is None else [damaged]),
         *check_engines(graph, spec, config, only_plan=only_plan),
         *check_dispatch(graph, spec, config),
         *check_commands(graph, config, environ, only_plan=only_plan),

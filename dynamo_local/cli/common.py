@@ -15,7 +15,7 @@ import click
 
 from dynamo_local.core.types import SECONDS_MAX
 from dynamo_local.errors import EXIT_FAILED, DynamoError, NotRunning
-from dynamo_local.state.raw import namespaces
+from dynamo_local.state.raw import namespaces, read_raw
 from dynamo_local.system.paths import Paths
 
 DEFAULT_NAMESPACE = "dynamo"
@@ -24,10 +24,41 @@ LOOK_EVERY_S = 0.5
 """While it waits for an answer, a client checks this often that the arbiter is still alive."""
 SOCKET_POLL_S = 0.05
 
+
+def complete_namespaces(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
+    """For the shell: namespaces that have a statefile."""
+    try:
+        return [name for name in namespaces(os.environ) if name.startswith(incomplete)]
+    except DynamoError:
+        return []
+
+
+def complete_components(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
+    """For the shell: components of the namespace. The statefile has them, so that no arbiter is asked."""
+    return sorted({entry for entry, _ in _recorded_workers(ctx) if entry.startswith(incomplete)})
+
+
+def complete_names(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
+    """For the shell: components and workers of the namespace, workers without the prefix, too."""
+    names = {name for component, worker in _recorded_workers(ctx) for name in (component, worker)}
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
+def _recorded_workers(ctx: click.Context) -> list[tuple[str, str]]:
+    """Component and name of each worker in the statefile. Empty where there is none."""
+    try:
+        entries = read_raw(find_paths(ctx.params.get("namespace")).statefile).get("components")
+    except DynamoError:
+        return []
+    found = entries.values() if isinstance(entries, dict) else ()
+    return [(str(entry.get("component")), str(entry.get("watcher_name"))) for entry in found if isinstance(entry, dict)]
+
+
 namespace_option = click.option(
     "--namespace",
     "-n",
     default=None,
+    shell_complete=complete_namespaces,
     envvar="DYN_NAMESPACE",
     help=f"The graph's namespace (default: the only one that runs, else {DEFAULT_NAMESPACE}).",
 )

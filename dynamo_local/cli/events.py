@@ -23,7 +23,7 @@ from dynamo_local.arbiter.event_log import (
     is_aside,
     read,
 )
-from dynamo_local.cli.common import find_paths, namespace_option
+from dynamo_local.cli.common import complete_names, find_paths, namespace_option
 from dynamo_local.errors import BadInput, NotRunning
 from dynamo_local.system.json_lines import Record
 
@@ -50,9 +50,15 @@ BOUNDARIES = {
 @click.option(
     "--worker",
     metavar="NAME",
+    shell_complete=complete_names,
     help="Only events of this worker (or of etcd, nats). The namespace prefix may be left out.",
 )
-@click.option("--story", metavar="NAME", help="One worker's life: each event, its cause, and what was done about it.")
+@click.option(
+    "--story",
+    metavar="NAME",
+    shell_complete=complete_names,
+    help="One worker's life: each event, its cause, and what was done about it.",
+)
 @click.option("--json", "as_json", is_flag=True, help="JSON lines, as in the file.")
 @namespace_option
 def events(

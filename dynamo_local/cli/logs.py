@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from dynamo_local.arbiter.leftovers import recorded
-from dynamo_local.cli.common import find_paths, namespace_option
+from dynamo_local.cli.common import complete_names, find_paths, namespace_option
 from dynamo_local.errors import BadInput, NotRunning
 from dynamo_local.system.log_files import Interleaver, colour_of, last_lines, lines_since, merged, since, timed
 from dynamo_local.system.paths import Paths
@@ -23,7 +23,7 @@ LINES = 20
 
 
 @click.command()
-@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.argument("names", nargs=-1, metavar="[NAME]...", shell_complete=complete_names)
 @click.option(
     "--follow", "-f", is_flag=True, help="Go on as they write, also with those that come later; Ctrl-C ends it."
 )

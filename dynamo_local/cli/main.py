@@ -7,6 +7,7 @@ import sys
 from difflib import get_close_matches
 
 import click
+from click.shell_completion import CompletionItem
 
 from dynamo_local import __version__
 from dynamo_local.errors import EXIT_FAILED, DynamoError
@@ -32,12 +33,15 @@ COMMANDS = {
         "dynamo_local.cli.simulate:simulate",
         "Try a load, recorded or made, on a virtual fleet.",
     ),
+    "doctor": ("dynamo_local.cli.doctor.command:doctor", "Check this host, and say what puts it right."),
     "profile": ("dynamo_local.cli.profile:profile", "Measure the engines of a configuration on this host."),
     "plan": ("dynamo_local.cli.plan:plan", "Find the smallest fleet that keeps targets, by a profile."),
     "export": ("dynamo_local.kubernetes.commands:export", "Write the graph as a manifest for Kubernetes."),
     "import": ("dynamo_local.kubernetes.importing.commands:import_", "Make a configuration of another tool's file."),
     "ctl": ("dynamo_local.cli.ctl:ctl", "Run circusctl against the graph's arbiter."),
     "config": ("dynamo_local.cli.config:config", "Help with configuration files."),
+    "completion": ("dynamo_local.cli.completion:completion", "Print the completion of bash, zsh or fish."),
+    "man": ("dynamo_local.cli.completion:man", "Show a manual page, or write all of them."),
 }
 """name -> (module:attribute, one line for `--help`)."""
 
@@ -65,6 +69,11 @@ class LazyGroup(click.Group):
             near = get_close_matches(name, COMMANDS, n=1)
             raise click.UsageError(f"no command {name!r}" + (f", did you mean {near[0]!r}?" if near else ""), ctx)
         return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Click's own completion imports all commands for their help."""
+        names = [CompletionItem(name, help=text) for name, (_, text) in COMMANDS.items() if name.startswith(incomplete)]
+        return names + click.Command.shell_complete(self, ctx, incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -34,6 +34,8 @@ def status_line(planner: Mapping[str, Any] | None) -> str | None:
         return None
     if planner.get("trouble"):
         return f"{reported}: {planner['trouble']}"
+    if fixed := planner.get("fixed_fleet"):
+        reported += f"; {fixed_fleet_line(fixed)}"
     return reported if last is None else f"{reported}; last: {decision_line(last)}"
 
 
@@ -57,6 +59,8 @@ def status_lines(planner: Mapping[str, Any], *, defaults: Mapping[str, Any] | No
             f"drift     {row['component']} {row['kind']}: {row['p50']:+.0%} off the profile, p90 {row['p90']:+.0%} "
             f"(of {row['passes']} passes)"
         )
+    if planner.get("fixed_fleet"):
+        yield f"fixed     {fixed_fleet_line(planner['fixed_fleet'])}"
     if planner.get("last_decision"):
         yield f"last      {decision_line(planner['last_decision'])}"
     if virtual := planner.get("virtual"):
@@ -78,6 +82,17 @@ def status_lines(planner: Mapping[str, Any], *, defaults: Mapping[str, Any] | No
     if defaults is not None:
         yield ""
         yield from _option_lines(planner["options"], defaults)
+
+
+def fixed_fleet_line(fixed: Mapping[str, Any]) -> str:
+    """`9.9 % fewer GPU-hours than the fixed fleet 5P2D (last 1.0 h; 99.1 % kept, the fixed fleet 99.2 %)`"""
+    change = fixed["gpu_hours_ratio"] - 1
+    decode = fixed["decode"]
+    fleet = f"{fixed['prefill']}P{decode}D" if fixed["prefill"] else f"of {decode} worker{'' if decode == 1 else 's'}"
+    return (
+        f"{abs(change):.1%} {'fewer' if change < 0 else 'more'} GPU-hours than the fixed fleet {fleet} "
+        f"(last {fixed['hours']:.1f} h; {fixed['share']:.1%} kept, the fixed fleet {fixed['fixed_share']:.1%})"
+    ).replace("%", " %")
 
 
 def _option_lines(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[str]:

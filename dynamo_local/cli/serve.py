@@ -1,4 +1,4 @@
-"""`dynamo serve GRAPH`: in the foreground, detached, or as a dry run."""
+"""`dynamo serve GRAPH`, or `--model PATH`: in the foreground, detached, or as a dry run."""
 
 from __future__ import annotations
 
@@ -16,20 +16,74 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dynamo_local.cli.common import SECONDS, FiniteRange
-from dynamo_local.errors import EXIT_FAILED, DynamoError
+from dynamo_local.errors import EXIT_FAILED, BadInput, DynamoError
 from dynamo_local.system import collector
 from dynamo_local.system.host_errors import host_refused
 
 if TYPE_CHECKING:
     from dynamo_local.arbiter.deployment import Deployment
+    from dynamo_local.cli.serve_models import Served
     from dynamo_local.system.process_host import ExitCallback, SupervisedHost
 
 POLL_S = 0.02
 MILLISECONDS = FiniteRange(min=0, min_open=True, max=1e9)
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
+BEHIND = "dynamo_local.behind"
+"""Key of the click context's `meta`: the words after `--`."""
+
+
+class _ServeCommand(click.Command):
+    """Keeps the words after `--` apart: they are the engine's, or a command."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own, behind = _parted(args)
+        ctx.meta[BEHIND] = tuple(behind)
+        return super().parse_args(ctx, own)
+
+
+def _parted(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words before the first `--`, and those after it."""
+    at = words.index("--") if "--" in words else len(words)
+    return words[:at], words[at + 1 :]
+
+
+@click.command(cls=_ServeCommand, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
 @click.argument("target", metavar="[MODULE:SERVICE]", required=False)
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    metavar="PATH",
+    help="Serve this model: a folder, or a name of the hub's cache. Several times: several models.",
+)
+@click.option(
+    "--engine", metavar="NAME", help="With --model: vllm, sim, sglang, or a command with {model} and {port:http}."
+)
+@click.option(
+    "--max-model-len",
+    type=click.IntRange(min=2),
+    help="With --model: tokens of the longest request, prompt and answer.  [the model's]",
+)
+@click.option("--port", type=click.IntRange(0, 65535), help="With --model: TCP port of the API; 0: any.  [8000]")
+@click.option(
+    "--api-key-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="With --model: keys of which a client must show one, one a line.",
+)
+@click.option(
+    "--served-model-name",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="With --model: its name in the API; once for each model.",
+)
+@click.option(
+    "--write",
+    "write_to",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="With --model: keep the plan as YAML with comments.",
+)
 @click.option("--file", "-f", type=click.Path(path_type=Path), help="Configuration, YAML.")
 @click.option("--namespace", "-n", default=None, help="Replaces the graph's own namespace.")
 @click.option("--gpus", default=None, help="`0,2,3`, UUIDs, or `sim:8` for eight simulated devices.")
@@ -75,12 +129,14 @@ def serve(
     dry_run: bool,
     as_json: bool,
     boot_report: Path | None,
+    write_to: Path | None,
     **words: Any,
 ) -> int:
-    """Run the graph MODULE:SERVICE of the current folder on this host.
+    """Run the graph MODULE:SERVICE of the current folder, a model (--model), or a command (after --) on this host.
 
-    It can be left out where the configuration's sections are commands (docs/dynamo-1x.md). Any `--Service.key=value`
-    overrides the configuration, e.g. `--VllmWorker.ServiceArgs.workers=2`.
+    The graph can be left out where the configuration's sections are commands (docs/dynamo-1x.md). Any
+    `--Service.key=value` overrides the configuration, e.g. `--VllmWorker.ServiceArgs.workers=2`. With --model, words
+    after -- go to the engine as `vllm serve` takes them (docs/serve-model.md).
     """
     if detach:
         return _detach()
@@ -89,20 +145,81 @@ def serve(
         from dynamo_local.arbiter.launch import serve as run
         from dynamo_local.arbiter.request import ServeOptions, understand
 
-    overrides = tuple(words["overrides"])
-    if target is not None and target.startswith("-"):  # no graph was given: this is the first override
-        target, overrides = None, (target, *overrides)
-    options = ServeOptions(target=target, **{**words, "overrides": overrides})
+    target, served, words = _planned(target, words)
+    options = ServeOptions(target=target, **words)
+    if write_to is not None and served is None:
+        raise BadInput("--write keeps the plan for --model: name a model")
+    if write_to is not None and served is not None:
+        _write(served, write_to)
     if dry_run:
         request = understand(options, os.environ, Path.cwd(), only_plan=True)
         for note in request.notes:
             click.echo(f"dynamo: {note}", err=True)
+        if served is not None:
+            _print_served(served, as_json)
+            return 0
         deployment, _pool = plan_deployment(request, os.environ)
         _print_plan(deployment.describe(), as_json)
         return 0
     if boot_report is None:
         return run(options, own_arbiter)
     return _run_detached(options, boot_report)
+
+
+OF_MODELS = ("models", "engine", "max_model_len", "port", "api_key_file", "names")
+"""Options that are about models."""
+
+
+def _planned(target: str | None, words: dict[str, Any]) -> tuple[str | None, Served | None, dict[str, Any]]:
+    """The graph, the plan for models (None: there are none), and the words as `ServeOptions` takes them."""
+    behind = click.get_current_context().meta[BEHIND]
+    overrides = tuple(words["overrides"])
+    if target is not None and target.startswith("-"):  # no graph was given: this is the first override
+        target, overrides = None, (target, *overrides)
+    own = {name: words.pop(name) for name in OF_MODELS}
+    command = not own["models"] and target is None and bool(behind) and not behind[0].startswith("-")
+    if not own["models"] and not command:
+        given = [name for name, value in own.items() if value not in (None, ())]
+        if given:
+            option = {"names": "served-model-name"}.get(given[0], given[0]).replace("_", "-")
+            raise BadInput(f"--{option} is about --model PATH: give one, or set it in the configuration")
+        return target, None, {**words, "overrides": (*overrides, *behind)}
+    if target is not None:
+        raise BadInput(f"{target} and --model are two graphs: say one of the two")
+    if os.environ.get("DYN_DEPLOYMENT_CONFIG", "").strip():
+        raise BadInput("DYN_DEPLOYMENT_CONFIG is a configuration of its own: unset it, or leave --model out")
+    from dynamo_local.cli.serve_models import ModelWords, decide
+
+    shared = {name: words[name] for name in ("gpus", "ttft_ms", "itl_ms", "namespace", "adopt")}
+    served = decide(ModelWords(behind=behind, **own, **shared), os.environ)
+    words = {
+        **words,
+        "overrides": overrides,
+        "base": served.yaml,
+        "reasons": served.plan.reasons,
+        "ttft_ms": None,
+        "itl_ms": None,
+    }
+    if served.plan.host_gpus is not None:
+        words["gpus"] = served.plan.host_gpus
+    return served.plan.target, served, words
+
+
+def _write(served: Served, path: Path) -> None:
+    from dynamo_local.config.model_graph import graph_yaml
+
+    try:
+        path.write_text(graph_yaml(served.plan, str(path)), encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def _print_served(served: Served, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(served.as_json(), indent=2))
+        return
+    for line in served.plan.reasons:
+        click.echo(line)
 
 
 def own_arbiter(deployment: Deployment, supervisor: Any, on_exit: ExitCallback) -> SupervisedHost:
@@ -147,11 +264,12 @@ def _detach() -> int:
 
     Report and output are in memory: a full disk is a failure that must be told, too.
     """
-    words = [word for word in sys.argv[1:] if word not in ("--detach", "-d")]
+    own, behind = _parted(sys.argv[1:])
+    own = [word for word in own if word not in ("--detach", "-d")]
     report, output = os.memfd_create("boot-report"), os.memfd_create("output")
     try:
         child = subprocess.Popen(
-            [sys.executable, "-m", "dynamo_local.cli.main", *words, f"--boot-report={_file_of(report)}"],
+            [sys.executable, "-m", "dynamo_local.cli.main", *own, f"--boot-report={_file_of(report)}", "--", *behind],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dynamo_local.cli.common import FiniteRange, ask_arbiter, find_paths, json_option, namespace_option
-from dynamo_local.cli.planner_words import decision_line, follow_line
+from dynamo_local.cli.planner_words import decision_line, fixed_fleet_line, follow_line
 from dynamo_local.cli.status import drain_note, duration, gpus_of, note_line
 from dynamo_local.core.fleet.states import Traits, traits_of
 from dynamo_local.core.traffic import kept_words
@@ -331,6 +331,8 @@ def _planner(planner: Mapping[str, Any] | None, words: Iterable[str]) -> Iterato
         parts.append(f"waits for GPUs: {', '.join(planner['waiting_for_gpus'])}")
     line.append("".join(f", {part}" for part in parts), style="default")
     yield line
+    if planner.get("fixed_fleet"):
+        yield Text(fixed_fleet_line(planner["fixed_fleet"]))
     if planner.get("trouble"):
         yield Text(str(planner["trouble"]), style="red")
     yield from map(Text, words)

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from dynamo_local.cli.common import find_paths, json_option, namespace_option
+from dynamo_local.cli.common import complete_components, complete_names, find_paths, json_option, namespace_option
 from dynamo_local.cli.waiting import Goal, Manner, ask_and_tell, wait_options
 
 POLICIES = ("highest-suffix", "least-loaded", "coldest")
@@ -52,7 +52,7 @@ class Target(click.ParamType):
 
 
 @click.command(context_settings={"ignore_unknown_options": True})  # else click takes -1 for an option
-@click.argument("component")
+@click.argument("component", shell_complete=complete_components)
 @click.argument("target", type=Target())
 @click.argument("more", nargs=-1, type=Word(), metavar="[COMPONENT TARGET]")
 @click.option("--flip", is_flag=True, help="Workers of the one component change their role: `A -1 B +1 --flip`.")
@@ -138,7 +138,7 @@ def describe_scale(reply: dict[str, Any]) -> str:
 
 
 @click.command()
-@click.argument("name")
+@click.argument("name", shell_complete=complete_names)
 @click.option("--cancel", is_flag=True, help="Take the drain back: the same process serves on.")
 @click.option("--force", is_flag=True, help="Even if it is the last ready worker of its component.")
 @wait_options
@@ -160,7 +160,7 @@ def drain(
 
 
 @click.command()
-@click.argument("name")
+@click.argument("name", shell_complete=complete_names)
 @click.option("--cancel", is_flag=True, help="Have it stay what it is, if it is not too late.")
 @click.option("--force", is_flag=True, help="Even if it is the last ready worker of its component.")
 @wait_options
@@ -199,7 +199,7 @@ def describe_flip(reply: dict[str, Any], cancel: bool) -> str:
 
 
 @click.command()
-@click.argument("name", metavar="NAME|COMPONENT")
+@click.argument("name", metavar="NAME|COMPONENT", shell_complete=complete_names)
 @click.option("--rolling", is_flag=True, help="One worker after the other (as it is without).")
 @click.option("--force", is_flag=True, help="Even if it leaves the component without a ready worker.")
 @wait_options
@@ -246,7 +246,7 @@ def names(reply: dict[str, Any]) -> list[str]:
 
 
 @click.command()
-@click.argument("name")
+@click.argument("name", shell_complete=complete_names)
 @click.option(
     "--level",
     type=click.IntRange(1, 2),
@@ -273,7 +273,7 @@ def sleep(
 
 
 @click.command()
-@click.argument("name")
+@click.argument("name", shell_complete=complete_names)
 @wait_options
 @json_option
 @namespace_option

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.components.openai.settings import FrontendConfig
 from dynamo_local.components.processor import Processor
 from dynamo_local.sdk import service
 from dynamo_local.sdk.context import WorkerContext, current_context
-from dynamo_local.sdk.service import async_on_start, depends, on_shutdown
+from dynamo_local.sdk.service import Dependency, async_on_start, depends, on_shutdown
 
 if TYPE_CHECKING:
+    from dynamo_local.components.models_view import ModelsView
     from dynamo_local.components.openai.port import Serving
+    from dynamo_local.ports import EndpointClient
+    from dynamo_local.sdk.service import DynamoService
 
 __all__ = ["Frontend", "FrontendConfig"]
+
+
+def _processors(frontend: type) -> dict[str, DynamoService[Any]]:
+    """The Frontend's attributes that are clients of Processors; several where it serves several models."""
+    return {
+        attribute: member.on
+        for base in reversed(frontend.__mro__)
+        for attribute, member in vars(base).items()
+        if isinstance(member, Dependency) and issubclass(member.on.inner, cast(Any, Processor).inner)
+    }
 
 
 @service(dynamo={"namespace": "dynamo"}, config=FrontendConfig)
@@ -44,14 +57,19 @@ class Frontend:
         keys = access.take_keys(settings, os.environ)
         serving = self._serving = Serving()
         port = await serving.open(context, settings)
+        models = ModelsView(context.namespace, expected=settings.served_model_name)
         adapters = ModelsView(context.namespace, prefix=adapters_prefix(context.namespace))
         clock = AsyncioClock()
+
+        def endpoint_of(name: str) -> EndpointClient:
+            return self._endpoint(name, models, adapters)
+
         deps = FrontendDeps(
-            chat=self.processor.endpoint("chat/completions"),
-            completions=self.processor.endpoint("completions"),
-            api=self.processor.endpoint("api"),
-            texts=self.processor.endpoint("texts"),
-            models=ModelsView(context.namespace, expected=settings.served_model_name),
+            chat=endpoint_of("chat/completions"),
+            completions=endpoint_of("completions"),
+            api=endpoint_of("api"),
+            texts=endpoint_of("texts"),
+            models=models,
             adapters=adapters,
             settings=settings,
             keys=keys,
@@ -62,6 +80,20 @@ class Frontend:
             recorder=serving.recorder(context, settings, clock),
         )
         await serving.start(context, deps, create_app(deps), adapters)
+
+    def _endpoint(self, name: str, models: ModelsView, adapters: ModelsView) -> EndpointClient:
+        """That endpoint of the Processor; of several, the one whose model a request names."""
+        processors = _processors(type(self))
+        if len(processors) == 1:
+            only: EndpointClient = self.processor.endpoint(name)
+            return only
+        from dynamo_local.components.openai.by_model import EndpointByModel
+
+        clients: dict[str, EndpointClient] = {}
+        for attribute, processor in processors.items():
+            client = getattr(self, attribute).endpoint(name)
+            clients[processor.name] = clients[processor.depends["worker"].on.name] = client
+        return EndpointByModel(clients, models, adapters)
 
     @on_shutdown
     async def stop(self) -> None:

@@ -188,6 +188,8 @@ def _check_conflict(sections: Mapping[str, Any], path: Sequence[str], word: str)
 
 DEPLOYMENT_ENV = "DYN_DEPLOYMENT_CONFIG"
 COMMON, HOST, PLANNER = "Common", "Host", "Planner"
+MODELS = "the plan for --model"
+"""Names the configuration that is made for models, in errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,8 +248,12 @@ class Config:
         return {HOST: dict(self.sections[HOST])} if self.sections.get(HOST) else {}
 
 
-def load_config(path: Path | None, *, env: Mapping[str, str], overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    path: Path | None, *, env: Mapping[str, str], overrides: Sequence[str] = (), base: str | None = None
+) -> Config:
     """Read the YAML of `path`, or of `DYN_DEPLOYMENT_CONFIG` in its place, and lay the command line's words over it.
+
+    `base`: YAML over which all of that is laid (`dynamo serve --model`).
 
     Raises `ConfigError`: one line that names the source, the section and the key.
     """
@@ -259,6 +265,9 @@ def load_config(path: Path | None, *, env: Mapping[str, str], overrides: Sequenc
     else:
         source, below = "command line", {}
     above = normalise(parse_overrides(overrides), "command line")
+    if base is not None:
+        below = deep_merge(normalise(parse_yaml(base, MODELS), MODELS), normalise(below, source))
+        source = MODELS if source == "command line" else f"{MODELS}, {source}"
     sections = deep_merge(normalise(below, source), above)
     if above and below:
         source += " and the command line"

@@ -44,6 +44,16 @@ NEVER_INHERITED = frozenset({"DYN_DEPLOYMENT_CONFIG"})
 _SECRET_ENV = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
 _SECRET_WORDS = frozenset({"token", "key", "apikey", "secret", "secrets", "password"})
 _USERINFO = re.compile(r"(?<=://)[^/@\s,]+(?=@)")
+_IN_TEXT = re.compile(
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+    r"|(?<=bearer )\S+|(?<=basic )[A-Za-z0-9+/=]{8,}"
+    r"|\b(?:hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{16,}|gh[a-z]_[A-Za-z0-9]{20,})"
+    r"|(?:(?<=token)|(?<=api[_-]key)|(?<=secret)|(?<=password))(?P<is>[\"']?\s{0,2}[=:]\s{0,2}[\"']?)[^\s\"',;}&]{6,}",
+    re.IGNORECASE | re.DOTALL,
+)
+"""Secrets that a log may show: private keys, headers, tokens of known forms, and values of names that say so."""
+SECRET_CHARS_MIN = 8
+"""A shorter value of a variable is not looked for in texts: `1` or `true` is in all of them."""
 
 
 def allowed_env(environ: Mapping[str, str], pass_env: Iterable[str] = ()) -> dict[str, str]:
@@ -77,6 +87,19 @@ def mask_text(value: str) -> str:
         else:
             return json.dumps(mask_config(parsed))
     return _USERINFO.sub(MASK, value)
+
+
+def secret_values(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Values of the variables whose names say that they hold a secret, the longest first."""
+    found = {value for name, value in environ.items() if is_secret_variable(name) and len(value) >= SECRET_CHARS_MIN}
+    return tuple(sorted(found, key=len, reverse=True))
+
+
+def mask_log(text: str, secrets: Iterable[str] = ()) -> str:
+    """A text that a program wrote, such as a log, with those secrets masked, and all that looks like one."""
+    for secret in secrets:
+        text = text.replace(secret, MASK)
+    return _IN_TEXT.sub(lambda match: (match["is"] or "") + MASK, _USERINFO.sub(MASK, text))
 
 
 def holds_secret(value: str) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.collector import Collector, Sampled
 from dynamo_local.planner.forecasting.answers import ArbiterForecaster, InlineForecaster
 from dynamo_local.planner.loop import PlannerLoop, PlannerState
+from dynamo_local.planner.policies.protocol import start_up_s
 from dynamo_local.planner.prometheus import PrometheusTraffic
 from dynamo_local.planner.records.decision_log import DecisionLog, decision_log_path
 from dynamo_local.planner.records.ticks import TickLog, tick_log_path
@@ -258,8 +260,9 @@ class PodPlanner:
         options = self.options
         if self.options.policy == "load" and self._loads is None:
             raise ConfigError(NO_PASSES)
-        policy = await asyncio.to_thread(policy_of, options)
         await self._connector.start()
+        pools = self._connector.pools()
+        policy = await asyncio.to_thread(partial(policy_of, options, gpus=pools.gpus, start_up_s=start_up_s(pools)))
         await self._election.start()
         loop = self.loop = await self._made()
         loop.start(options, policy, no_operation=self.options.no_operation, paused=self._election.follows() is not None)
@@ -300,7 +303,7 @@ class PodPlanner:
         self._logged = [logged, recorder]
         loads = self._loads if self.options.policy == "load" else None
         loop = PlannerLoop(
-            _Graph(self._connector, loads),
+            _Graph(self._connector, loads, shaped=self.options.policy == "slo"),
             Collector(loads or _NoLoads(), self._queue(loads), self._clock, traffic=self._traffic, passes=self.passes),
             self._connector,
             self._clock,
@@ -339,7 +342,7 @@ class PodPlanner:
         held = self._connector.pools().gpus_spoken_for
         self._gpu_hours += held * (now_s - self._counted_s) / 3600
         self._counted_s = now_s
-        return PlannerNow(loop.state, loop.counts, 0, loop.since_s, self._gpu_hours)
+        return PlannerNow(loop.state, loop.counts, 0, loop.since_s, self._gpu_hours, fixed_fleet=loop.fixed_fleet)
 
     async def _written(self) -> None:
         for logged in self._logged:
@@ -359,11 +362,13 @@ def _made_folder(logs: Path) -> None:
 
 
 class _Graph:
-    """The loop's view of the graph: `loop.World`."""
+    """The loop's view of the graph: `loop.World`. With `shaped` the policy began with the graph's present roles."""
 
-    def __init__(self, connector: KubernetesConnector, loads: LoadsOfPasses | None) -> None:
+    def __init__(self, connector: KubernetesConnector, loads: LoadsOfPasses | None, *, shaped: bool) -> None:
         self._connector = connector
         self._loads = loads
+        self._shaped = shaped
+        self._disaggregated = connector.seen.prefill is not None
 
     def worker_pools(self) -> WorkerPools:
         return self._connector.worker_pools()
@@ -372,6 +377,9 @@ class _Graph:
         return () if self._loads is None else self._loads.ready()
 
     def blind(self) -> str | None:
+        if self._shaped and self._disaggregated is not (self._connector.seen.prefill is not None):
+            was = "had" if self._disaggregated else "had no"
+            return f"the graph {was} prefill workers when the policy slo began: restart this planner"
         return self._connector.blind()
 
 
@@ -456,7 +464,7 @@ def expected_of(config: PlannerConfig) -> Requirements:
         return config.min_endpoint if own is None else own
 
     mode = config.mode if config.policy == "throughput-load" else None
-    disaggregated = True if config.policy in ("sla", "slo") or mode == "disagg" else False if mode == "agg" else None
+    disaggregated = True if config.policy == "sla" or mode == "disagg" else False if mode == "agg" else None
     return Requirements(
         max_gpus=config.max_gpu_budget,
         floors={Role.PREFILL: floor(config.prefill_min_endpoint), Role.DECODE: floor(config.decode_min_endpoint)},

@@ -6,6 +6,7 @@ This may read files (profiles, traces) and imports all policies, so the arbiter 
 from __future__ import annotations
 
 import glob
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,9 @@ from dynamo_local.planner.queueing_task import passes_of
 from dynamo_local.planner.values import WINDOWS_MAX, Window
 from dynamo_local.profile.interpolation import interpolators
 from dynamo_local.profile.reading import DEFAULT_PROFILE, read_profile, shipped_profiles
-from dynamo_local.system.json_lines import BadTrace, Row, read_rows, shown
+from dynamo_local.system.json_lines import BadTrace, Row, Skipped, read_rows, shown
+
+log = logging.getLogger(__name__)
 
 # --- warmup
 # A recorded trace as the windows that came before a planner's first: predictors begin with a history.
@@ -63,9 +66,20 @@ def read_warmup(named: str, window_s: float, windows_max: int = WINDOWS_MAX) -> 
     return _windows(_arrivals(_files(named)), window_s, windows_max)
 
 
-def read_requests(named: str) -> list[Request]:
-    """The trace's requests, as `read_warmup` names it: seconds, ascending, and tokens. Raises `BadTrace`."""
-    return sorted((each.at_ms / 1000, each.isl, max(1, each.osl)) for each in _arrivals(_files(named)))
+def read_requests(named: str, skipped: Skipped) -> list[Request]:
+    """The trace's requests, as `read_warmup` names it: seconds, ascending, and tokens.
+
+    A damaged line is counted in `skipped`. Raises `BadTrace`, also for a file without any line of a trace.
+    """
+    arrivals, known = list[_Arrival](), ""
+    for file in _files(named):
+        found, here = _good_arrivals(file, skipped)
+        if known and here and here != known:
+            raise BadTrace(f"{file}: this is {here}, and the files before are {known}; a history has one format")
+        arrivals, known = arrivals + found, known or here
+    if not arrivals:
+        raise BadTrace(f"the trace {named} holds no request")
+    return sorted((each.at_ms / 1000, each.isl, max(1, each.osl)) for each in arrivals)
 
 
 # --- which files -------------------------------------------------------------------------------
@@ -108,6 +122,31 @@ def _arrivals(files: Iterable[Path]) -> Iterator[_Arrival]:
                 yield arrival
     if not counted:
         raise BadTrace("the warm-up trace holds no request")
+
+
+def _good_arrivals(file: Path, skipped: Skipped) -> tuple[list[_Arrival], str]:
+    """The arrivals of a file, and its format: that of its first good line ("": the file is empty)."""
+    arrivals, known, damaged = list[_Arrival](), "", Skipped()
+    rows = read_rows(file, damaged)
+    while True:
+        try:
+            row = next(rows, None)
+            if row is None:
+                break
+            here = _format(row)
+            if known and here != known:
+                raise BadTrace(f"{row.where}: this is {here}, and the lines before are {known}")
+            arrival = _mooncake(row) if here == MOONCAKE else _dynamo(row)
+        except BadTrace as error:  # also the file's unreadable rest, which ends `rows`
+            damaged.add(str(error))
+            continue
+        known = here
+        if arrival is not None:
+            arrivals.append(arrival)
+    if damaged.count and not known:
+        raise BadTrace(f"{damaged.first}; no other line of {file} is a request: give a trace")
+    skipped.add_all(damaged)
+    return arrivals, known
 
 
 def _format(row: Row) -> str:
@@ -177,12 +216,16 @@ def _window(arrivals: list[_Arrival]) -> Window:
     )
 
 
-def history_of(options: PlannerConfig) -> list[Request]:
-    """The requests of `history`; none without that option. Raises `ConfigError`."""
+def history_of(options: PlannerConfig) -> tuple[list[Request], str | None]:
+    """The requests of `history`, and a warning about its damaged lines. No requests without that option.
+
+    Raises `ConfigError`.
+    """
     if options.history is None:
-        return []
+        return [], None
+    skipped = Skipped()
     try:
-        return read_requests(str(options.history))
+        return read_requests(str(options.history), skipped), skipped.warning(f"Planner: history: {options.history}")
     except BadTrace as error:
         raise ConfigError(f"Planner: history: {error}") from error
 
@@ -190,15 +233,16 @@ def history_of(options: PlannerConfig) -> list[Request]:
 def policy_of(
     options: PlannerConfig,
     *,
-    start_up_s: float = START_UP_S,
+    start_up_s: float | None = None,
     speed: float = 1.0,
     gpus: tuple[int, int] | None = None,
     recorded: Sequence[Request] = (),
 ) -> Policy[Any]:
     """A new policy with these options. Raises `ConfigError` if a file or a library that they name cannot be used.
 
-    `slo` takes `start_up_s` for the lead time until it has observed a start, and engines that are `speed` times as
-    fast as their profile says. It begins with the `recorded` requests if there is no `history`. That takes seconds.
+    `slo` takes `start_up_s` for the lead time until it has observed a start (None or 0: unknown, so `START_UP_S`). Its
+    engines are `speed` times as fast as their profile says. It begins with the `recorded` requests if there is no
+    `history`. That takes seconds.
     `gpus` are those of a prefill worker (0: the graph is aggregated) and of a decode worker; by default the options'.
     """
     check_installed(options)
@@ -209,7 +253,10 @@ def policy_of(
             return _sla(options)
         case "slo":
             each = gpus or (options.prefill_engine_num_gpu or 1, options.decode_engine_num_gpu or 1)
-            return _slo(options, start_up_s, speed, each, history_of(options) or recorded)
+            requests, warning = history_of(options)
+            if warning is not None:
+                log.warning("%s", warning)
+            return _slo(options, start_up_s or START_UP_S, speed, each, requests or recorded)
         case "throughput-load":
             return _throughput_load(options)
 

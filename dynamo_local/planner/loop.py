@@ -31,6 +31,7 @@ from dynamo_local.planner.values import (
     Decision,
     Engines,
     EngineSeen,
+    FixedFleet,
     IntervalObservation,
     Needs,
     Observation,
@@ -168,6 +169,12 @@ class PlannerLoop:
     def status(self) -> PolicyStatus | None:
         """Where its policy stands; None while it is stopped or paused."""
         return None if self._driver is None else self._driver.status
+
+    @property
+    def fixed_fleet(self) -> FixedFleet | None:
+        """The cheapest fixed fleet of the last day or hour, if its policy compares itself with one."""
+        status = self.status
+        return None if status is None else status.fixed_fleet
 
     def start(self, options: PlannerConfig, policy: Policy[Any], *, no_operation: bool, paused: bool = False) -> None:
         """Begin now with the policy of these options (or only observe). It must be stopped."""

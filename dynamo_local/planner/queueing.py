@@ -20,6 +20,9 @@ from heapq import heappop, heappush, heapreplace
 from itertools import accumulate, pairwise
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 # --- demand
 # The demand on the workers: requests with their own lengths, in the bursts in which they come. Pure.
 
@@ -623,7 +626,8 @@ HOPELESS = 0.75
 @dataclass(frozen=True, slots=True)
 class Past:
     """Requests as they came: seconds (ascending), and the tokens of prompt and answer. Those before `judged_from_s`
-    only fill the workers. The rest is counted in bins of `bin_s` seconds from then on."""
+    only fill the workers. The rest is counted in bins of `bin_s` seconds from then on. With `turned` the other shape
+    of the graph is judged as well: aggregated in place of apart, or apart in place of aggregated."""
 
     times: tuple[float, ...]
     isl: tuple[int, ...]
@@ -631,18 +635,21 @@ class Past:
     judged_from_s: float
     bin_s: float
     bins: int
+    turned: bool = False
 
     @classmethod
-    def of(cls, came: Sequence[tuple[float, int, int]], judged_from_s: float, bin_s: float, bins: int) -> Past:
-        """The past of these requests (arrival, prompt and answer tokens; ascending), judged from that moment on.
+    def of(cls, came: ArrayLike, judged_from_s: float, bin_s: float, bins: int, *, turned: bool = False) -> Past:
+        """The past of these requests (rows of arrival, prompt and answer tokens; ascending), judged from then on.
 
         Its clock begins with the first of them.
         """
-        if not came:
-            return cls((), (), (), 0.0, bin_s, bins)
-        first_s = came[0][0]
-        times, isl, osl = zip(*came, strict=True)
-        return cls(tuple(at_s - first_s for at_s in times), isl, osl, judged_from_s - first_s, bin_s, bins)
+        rows = np.asarray(came, dtype=np.float64)
+        if not len(rows):
+            return cls((), (), (), 0.0, bin_s, bins, turned)
+        first_s = float(rows[0, 0])
+        isl, osl = (tuple(column.astype(np.int64).tolist()) for column in (rows[:, 1], rows[:, 2]))
+        times = tuple((rows[:, 0] - first_s).tolist())
+        return cls(times, isl, osl, judged_from_s - first_s, bin_s, bins, turned)
 
     def bin(self, at_s: float) -> int:
         """The bin of that moment; below 0, or from `bins` on, where it is not judged."""

@@ -3,6 +3,7 @@
 The series are gaps, ISL and OSL of each demand, then the rates, and last times, ISL and OSL of a recorded past, if it
 is to be judged. The answer has the shares of prefill and of decode for each rate and demand, each for 0, 1, 2, …
 workers. Then come the requests of the past in each interval, and those that each number of workers would have missed.
+If the past is `turned`, the same follows for the other shape of the graph.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ GRID = math.log(1.08)
 RATE_MIN = 0.02
 EVALUATORS = 4
 PROMPTS_MAX = 16384
+PAST_OPTIONS = ("judged_from_s", "bin_s", "bins", "turned")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class Question:
         if self.past is not None:
             past = self.past
             series = (*series, past.times, past.isl, past.osl)
-            options |= {"judged_from_s": past.judged_from_s, "bin_s": past.bin_s, "bins": past.bins}
+            options |= {name: getattr(past, name) for name in PAST_OPTIONS}
         return ForecastTask(NAME, series, self.workers_max, 1.0, tuple(options.items()))
 
 
@@ -85,14 +87,16 @@ def shares_of(
     return tuple(found)
 
 
-def misses_of(reported: Forecasts | Missing | None, workers_max: int, bins: int) -> Misses | None:
-    """The requests of a past of `bins` intervals that each number of workers would have missed. None: no answer."""
-    rows = () if reported is None or isinstance(reported, Missing) else reported.values[-2 * workers_max - 3 :]
+def misses_of(reported: Forecasts | Missing | None, workers_max: int, past: Past) -> tuple[Misses, ...]:
+    """The requests of that past that each number of workers would have missed: in the graph's own shape, and in the
+    other one if the past is `turned`. Empty: no answer."""
+    shapes, size = 2 if past.turned else 1, 2 * workers_max + 3
+    rows = () if reported is None or isinstance(reported, Missing) else reported.values[-shapes * size :]
     found = [tuple(map(int, row)) for row in rows if not isinstance(row, Missing)]
-    if len(found) < 2 * workers_max + 3 or any(len(row) != bins for row in found):
-        return None
-    requests, *missed = found
-    return Misses(requests, tuple(missed[: workers_max + 1]), tuple(missed[workers_max + 1 :]))
+    if len(found) < shapes * size or any(len(row) != past.bins for row in found):
+        return ()
+    parts = [found[first : first + size] for first in range(0, shapes * size, size)]
+    return tuple(Misses(each[0], tuple(each[1 : workers_max + 2]), tuple(each[workers_max + 2 :])) for each in parts)
 
 
 def _pair(rows: Iterator[tuple[float, ...] | Missing]) -> Shares | None:
@@ -108,8 +112,8 @@ def answer(task: ForecastTask) -> Forecasts:
     series, past = list(task.series), None
     if "bins" in options:
         *series, times, isl, osl = task.series
-        judged_from_s, bin_s, bins = (float(options.pop(name)) for name in ("judged_from_s", "bin_s", "bins"))
-        past = Past(times, _whole(isl), _whole(osl), judged_from_s, bin_s, int(bins))
+        judged_from_s, bin_s, bins, turned = (float(options.pop(name)) for name in PAST_OPTIONS)
+        past = Past(times, _whole(isl), _whole(osl), judged_from_s, bin_s, int(bins), bool(turned))
     try:
         evaluator = _evaluator(tuple(sorted(options.items())))
     except ConfigError as error:
@@ -122,8 +126,13 @@ def answer(task: ForecastTask) -> Forecasts:
             found = evaluator.shares(demand, hash(demand), rate, task.steps)
             values += [found.prefill, found.decode]
     if past is not None:
-        missed = evaluator.misses(past, task.steps)
-        values += [missed.requests, *missed.prefill, *missed.decode]
+        judges = [evaluator]
+        if past.turned:
+            options["mixed"] = not options["mixed"]
+            judges.append(_evaluator(tuple(sorted(options.items()))))
+        for judge in judges:
+            missed = judge.misses(past, task.steps)
+            values += [missed.requests, *missed.prefill, *missed.decode]
     return Forecasts(tuple(values))
 
 

@@ -43,11 +43,15 @@ class ScalingTimes:
         prefill = None if pools.prefill is None else self._pool(pools.prefill)
         return replace(pools, prefill=prefill, decode=self._pool(pools.decode))
 
+    def start_up_s(self, component: str) -> float | None:
+        """The start-up time of this run, or of earlier ones. None: unknown."""
+        seen_s = _median(self._starts, component)
+        return self._known(component) if seen_s is None else seen_s
+
     def _pool(self, pool: Pool) -> Pool:
-        seen_s = _median(self._starts, pool.component)
         return replace(
             pool,
-            start_up_s=self._known(pool.component) if seen_s is None else seen_s,
+            start_up_s=self.start_up_s(pool.component),
             drain_s=_median(self._drains, pool.component),
             lead_times=self._lead_times(pool.component),
         )

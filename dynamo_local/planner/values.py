@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import Any
 
 from dynamo_local.core.passes import EngineId, ForwardPass
 from dynamo_local.core.types import Load, Missing
@@ -169,6 +170,12 @@ class WorkerPools:
         """As plugins name the components: "prefill", where there is one, and "decode" (of an aggregated graph too)."""
         prefill = {} if self.prefill is None else {"prefill": self.prefill}
         return {**prefill, "decode": self.decode}
+
+    @property
+    def gpus(self) -> tuple[int, int]:
+        """GPUs of a prefill worker (0: the graph is aggregated) and of a decode worker."""
+        prefill = 0 if self.prefill is None else max(1, self.prefill.gpus_per_worker)
+        return prefill, max(1, self.decode.gpus_per_worker)
 
     @property
     def adjusting(self) -> bool:
@@ -460,12 +467,43 @@ class ThroughputScaling(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class FixedFleet:
+    """The cheapest fixed fleet that would have kept as large a share over the same time. `share` and `gpu_hours` are
+    what really came, `fixed_*` what that fleet would have made of it, by the queueing model."""
+
+    hours: float
+    share: float
+    gpu_hours: float
+    fleet: tuple[int, int]
+    fixed_share: float
+    fixed_gpu_hours: float
+
+    @property
+    def ratio(self) -> float:
+        """The planner's GPU-hours over those of the fixed fleet, which has at least one worker."""
+        return self.gpu_hours / self.fixed_gpu_hours
+
+    def as_json(self) -> dict[str, Any]:
+        """`fixed_fleet` in the planner's status."""
+        return {
+            "hours": self.hours,
+            "share": self.share,
+            "gpu_hours": self.gpu_hours,
+            "prefill": self.fleet[0],
+            "decode": self.fleet[1],
+            "fixed_share": self.fixed_share,
+            "fixed_gpu_hours": self.fixed_gpu_hours,
+            "gpu_hours_ratio": self.ratio,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyStatus:
     """For `dynamo planner status`, and for the record of the last decision.
 
     `next_tick_at` is the time of the next decision (None: not before the present adjustment has ended). `deferred` are
     the components with an up that waits for a GPU. `interval_began_s` and `readings` are the inputs of the last
-    decision. `models` names the source of each component's model.
+    decision. `models` names the source of each component's model. `fixed_fleet` is of the last day, or hour.
     """
 
     next_tick_at: float | None
@@ -474,6 +512,7 @@ class PolicyStatus:
     interval_began_s: float = 0.0
     readings: tuple[Reading, ...] = ()
     models: Mapping[str, str] = field(default_factory=dict)
+    fixed_fleet: FixedFleet | None = None
 
 
 # --- traffic

@@ -36,6 +36,29 @@ Kinds = tuple[tuple[str, type | tuple[type, ...]], ...]
 """Keys that a record must have, with the types of their values: what else is in the file is no record."""
 
 
+@dataclass(slots=True)
+class Skipped:
+    """Lines that a reader could not use and passed over. `first` names the first one, with file and line."""
+
+    count: int = 0
+    first: str = ""
+
+    def add(self, why: str) -> None:
+        self.count += 1
+        self.first = self.first or why
+
+    def add_all(self, others: Skipped) -> None:
+        self.count += others.count
+        self.first = self.first or others.first
+
+    def warning(self, what: str) -> str | None:
+        """One sentence for people about the lines of `what`; None if none was skipped."""
+        if not self.count:
+            return None
+        lines = "1 line is" if self.count == 1 else f"{self.count:,} lines are"
+        return f"{what}: {lines} skipped. The first is {self.first}"
+
+
 class LogUnwritable(StateError):
     """Records could not be written; they are kept and tried again with the next ones."""
 
@@ -157,34 +180,63 @@ def oldest_first(path: Path, kinds: Kinds) -> Iterator[Record]:
                     yield record
 
 
-def newest_first(path: Path, kinds: Kinds, *, bytes_max: float = math.inf) -> Iterator[Record]:
-    """Newest first, through the file and its rotated predecessors; of them at most the last `bytes_max` bytes.
+def newest_first(path: Path, kinds: Kinds) -> Iterator[Record]:
+    """Newest first, through the file and its rotated predecessors.
 
-    A last line without its end is left out.
+    Lines that are no records are left out, and so is a last one without its end.
     """
+    return (record for record, _ in newest_lines(path, kinds))
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """Where a record stands: in `file`, so many lines `after` the byte `begins`."""
+
+    file: Path
+    begins: int
+    after: int
+
+    def __str__(self) -> str:
+        """`ticks.jsonl, line 17`. Reads what is before `begins`, to count lines."""
+        before = 0
+        if self.begins:
+            with contextlib.suppress(OSError), self.file.open("rb") as handle:
+                before = handle.read(self.begins).count(b"\n")
+        return f"{self.file}, line {before + self.after + 1}"
+
+
+def newest_lines(
+    path: Path, kinds: Kinds, *, bytes_max: float = math.inf, skipped: Skipped | None = None
+) -> Iterator[tuple[Record, LogLine]]:
+    """As `newest_first`, with the place of each record. Reads at most the last `bytes_max` bytes of all files."""
     below, left = math.inf, bytes_max
     for file in (path, *(_numbered(path, n) for n in range(1, KEPT + 1))):
         try:
             with file.open("rb") as handle:
                 size = handle.seek(0, os.SEEK_END)
-                handle.seek(max(0, size - int(min(size, left))))
+                begins = max(0, size - int(min(size, left)))
+                handle.seek(begins)
                 block = handle.read()
         except FileNotFoundError:
             continue
         left = max(0, left - len(block))
-        for line in reversed(block.split(b"\n")[:-1]):
-            record = parsed(line, kinds) if line else None
+        lines = block.split(b"\n")[:-1]
+        for after in range(len(lines) - 1, 0 if begins else -1, -1):  # the first may have lost its beginning
+            record = parsed(lines[after], kinds) if lines[after] else None
+            if record is None:
+                if skipped is not None and lines[after]:
+                    skipped.add(f"{LogLine(file, begins, after)}: this is no record")
             # The file may be rotated while we read: the same lines under their new name.
-            if record is not None and record["seq"] < below:
+            elif record["seq"] < below:
                 below = record["seq"]
-                yield record
+                yield record, LogLine(file, begins, after)
 
 
 def parsed(line: bytes, kinds: Kinds) -> Record | None:
     """The record of one line; None if it is none."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict) or not all(isinstance(record.get(key), kind) for key, kind in kinds):
         return None
@@ -206,6 +258,8 @@ def _line(record: Record) -> bytes:
 LINE_BYTES_MAX = 64 * 1024 * 1024
 """A longer line is refused before all of it is read: a gzipped file may hold a thousand times its size."""
 TOKENS_MAX = 1_000_000_000
+MILLISECONDS_MAX = 1e15
+"""A later time is a damaged one: this is 31,700 years after its clock's begin."""
 
 _SHOWN = 60
 
@@ -237,6 +291,8 @@ class Row:
             raise BadTrace(f"{self.where}: {name} must be a number of milliseconds, not {shown(value)}")
         if value < 0:
             raise BadTrace(f"{self.where}: {name} must be 0 or more, not {shown(value)}")
+        if value > MILLISECONDS_MAX:
+            raise BadTrace(f"{self.where}: {name} is {shown(value)} ms; no time is above {MILLISECONDS_MAX:.0e}")
         return float(value)
 
     def tokens(self, name: str, *, least: int = 1) -> int:
@@ -258,11 +314,22 @@ class Row:
         return Row(value, f"{self.where}, in {name}")
 
 
-def read_rows(path: Path) -> Iterator[Row]:
-    """The objects of a file, one at a time; empty lines are passed over. Raises `BadTrace`."""
+def read_rows(path: Path, skipped: Skipped | None = None) -> Iterator[Row]:
+    """The objects of a file, one at a time; empty lines are passed over.
+
+    Raises `BadTrace`. With `skipped` a line that is no object is counted there, and does not raise.
+    """
     for number, line in enumerate(_lines(path), start=1):
-        if text := line.strip():
-            yield _row(text, f"{path}, line {number}")
+        if not (text := line.strip()):
+            continue
+        try:
+            row = _row(text, f"{path}, line {number}")
+        except BadTrace as error:
+            if skipped is None:
+                raise
+            skipped.add(str(error))
+        else:
+            yield row
 
 
 def shown(value: Any) -> str:

@@ -16,12 +16,12 @@ import pytest
 from click.testing import CliRunner
 
 from dynamo_local.cli.serve import serve
+from dynamo_local.cli.serve_models import ModelWords, decide
 from dynamo_local.cli.simulate import simulate
 from dynamo_local.components.commands.graph import is_command, with_commands
 from dynamo_local.config import resolve
 from dynamo_local.config.loading import load_config
 from dynamo_local.core.fleet.states import STAGES
-from dynamo_local.core.types import Role
 from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_BUSY
 from dynamo_local.sdk.loader import load_graph
 from dynamo_local.simulator.trace import read_trace
@@ -100,23 +100,17 @@ def test_configuration_of_a_page_is_accepted(block, tmp_path):
 
 
 def test_first_command_of_the_readme_names_what_is_there():
-    """Its extra, its folder, its graph, its configuration and its client exist, and it runs one worker of each role."""
-    install, cd, up, client = shell_commands(INSTALL.text)
+    """Its extra and its client exist, and it serves the model that the client asks for, on simulated GPUs."""
+    install, up, client = shell_commands(INSTALL.text)
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     assert install[2] == ".[embedded]"
     assert "embedded" in setup["options.extras_require"]
-    assert (ROOT / cd[1]).is_dir()
-    assert (ROOT / cd[1] / client[1]).is_file()
-    assert up[:3] == ["dynamo", "serve", "graphs.disagg:Frontend"]
-    assert up[-1] == "--detach"
-    config = load_config(ROOT / cd[1] / up[up.index("-f") + 1], env={})
-    spec = resolve(load_graph(up[2], base_dir=ROOT / cd[1]), config, namespace=None)
-    assert config.host.gpus == "sim:8"
-    assert sorted((s.role, s.workers) for s in spec.services if s.resources.gpu) == [
-        (Role.DECODE, 1),
-        (Role.PREFILL, 1),
-    ]
+    assert (ROOT / client[1]).is_file()
+    assert up == ["dynamo", "serve", "--model", "sim-tiny", "--detach"]
+    served = decide(ModelWords(models=("sim-tiny",)), {})
+    assert served.plan.host_gpus == "sim:8"
+    assert [(one.name, one.engines) for one in served.plan.models] == [("sim-tiny", 2)]
 
 
 def test_second_command_of_the_readme_runs_every_check():

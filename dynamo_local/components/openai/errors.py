@@ -22,7 +22,7 @@ retries 408, 409, 429 and 5xx and honours `Retry-After`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -31,6 +31,7 @@ from dynamo_local import errors
 from dynamo_local.components.limits import MAX_MODEL_SHOWN, shortened
 
 RETRY_AFTER_S = 1
+MODELS_SHOWN = 20
 """The default `Retry-After`: a new worker, or a free slot, is used within 50 ms."""
 
 _BY_ERROR: tuple[tuple[type[errors.DynamoError], int, str], ...] = (
@@ -115,10 +116,12 @@ def unauthorized(*, shown: bool) -> ApiError:
     return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": challenge})
 
 
-def model_not_found(model: str) -> ApiError:
-    """404 for a model that nobody here has ever served."""
+def model_not_found(model: str, served: Sequence[str] = ()) -> ApiError:
+    """404 for a model that nobody here has ever served. `served`: the names of those that are served now."""
     shown = shortened(model, MAX_MODEL_SHOWN)  # a name of the client's, known to nobody
-    message = f"The model `{shown}` does not exist here; GET /v1/models lists those that are served now."
+    names = ", ".join(f"`{name}`" for name in served[:MODELS_SHOWN])
+    there = f"served now: {names}" if names else "GET /v1/models lists those that are served now"
+    message = f"The model `{shown}` does not exist here; {there}."
     return ApiError(404, message, param="model", code="model_not_found")
 
 

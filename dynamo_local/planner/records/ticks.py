@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import struct
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from itertools import accumulate, islice, pairwise
@@ -33,6 +35,7 @@ from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import BadInput
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.forecasting.answers import InlineForecaster
+from dynamo_local.planner.policies.protocol import Policy, start_up_s
 from dynamo_local.planner.values import (
     Capabilities,
     Decision,
@@ -186,27 +189,33 @@ def decided(decision: Decision | None) -> Decided | None:
     return Decided(dict(decision.targets), decision.steps, rules)
 
 
+# --- the requests of a log
+
+RECORDED_S = 6 * 3600.0
+"""A planner begins with its recorded requests of at most so long ago: older ones would count less than 2 %."""
+RECORDED_MAX = 200_000
+"""And with at most so many."""
 RECORDED_BYTES_MAX = 64 * 1024 * 1024
+RECORDED_TICKS = int(RECORDED_S)
+"""A replay remembers the requests of so many ticks: a policy asks for requests every second at most."""
+
+Recorded = list[tuple[float, int, int]]
+"""When each request came (seconds, ascending; the last tick is at 0 s), and the tokens of its prompt and answer."""
 
 
-def recorded_requests(path: Path, seconds: float, count: int) -> list[tuple[float, int, int]]:
-    """The last requests of the log, at most those of so many seconds and so many: when each came (seconds, ascending),
-    and the tokens of its prompt and answer. The last tick is at 0 s.
+def recorded_requests(path: Path, skipped: jsonl.Skipped) -> Recorded:
+    """The last requests of the log. Reads at most `RECORDED_BYTES_MAX`. Damaged lines are counted in `skipped`.
 
-    Time in which nothing was recorded is left out. Reads at most `RECORDED_BYTES_MAX`. Raises `BadInput` or `OSError`.
+    Raises OSError.
     """
-    found: list[tuple[float, int, int]] = []
-    ends_s = 0.0  # where the ticks that are not read yet end
-    for record in jsonl.newest_first(path, KINDS, bytes_max=RECORDED_BYTES_MAX):
-        if record["kind"] != TICK or record["version"] not in READABLE:
-            continue
-        try:
-            reported = json.loads(zlib.decompress(base64.b64decode(record["pull"], validate=True))).get("requests")
-            seen = None if reported is None else _clients_in(reported)
-        except (AttributeError, KeyError, TypeError, ValueError, zlib.error) as error:
-            raise _bad(record, error) from None
-        if seen is None:
-            continue
+    return joined(_seen_requests(path, skipped))
+
+
+def joined(newest_first: Iterable[ClientRequests]) -> Recorded:
+    """The last requests of these intervals: at most `RECORDED_MAX`, of `RECORDED_S`. Time between them is left out."""
+    found: Recorded = []
+    ends_s = 0.0  # where the intervals that are not read yet end
+    for seen in newest_first:
         moved_s = ends_s - seen.at_s
         found += [
             (each.at_s - each.lasted_s + moved_s, each.isl, max(1, each.osl))
@@ -214,9 +223,37 @@ def recorded_requests(path: Path, seconds: float, count: int) -> list[tuple[floa
             if each.ttft_s is not None
         ]
         ends_s -= max(0.0, seen.at_s - seen.since_s)
-        if ends_s <= -seconds or len(found) >= count:
+        if ends_s <= -RECORDED_S or len(found) >= RECORDED_MAX:
             break
     return sorted(found)
+
+
+def _seen_requests(path: Path, skipped: jsonl.Skipped) -> Iterator[ClientRequests]:
+    """Those of the log's ticks, newest first."""
+    for record, line in jsonl.newest_lines(path, KINDS, bytes_max=RECORDED_BYTES_MAX, skipped=skipped):
+        if record["kind"] != TICK or record["version"] not in READABLE:
+            continue
+        try:
+            reported = json.loads(zlib.decompress(base64.b64decode(record["pull"], validate=True))).get("requests")
+            seen = None if reported is None else _clients_in(reported)
+            if seen is not None:
+                _check(seen)
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError, zlib.error) as error:
+            skipped.add(f"{line}: {_bad(record, error)}")
+            continue
+        if seen is not None:
+            yield seen
+
+
+def _check(seen: ClientRequests) -> None:
+    """Raises ValueError for numbers that no planner wrote."""
+    if not math.isfinite(seen.at_s - seen.since_s):
+        raise ValueError("its time is no number")
+    for each in seen.ended:
+        if not (math.isfinite(each.at_s) and math.isfinite(each.lasted_s) and 0 < each.isl <= jsonl.TOKENS_MAX):
+            raise ValueError("a request's time or prompt is no number")
+        if not 0 <= each.osl <= jsonl.TOKENS_MAX:
+            raise ValueError("a request's answer has no number of tokens")
 
 
 # --- records ---------------------------------------------------------------------------------------
@@ -310,7 +347,7 @@ def tick_in(record: Record) -> tuple[Observation, Decided | None]:
 
 
 def _bad(record: Record, error: Exception) -> BadInput:
-    why = str(error).splitlines()[0]
+    why = next(iter(str(error).splitlines()), "no reason")
     return BadInput(f"record {record['seq']} of the log of ticks cannot be read ({type(error).__name__}: {why})")
 
 
@@ -500,23 +537,29 @@ class Replay:
     policies: list[str] = field(default_factory=list)
     """Those that were shown something."""
     _driver: PolicyDriver | None = None
+    _begins: Record | None = None
+    """The beginning of a planner whose first tick, which tells its pools, is to come."""
+    _pools: WorkerPools | None = None
+    _seen: deque[ClientRequests] = field(default_factory=lambda: deque(maxlen=RECORDED_TICKS))
 
     def run(self, records: Iterable[Record]) -> Iterator[Replayed]:
         """In order. Raises `BadInput` for a record that cannot be read."""
-        from dynamo_local.planner.choosing import policy_of  # imports all policies, which a log's writer does not need
-
         for record in records:
             kind, at_s = record["kind"], float(record["at_s"])
             if kind == TICK:
                 yield from self._tick(record)
             elif kind == MANUAL:
+                if self._begins is not None:
+                    self._driver = self._begun(self._begins)
                 if self._driver is not None:
                     self._driver.manual(at_s)
-            elif kind == BEGAN or (self._driver is None and kind in (GOES_ON, CHANGED)):
+            elif kind == BEGAN or (self._driver is None and self._begins is None and kind in (GOES_ON, CHANGED)):
                 self.whole = self.whole and kind == BEGAN
-                self._driver = PolicyDriver(policy_of(self._chosen(record)), at_s, forecaster=InlineForecaster())
+                self._driver, self._begins = None, record
+            elif kind == CHANGED and self._begins is not None:
+                self._begins = {**self._begins, "options": record["options"], "policy": record["policy"]}
             elif kind == CHANGED and self._driver is not None:
-                self._driver.change(policy_of(self._chosen(record)), at_s)
+                self._driver.change(self._policy(record), at_s)
             elif kind != GOES_ON:
                 raise BadInput(f"record {record['seq']} of the log of ticks is a {kind[:40]!r}: not known here")
 
@@ -526,13 +569,33 @@ class Replay:
             self.policies.append(options.policy)
         return options
 
+    def _begun(self, began: Record) -> PolicyDriver:
+        """A planner that begins. As the arbiter's does, it knows the requests that were recorded before."""
+        recorded = joined(reversed(self._seen))
+        self._begins = None
+        return PolicyDriver(self._policy(began, recorded), float(began["at_s"]), forecaster=InlineForecaster())
+
+    def _policy(self, record: Record, recorded: Recorded | None = None) -> Policy[Any]:
+        from dynamo_local.planner.choosing import policy_of  # imports all policies, which a log's writer does not need
+
+        options, pools = self._chosen(record), self._pools
+        if pools is None:
+            return policy_of(options, recorded=recorded or ())
+        return policy_of(options, start_up_s=start_up_s(pools), gpus=pools.gpus, recorded=recorded or ())
+
     def _tick(self, record: Record) -> Iterator[Replayed]:
-        if self._driver is None:  # the options of its time have gone with the log's beginning
+        if self._driver is None and self._begins is None:  # the options of its time have gone with the log's beginning
             self.whole = False
             return
         observation, then = tick_in(record)
+        self._pools = observation.pools
+        if self._begins is not None:
+            self._driver = self._begun(self._begins)
+        assert self._driver is not None
         self.ticks += 1
         now = decided(self._driver.tick_now(self._as_wanted(self._driver, observation)))
+        if isinstance(observation.requests, ClientRequests):
+            self._seen.append(observation.requests)
         if then is not None or now is not None:
             yield Replayed(int(record["seq"]), observation.at_s, then, now)
 

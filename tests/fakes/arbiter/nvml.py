@@ -33,6 +33,15 @@ class FakeGpu:
     bus_id: str = "00000000:00:00.0"
     nvlink_to: list[str] = field(default_factory=list)
     """Bus ids of the far ends; `switch` for an NVSwitch."""
+    mig: int = 0
+    uncorrected_errors: int = 0
+    remap: tuple[int, int] = (0, 0)
+    """A row remap is pending; one has failed."""
+    throttled: int = 0
+    compute_mode: int = 0
+    lanes: tuple[int, int] = (16, 16)
+    """PCIe lanes in use; those of the device."""
+    fabric: int = pynvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED
     unsupported: set[str] = field(default_factory=set)
 
 
@@ -73,6 +82,38 @@ class FakeNvmlLib:
         address = ctypes.cast(handle, ctypes.c_void_p).value
         assert address is not None
         return address - 1
+
+    def _c_nvmlSystemGetDriverVersion(self, buffer: Any, size: Any) -> None:
+        buffer.value = b"570.86.10"
+
+    def _c_nvmlSystemGetCudaDriverVersion(self, version: Any) -> None:
+        _out(version).value = 12080
+
+    def _c_nvmlDeviceGetMigMode(self, handle: Any, current: Any, pending: Any) -> None:
+        _out(current).value = _out(pending).value = self._gpu(handle).mig
+
+    def _c_nvmlDeviceGetTotalEccErrors(self, handle: Any, kind: Any, counter: Any, count: Any) -> None:
+        assert (kind.value, counter.value) == (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
+        _out(count).value = self._gpu(handle).uncorrected_errors
+
+    def _c_nvmlDeviceGetRemappedRows(self, handle: Any, *out: Any) -> None:
+        for reference, value in zip(out, (0, 0, *self._gpu(handle).remap), strict=True):
+            _out(reference).value = value
+
+    def _c_nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: Any, reasons: Any) -> None:
+        _out(reasons).value = self._gpu(handle).throttled
+
+    def _c_nvmlDeviceGetComputeMode(self, handle: Any, mode: Any) -> None:
+        _out(mode).value = self._gpu(handle).compute_mode
+
+    def _c_nvmlDeviceGetCurrPcieLinkWidth(self, handle: Any, width: Any) -> None:
+        _out(width).value = self._gpu(handle).lanes[0]
+
+    def _c_nvmlDeviceGetMaxPcieLinkWidth(self, handle: Any, width: Any) -> None:
+        _out(width).value = self._gpu(handle).lanes[1]
+
+    def _c_nvmlDeviceGetGpuFabricInfoV(self, handle: Any, info: Any) -> None:
+        _out(info).state = self._gpu(handle).fabric
 
     def _c_nvmlInitWithFlags(self, flags: int) -> None:
         self.initialised += 1

@@ -40,7 +40,7 @@ LONGEST_LINE = 120  # characters
 UNBREAKABLE = 100  # characters; a word of this length, such as a link, may make its line too long
 RULES = ("length", "opening", "it", "line", "word", "name", "reference")
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs")
-CODE = ("dynamo_local", "state", "circus_plugins", "tests")
+CODE = ("dynamo_local", "state", "circus_plugins", "tests", "benchmarks")
 SKIPPED_FOLDERS = frozenset({".git", ".tox", ".venv", "site", "build", "__pycache__", "node_modules", "flames"})
 
 OPENINGS = re.compile(r"[\"'“(*_]*(Who|What|Whoever|Of|By|That which)\b(?!['’]s\b)")

@@ -12,7 +12,7 @@ from dynamo_local.arbiter.planner_metrics import PlannerGauges, PlannerNow
 from dynamo_local.core.passes import EngineId, ForwardPass, Requests
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.loop import PlannerState
-from dynamo_local.planner.values import EngineSeen, Observation, Reading
+from dynamo_local.planner.values import EngineSeen, FixedFleet, Observation, Reading
 from dynamo_local.profile.judgement import Drifted
 from tests.fakes.planner.logged_lines import DECODE, POOLS, PREFILL, reasons, record
 from tests.tools.scraped import Samples, samples
@@ -38,7 +38,9 @@ EXPECTED = {
     "sla_target_ttft_ms": 300,
     "sla_target_itl_ms": 10,
     "gpu_hours": 1.25,
+    "fixed_fleet_gpu_hours_ratio": 0.9,
 }
+FIXED = FixedFleet(1.0, 0.991, 6.3, (5, 2), 0.992, 7.0)
 
 
 class Scraped:
@@ -46,7 +48,7 @@ class Scraped:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.now = PlannerNow(PlannerState.RUNNING, gpu_hours=1.25)
+        self.now = PlannerNow(PlannerState.RUNNING, gpu_hours=1.25, fixed_fleet=FIXED)
         self.gauges = PlannerGauges(self.registry, lambda: self.now)
 
     def samples(self) -> Samples:
@@ -100,7 +102,7 @@ def test_how_far_engines_are_off_their_profile_is_told_by_component_kind_and_qua
 
 def test_before_the_first_decision_there_is_none() -> None:
     fresh = Scraped()
-    fresh.now = replace(fresh.now, gpu_hours=None)
+    fresh.now = replace(fresh.now, gpu_hours=None, fixed_fleet=None)
     assert fresh.samples() == {}
 
 
@@ -161,7 +163,7 @@ def test_a_stopped_planner_shows_only_the_gpu_hours(scraped: Scraped) -> None:
 
 
 def test_a_planner_that_was_started_again_has_forgotten_the_last_run_s(scraped: Scraped) -> None:
-    scraped.now = replace(scraped.now, since_s=200.0)
+    scraped.now = replace(scraped.now, since_s=200.0, fixed_fleet=None)
     assert scraped.plain() == {"gpu_hours": 1.25}
 
 

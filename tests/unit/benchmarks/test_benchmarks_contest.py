@@ -75,6 +75,18 @@ def test_planners_begin_with_the_profile_of_slower_engines(tmp_path: Path) -> No
     assert of_it == pytest.approx([each / slower.speed for each in shipped])
 
 
+@pytest.mark.usefixtures("without_recorded")
+def test_rows_as_served_dispatch_by_targets_and_come_first() -> None:
+    facts = Facts(None, [])
+    assert measure_all(facts, [SIN.name], ("sla", "sla as served"), 300, time.monotonic() + 600, lambda line: None)
+    (remote,), (served,) = facts.of(TWIN, SIN.name, "sla"), facts.of(TWIN, SIN.name, "sla as served")
+    assert served.attainment >= remote.attainment
+    assert (served.ttft_p99_ms, served.itl_p99_ms) != (remote.ttft_p99_ms, remote.itl_p99_ms)
+    names = [line.split("|")[1].strip() for line in section(facts).splitlines() if line.startswith("| `")]
+    assert names == ["`sla` as served", "`sla`"]
+    assert "as served" not in picture(facts)
+
+
 def test_some_traces_are_made_on_every_machine() -> None:
     made = [trial for trial in TRIALS if not trial.file]
     assert len(made) == 3

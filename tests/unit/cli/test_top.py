@@ -26,7 +26,7 @@ from dynamo_local.cli.top import Frame, Histories, Keys, Watch, last_decision, r
 from dynamo_local.errors import NotRunning
 from dynamo_local.planner.records import decision_log as decisions
 from dynamo_local.planner.records.decision_log import DecisionRecord, Inputs
-from dynamo_local.planner.values import Decision, Pool, Reason, Rule, WorkerPools
+from dynamo_local.planner.values import Decision, FixedFleet, Pool, Reason, Rule, WorkerPools
 from dynamo_local.system.paths import Paths
 from tests.fakes.arbiter.scripted_arbiter import dynamo
 from tests.fakes.arbiter.supervisor import FakeSupervisor, status_row
@@ -188,13 +188,15 @@ def test_the_planner_tells_its_state_its_trouble_and_its_last_decision() -> None
         "no_operation": True,
         "next_decision_s": 12.3,
         "waiting_for_gpus": ["VllmWorker"],
+        "fixed_fleet": FixedFleet(1.0, 0.991, 6.3, (5, 2), 0.992, 7.0).as_json(),
         "trouble": "holds: etcd does not answer",
         "last_decision": {"seq": 4},
     }
     lines = _shown(Frame(_graph([], planner=planner), words=("VllmWorker +1: mean KV load 0.93 is above 0.9",)))
     first = "planner  running, no operation: decides, acts on nothing, decides in 12s, waits for GPUs: VllmWorker"
     at = lines.index(first)
-    assert [line.strip() for line in lines[at + 1 : at + 3]] == [
+    assert [line.strip() for line in lines[at + 1 : at + 4]] == [
+        "10.0 % fewer GPU-hours than the fixed fleet 5P2D (last 1.0 h; 99.1 % kept, the fixed fleet 99.2 %)",
         "holds: etcd does not answer",
         "VllmWorker +1: mean KV load 0.93 is above 0.9",
     ]

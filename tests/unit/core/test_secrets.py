@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
-from dynamo_local.core.secrets import MASK, allowed_env, mask_config, mask_env
+import pytest
+
+from dynamo_local.core.secrets import MASK, allowed_env, mask_config, mask_env, mask_log, secret_values
 
 
 def test_only_allow_listed_variables_reach_a_worker() -> None:
@@ -74,3 +76,20 @@ def test_words_that_merely_contain_a_secrets_name_are_shown() -> None:
     assert mask_config({"apiKey": "a", "password": 1234, "hf-token": "c"}) == dict.fromkeys(
         ("apiKey", "password", "hf-token"), MASK
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("GET / Authorization: Bearer abc.def-1", "GET / Authorization: Bearer ****"),
+        ("nats://me:pw@127.0.0.1:4222 is away", "nats://****@127.0.0.1:4222 is away"),
+        ("HF_TOKEN=hunter2hunter2 vllm", "HF_TOKEN=**** vllm"),
+        ('{"api_key": "hunter2hunter2", "n": 1}', '{"api_key": "****", "n": 1}'),
+        (f"pulled with hf_{'a' * 30}", "pulled with ****"),
+        ("-----BEGIN PRIVATE KEY-----\nMIIB\n-----END PRIVATE KEY-----\nready", "****\nready"),
+        ("said once more: my-own-secret", "said once more: ****"),
+        ("token 4711 of 5000 tokens, key=dynamo/workers", "token 4711 of 5000 tokens, key=dynamo/workers"),
+    ],
+)
+def test_a_log_shows_no_secret(text: str, masked: str) -> None:
+    assert mask_log(text, secret_values({"MY_SECRET": "my-own-secret", "A_KEY": "1"})) == masked

@@ -152,6 +152,27 @@ async def test_slo_takes_a_graph_from_1p1d_to_3p4d_and_back() -> None:
 
 
 @on_virtual_time
+async def test_slo_plans_an_aggregated_graph_and_holds_when_prefill_workers_are_added() -> None:
+    async with AsyncExitStack() as stack:
+        graph = beta()
+        prefill = graph["spec"]["components"].pop()
+        world = await stack.enter_async_context(
+            planned(graph, Requirements(8, {Role.PREFILL: 1, Role.DECODE: 1}), start_s=5.0)
+        )
+        here = Rig(world, Demand(AsyncioClock(), up_and_down(50.0), isl=2000.0, osl=400.0), stack)
+        planner = await here.planner(SLO)
+        await here.at(205.0)
+        assert 3 <= here.world.asked()[DECODE] <= 8
+        assert planner.loop is not None
+        assert planner.loop.trouble is None
+        world.graph["spec"]["components"].append(prefill)
+        world.person(DECODE, 2)
+        await here.at(300.0)
+        assert here.world.asked()[DECODE] == 2
+        assert "had no prefill workers when the policy slo began" in (planner.loop.trouble or "")
+
+
+@on_virtual_time
 async def test_throughput_load_takes_a_graph_from_1p1d_to_3p4d_and_back() -> None:
     await follows_the_load(THROUGHPUT_LOAD, 50.0, 400.0)
 

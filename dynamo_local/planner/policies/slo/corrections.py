@@ -150,19 +150,21 @@ def _towards(before: float, ratio: float | None, reachable: float) -> float:
 
 def _prefill(seen: _Seen, served: Sequence[Served], by: Learning) -> float | None:
     ratios = []
-    busy_s = 0.0  # by the profile
+    busy_s = took_s = expected_s = 0.0  # busy and expected: by the profile
     for each in seen.answers:
         if each.ttft_s is None or each.isl <= 0:
             continue
         alone_s = by.alone_s(each.isl)
         ratios.append(each.ttft_s / (alone_s + (each.itl_s or 0.0)))
+        took_s += each.ttft_s
+        expected_s += alone_s + (each.itl_s or 0.0)
         if seen.from_s < each.at_s - each.lasted_s + each.ttft_s <= seen.until_s:
             busy_s += alone_s * seen.stride
     if len(ratios) < ENDED_MIN:
         return None
     fast = _quantile(ratios[-SAMPLE:], LOW_QUANTILE)
-    if fast <= 1:
-        return fast
+    if fast <= 1:  # the quickest had cached prefixes; what all took, with their waiting, is nearer to the others
+        return min(1.0, took_s / expected_s)
     if not seen.reported or busy_s <= 0:
         return None  # engines or a queue: that cannot be told yet
     had_s = sum(

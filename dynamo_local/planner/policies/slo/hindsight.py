@@ -23,14 +23,15 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynamo_local.planner.queueing import Misses, Past
-from dynamo_local.planner.values import Ended
+from dynamo_local.planner.values import Ended, FixedFleet
 
 HOLDS_S = (-math.inf, 0.0, 30.0, 60.0, 120.0, 240.0, 480.0, 900.0, 0.0, 120.0, math.inf)
 """The candidates: how long a worker stays after it was last wanted. The first is never there, the last always."""
@@ -194,9 +195,9 @@ HOUR_S, DAY_S = 3600.0, 86_400.0
 """The sums of stretches are kept for so long."""
 JUDGED_MIN = 300.0
 """Before so many requests were judged the price is that of a mean GPU."""
-FACTORS = tuple(1.5 * 0.88**step for step in range(26))
-"""Prices that are tried, in prices of a mean GPU: from one and a half down to a sixteenth. A dearer one would save GPUs
-for as long as nothing happens that the past has not seen."""
+FACTORS = tuple(0.88**step for step in range(23))
+"""Prices that are tried, in prices of a mean GPU: from one down to a sixteenth. A dearer one would save GPUs for as
+long as nothing happens that the past has not seen."""
 
 
 # --- The recorded past: requests that ended, until they are judged.
@@ -205,6 +206,8 @@ STRETCH_S = 60.0
 """The past is judged in stretches of at least so long,"""
 STRETCH_MAX_S = 180.0
 """and of at most so long."""
+TURNED_EVERY_S = 600.0
+"""A stretch is judged for the other shape of the graph as well, once in so long: that takes four times as long."""
 FILL_S = 120.0
 """Requests of so long before fill the workers first, if answers take that long."""
 FILL_MIN_S = 20.0
@@ -232,17 +235,19 @@ class Ruled:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """`requests` that ended: arrival (planner's clock, seconds), the tokens of prompt and answer, and whether a target
-    was missed. `decisions` are the last ones of the rule. All before `judged_until_s` is judged. `asked` is the stretch
-    that is being judged, with the requests of each of its intervals that missed a target."""
+    """`requests` that ended, a row each: arrival (planner's clock, seconds), tokens of prompt and answer, and 1 where a
+    target was missed. `decisions` are the last ones of the rule. All before `judged_until_s` is judged. `asked` is the
+    stretch that is being judged, with the requests of each of its intervals that missed a target."""
 
     judged_until_s: float
-    requests: tuple[tuple[float, int, int, bool], ...] = ()
+    requests: Floats = field(default_factory=partial(np.zeros, (0, 4)))
     decisions: tuple[Ruled, ...] = ()
     due_s: float = -math.inf
     asked: Past | None = None
     asked_from_s: float = 0.0
     asked_missed: tuple[int, ...] = ()
+    turned_s: float = -math.inf
+    """When a stretch was last judged for the other shape."""
 
     def after(self, ended: Sequence[Ended], ttft_s: float, itl_s: float) -> Record:
         """With these answers. One of which no latency is known is left out: nobody knows when it came."""
@@ -251,11 +256,15 @@ class Record:
             for each in ended
             if each.ttft_s is not None
         ]
-        return replace(self, requests=(*self.requests, *new)[-RECORDED_MAX:]) if new else self
+        return replace(self, requests=np.concatenate((self.requests, new))[-RECORDED_MAX:]) if new else self
 
     def decided(self, now_s: float, wanted: tuple[int, int], ready: tuple[int, int]) -> Record:
         """The rule wants so many workers of each role, while so many serve."""
         return replace(self, decisions=(*self.decisions, Ruled(now_s, wanted, ready))[-DECISIONS_MAX:])
+
+    def due(self, now_s: float, bin_s: float) -> bool:
+        """Whether a stretch ended by `now_s` that is long enough to be judged."""
+        return now_s >= self.due_s and now_s - self.judged_until_s >= STRETCH_S - bin_s
 
     def asking(self, now_s: float, lasted_s: float, bin_s: float) -> Record:
         """With the next stretch to be judged in `asked`; None where none is due. Answers take `lasted_s` at most."""
@@ -266,21 +275,27 @@ class Record:
         fill_s = min(max(lasted_s, FILL_MIN_S), FILL_S)
         bins = int((until_s - from_s) // bin_s)
         until_s = from_s + bins * bin_s
-        came = [each for each in self.requests if from_s - fill_s <= each[0] < until_s]
+        times = self.requests[:, 0]
+        came = self.requests[(times >= from_s - fill_s) & (times < until_s)]
         if len(came) > REQUESTS_MAX:  # its last part alone, half of which may fill the workers
             span_s = (until_s - from_s + fill_s) * REQUESTS_MAX / len(came)
             bins = max(1, int((span_s - min(fill_s, span_s / 2)) // bin_s))
             from_s = until_s - bins * bin_s
-            came = [each for each in came if each[0] >= until_s - span_s]
-        came = sorted(came)[-REQUESTS_MAX:]
-        kept = tuple(each for each in self.requests if each[0] >= until_s - FILL_S)
-        done = replace(self, requests=kept, judged_until_s=until_s, due_s=now_s + len(came) / REQUESTS_PER_S)
-        past = Past.of([each[:3] for each in came], from_s, bin_s, bins)
-        missed = [0] * bins
-        for at_s, *_, was_late in came:
-            if was_late and 0 <= (at := math.floor((at_s - from_s) / bin_s)) < bins:
-                missed[at] += 1
-        return replace(done, asked=past, asked_from_s=from_s, asked_missed=tuple(missed))
+            came = came[came[:, 0] >= until_s - span_s]
+        came = came[np.argsort(came[:, 0], kind="stable")][-REQUESTS_MAX:]
+        at = np.floor((came[:, 0] - from_s) / bin_s)
+        missed = np.bincount(at[(came[:, 3] > 0) & (at >= 0) & (at < bins)].astype(np.intp), minlength=bins)
+        turned = now_s - self.turned_s >= TURNED_EVERY_S
+        return replace(
+            self,
+            turned_s=now_s if turned else self.turned_s,
+            requests=self.requests[times >= until_s - FILL_S],
+            judged_until_s=until_s,
+            due_s=now_s + len(came) / REQUESTS_PER_S,
+            asked=Past.of(came, from_s, bin_s, bins, turned=turned),
+            asked_from_s=from_s,
+            asked_missed=tuple(missed.tolist()),
+        )
 
     def ruled_at(self, at_s: float) -> Ruled | None:
         """The last decision before that time; None before the first."""
@@ -293,7 +308,8 @@ class Stretch:
     """A judged stretch of the past: its requests, those that missed a target, GPU-seconds of the workers that served,
     and the highest rate of `PEAK_BINS` intervals (requests/s).
 
-    `fixed[role][n]` are the requests that n workers would have missed, had there been so many all the time.
+    `fixed[role][n]` are the requests that n workers would have missed, had there been so many all the time. `turned`
+    are those of the other shape of the graph, if that was judged.
     """
 
     until_s: float
@@ -303,25 +319,20 @@ class Stretch:
     gpu_s: float
     peak: float
     fixed: tuple[Floats, Floats]
+    turned: tuple[Floats, Floats] | None = None
 
     def resized(self, workers_max: int) -> Stretch:
         """For so many workers. More than were judged would have missed as many as all of those."""
         counts = np.arange(workers_max + 1)
-        prefill, decode = (missed[np.minimum(counts, len(missed) - 1)] for missed in self.fixed)
-        return replace(self, fixed=(prefill, decode))
+
+        def both(missed: tuple[Floats, Floats]) -> tuple[Floats, Floats]:
+            return missed[0][np.minimum(counts, len(missed[0]) - 1)], missed[1][np.minimum(counts, len(missed[1]) - 1)]
+
+        return replace(self, fixed=both(self.fixed), turned=None if self.turned is None else both(self.turned))
 
 
-@dataclass(frozen=True, slots=True)
-class FixedFleet:
-    """The cheapest fixed fleet that would have kept as large a share over the same time. `share` and `gpu_hours` are
-    what really came, `fixed_*` what that fleet would have made of it, by the queueing model."""
-
-    hours: float
-    share: float
-    gpu_hours: float
-    fleet: tuple[int, int]
-    fixed_share: float
-    fixed_gpu_hours: float
+def _summed(misses: Misses) -> tuple[Floats, Floats]:
+    return np.array(misses.prefill, dtype=float).sum(axis=1), np.array(misses.decode, dtype=float).sum(axis=1)
 
 
 def peak_rate(requests: Sequence[int], bin_s: float) -> float:
@@ -338,15 +349,67 @@ def fixed_fleet(stretches: Sequence[Stretch], gpus: tuple[int, int], most_gpus: 
         return None
     lasted_s = sum(each.lasted_s for each in stretches)
     share = 1.0 - sum(each.missed for each in stretches) / requests
-    prefill, decode = (sum((each.fixed[role] for each in stretches), np.zeros(1)) / requests for role in (0, 1))
+    fleet, kept, held = _cheapest([each.fixed for each in stretches], requests, gpus, most_gpus, share)
+    own = sum(each.gpu_s for each in stretches) / 3600
+    return FixedFleet(lasted_s / 3600, share, own, fleet, kept, held * lasted_s / 3600)
+
+
+def _cheapest(
+    missed: Sequence[tuple[Floats, Floats]], requests: int, gpus: tuple[int, int], most_gpus: int, share: float
+) -> tuple[tuple[int, int], float, int]:
+    """The fixed fleet with the fewest GPUs that keeps `share` of the requests, what it keeps, and its GPUs. `missed` is
+    that of each stretch. If no fleet keeps as much, the one that keeps most."""
+    prefill, decode = (sum((each[role] for each in missed), np.zeros(1)) / requests for role in (0, 1))
     kept = np.outer(1.0 - np.minimum(prefill, 1.0), 1.0 - np.minimum(decode, 1.0))
     held = np.add.outer(np.arange(len(prefill)) * gpus[0], np.arange(len(decode)) * gpus[1])
     kept = np.where(held <= most_gpus, kept, -1.0)
     enough = kept >= min(share, float(kept.max()))
     best = int(np.argmin(np.where(enough, held - 1e-6 * kept, np.inf)))
     fleet = divmod(best, kept.shape[1])
-    own = sum(each.gpu_s for each in stretches) / 3600
-    return FixedFleet(lasted_s / 3600, share, own, fleet, float(kept[fleet]), float(held[fleet]) * lasted_s / 3600)
+    return fleet, float(kept[fleet]), int(held[fleet])
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Both shapes of the graph on the same recorded past: the cheapest fixed fleet of each, and the share it keeps.
+    `fleet`, `gpus` and `share` are of the graph's own shape, `turned_*` of the other one. A fleet without prefill
+    workers is aggregated."""
+
+    hours: float
+    fleet: tuple[int, int]
+    gpus: int
+    share: float
+    turned_fleet: tuple[int, int]
+    turned_gpus: int
+    turned_share: float
+
+    @property
+    def pays(self) -> bool:
+        """Whether the other shape would be cheaper by more than chance."""
+        return self.turned_gpus <= TURN_PAYS * self.gpus and self.turned_share >= self.share - TURN_SLACK
+
+
+TURN_PAYS, TURN_SLACK = 0.85, 0.001
+TURN_STRETCHES = 3
+"""From so many stretches on, both shapes are compared."""
+
+
+def turn(stretches: Sequence[Stretch], gpus: tuple[int, int], most_gpus: int, target: float) -> Turn | None:
+    """Over those of these stretches that were judged for both shapes; None while they are too few."""
+    both = [(each, each.turned) for each in stretches if each.turned is not None]
+    requests = sum(each.requests for each, _ in both)
+    if len(both) < TURN_STRETCHES or requests < JUDGED_MIN:
+        return None
+    own = [each.fixed for each, _ in both]
+    other = [turned for _, turned in both]
+    turned_gpus = (0, gpus[1]) if gpus[0] else (gpus[1], gpus[1])
+    # The share that both can keep, if they cannot keep the target.
+    best = [_cheapest(*of, most_gpus, 1.0)[1] for of in ((own, requests, gpus), (other, requests, turned_gpus))]
+    share = min(target, *best)
+    fleet, kept, held = _cheapest(own, requests, gpus, most_gpus, share)
+    found, turned_kept, turned_held = _cheapest(other, requests, turned_gpus, most_gpus, share)
+    hours = sum(each.lasted_s for each, _ in both) / 3600
+    return Turn(hours, fleet, held, kept, found, turned_held, turned_kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,9 +458,9 @@ class Hindsight:
 
     def asking(self, lately: Sequence[Ended], now_s: float, bin_s: float) -> Hindsight:
         """With the next stretch to be judged. `lately` are the answers that say how long one takes."""
+        if not lately or not self.record.due(now_s, bin_s):
+            return self if self.record.asked is None else replace(self, record=replace(self.record, asked=None))
         lasted_s = sorted(each.lasted_s for each in lately[-LASTED_SAMPLE:])
-        if not lasted_s:
-            return self
         return replace(self, record=self.record.asking(now_s, lasted_s[int(len(lasted_s) * LASTED_QUANTILE)], bin_s))
 
     def decided(self, wanted: tuple[int, int], ready: tuple[int, int], now_s: float) -> Hindsight:
@@ -430,9 +493,20 @@ class Hindsight:
                 found.append(fixed)
         return tuple(found)
 
-    def judged(self, misses: Misses, lead_bins: tuple[int, int], gpus: tuple[int, int], bin_s: float) -> Hindsight:
-        """With the stretch that was asked for. `gpus` are those of a worker of each role. Nobody starts in the first
-        one: its workers were there."""
+    def turn(self, gpus: tuple[int, int], most_gpus: int, target: float) -> Turn | None:
+        """Both shapes of the graph on the stretches of the last day."""
+        return turn(self.stretches, gpus, most_gpus, target)
+
+    def judged(
+        self,
+        misses: Misses,
+        lead_bins: tuple[int, int],
+        gpus: tuple[int, int],
+        bin_s: float,
+        turned: Misses | None = None,
+    ) -> Hindsight:
+        """With the stretch that was asked for. `gpus` are those of a worker of each role. `turned` is the other shape.
+        Nobody starts in the first stretch: its workers were there."""
         lead_bins = lead_bins if self.stretches else (0, 0)
         roles, requests, easy, easy_missed = list(self.roles), self.requests, self.easy, self.easy_missed
         fades, gpu_s = Ranks.fades(bin_s), 0.0
@@ -452,7 +526,6 @@ class Hindsight:
             easy = fades * easy + is_easy * count
             easy_missed = fades * easy_missed + is_easy * self.record.asked_missed[at]
         until_s = self.record.asked_from_s + len(misses.requests) * bin_s
-        fixed = tuple(np.array(missed, dtype=float).sum(axis=1) for missed in both)
         stretch = Stretch(
             until_s,
             len(misses.requests) * bin_s,
@@ -460,7 +533,8 @@ class Hindsight:
             sum(self.record.asked_missed),
             gpu_s,
             peak_rate(misses.requests, bin_s),
-            (fixed[0], fixed[1]),
+            _summed(misses),
+            None if turned is None else _summed(turned),
         )
         kept = (*self.stretches, stretch) if gpu_s else self.stretches
         return replace(

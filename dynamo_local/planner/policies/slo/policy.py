@@ -130,7 +130,8 @@ class SloPolicy:
     def status(self, state: SloState) -> PolicyStatus:
         """When it decides next, and what it decided from last."""
         began_s, readings = state.decided
-        return PolicyStatus(state.due_s, interval_began_s=began_s, readings=readings)
+        fixed = next((each for each in reversed(state.fixed) if each.fixed_gpu_hours), None)
+        return PolicyStatus(state.due_s, interval_began_s=began_s, readings=readings, fixed_fleet=fixed)
 
     # --- PREDICT -------------------------------------------------------------------------------
 
@@ -174,16 +175,18 @@ class SloPolicy:
         past = state.past
         if past is None or past.record.asked is None:
             return state
-        misses = misses_of(forecasts, self._most(pools), past.record.asked.bins)
-        if misses is None:
+        misses = misses_of(forecasts, self._most(pools), past.record.asked)
+        if not misses:
             return state
         bounds = self.bounds(pools)
         gpus = bounds.gpus
-        past = past.judged(misses, self._lead_bins(state, pools), gpus, INTERVAL_S)
+        past = past.judged(misses[0], self._lead_bins(state, pools), gpus, INTERVAL_S, *misses[1:])
         mean_price = price(self.options.target, self.options.cost_factor, state.means.rate, state.means.gpus)
         strict = state.kept.strict(self.options.target)
         found = past.factor(gpus, self.options.target, mean_price * INTERVAL_S, strict)
-        return replace(state, past=past, fixed=past.fixed_fleets(gpus, bounds.max_gpus), price_factor=found)
+        fixed = past.fixed_fleets(gpus, bounds.max_gpus)
+        turn = past.turn(gpus, bounds.max_gpus, self.options.target)
+        return replace(state, past=past, fixed=fixed, turn=turn, price_factor=found)
 
     def _lead_bins(self, state: SloState, pools: WorkerPools) -> tuple[int, int]:
         """Intervals until a worker of each role serves, by the quickest scaling option that brings one."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from dynamo_local.config.planner import PlannerConfig
-from dynamo_local.planner.policies.slo.hindsight import EARLIER, HOLDS_S, HOUR_S, JUDGED_MIN, Ranks
+from dynamo_local.planner.policies.slo.hindsight import EARLIER, HOLDS_S, HOUR_S, JUDGED_MIN, Ranks, Turn
 from dynamo_local.planner.policies.slo.scaling_options import FLIP, INTERVAL_S, WAKE, Bounds, Fleet, Moment, worth
 from dynamo_local.planner.policies.slo.state import SloState
 from dynamo_local.planner.values import Reason, WorkerPools
@@ -74,13 +74,24 @@ def _of_the_past(state: SloState, bounds: Bounds, gpu_price: float) -> list[str]
         found.append(
             f"in the last {fixed.hours:.1f} h {100 * fixed.share:.1f} % kept the targets with "
             f"{fixed.gpu_hours:.2f} GPU-hours; the cheapest fixed fleet for as many, "
-            f"{_fleet(fixed.fleet, bounds)}, would have held {fixed.fixed_gpu_hours:.2f}"
+            f"{_fleet(fixed.fleet)}, would have held {fixed.fixed_gpu_hours:.2f}"
         )
+    if state.turn is not None:
+        found.append(_turn(state.turn))
     return found
 
 
-def _fleet(fleet: Fleet, bounds: Bounds) -> str:
-    return f"{fleet[0]}P{fleet[1]}D" if bounds.gpus[0] else _count(fleet[1])
+def _fleet(fleet: Fleet) -> str:
+    return f"{fleet[0]}P{fleet[1]}D" if fleet[0] else f"{_count(fleet[1])} (aggregated)"
+
+
+def _turn(turn: Turn) -> str:
+    """Which shape of the graph serves the recorded past with fewer GPUs."""
+    return (
+        f"on {turn.hours:.1f} h of the recorded past, {_fleet(turn.fleet)} keeps {100 * turn.share:.1f} % with "
+        f"{turn.gpus} GPUs, and {_fleet(turn.turned_fleet)} {100 * turn.turned_share:.1f} % with {turn.turned_gpus}: "
+        f"turning the graph to the other shape would {'pay' if turn.pays else 'not pay'}"
+    )
 
 
 def _leaders(ranks: Ranks, bin_price: float) -> str:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.policies.slo.corrections import Factors, Served
 from dynamo_local.planner.policies.slo.forecast import REQUESTS, WINDOWS_S, Outlook, Scenario
-from dynamo_local.planner.policies.slo.hindsight import FixedFleet, Hindsight
+from dynamo_local.planner.policies.slo.hindsight import Hindsight, Turn
 from dynamo_local.planner.policies.slo.scaling_options import Fleet, Moment, ScalingOption
 from dynamo_local.planner.queueing import Demand
-from dynamo_local.planner.values import Ended, Observation, Reading, Requests, Traffic
+from dynamo_local.planner.values import Ended, FixedFleet, Observation, Reading, Requests, Traffic
 
 # --- keeping
 # The share of kept targets and the waiting requests: they correct a price that looks ahead. Pure.
@@ -98,12 +98,12 @@ class SloState:
     `moments`. These are the moments from now to the lead time, the next one first, as former decisions expected them.
 
     `served` are the workers of the last minutes, and `kept` counts the kept targets of the last answers. `past` judges
-    the recorded requests. `fixed` are the best fixed fleets of the last hour and day. `price_factor` is the price that
-    the past found, in prices of a mean GPU. `ruled` is the fleet that the rule wants; `chosen` has the workers that the
-    past would have held besides. `clearing` is the rate (requests/s) beyond the expected one that removes waiting
-    requests. `first` is the initial fleet, a floor until `first_until_s`. `held` says why this tick plans nothing
-    (rule, sentence).
-    `flips` of its decode workers were prefill workers (negative: the other way).
+    the recorded requests. `fixed` are the best fixed fleets of the last hour and day. `turn` compares both shapes of
+    the graph. `price_factor` is the price that the past found, in prices of a mean GPU. `ruled` is the fleet that the
+    rule wants; `chosen` has the workers that the past would have held besides. `clearing` is the rate (requests/s)
+    beyond the expected one that removes waiting requests. `first` is the initial fleet, a floor until `first_until_s`.
+    `held` says why this tick plans nothing (rule, sentence). `flips` of its decode workers were prefill workers
+    (negative: the other way).
     """
 
     began_s: float
@@ -123,6 +123,7 @@ class SloState:
     kept: Kept = Kept()
     past: Hindsight | None = None
     fixed: tuple[FixedFleet, ...] = ()
+    turn: Turn | None = None
     price_factor: float = 1.0
     clearing: float = 0.0
     scenarios: tuple[tuple[Scenario, ...], ...] = ()

@@ -27,7 +27,7 @@ from dynamo_local.planner.records.decision_log import (
     decision_log_path,
     inputs_of,
 )
-from dynamo_local.planner.values import IntervalObservation, Pool, Reading, WorkerPools
+from dynamo_local.planner.values import FixedFleet, IntervalObservation, Pool, Reading, WorkerPools
 from dynamo_local.profile.reading import DEFAULT_PROFILE
 from tests.fakes.arbiter.scripted_arbiter import ScriptedArbiter, dynamo
 from tests.fakes.planner.options import load_options
@@ -316,6 +316,11 @@ def test_dynamo_status_has_one_line_of_it() -> None:
         "running, every 30 s: holds: etcd does not answer"
     )
     assert status_line({**STATUS, "state": "paused"}) == "paused"
+    fixed = FixedFleet(23.5, 0.991, 7.7, (0, 1), 0.992, 7.0).as_json()
+    assert status_line({**STATUS, "fixed_fleet": fixed}) == (
+        "running, every 30 s; 10.0 % more GPU-hours than the fixed fleet of 1 worker "
+        "(last 23.5 h; 99.1 % kept, the fixed fleet 99.2 %)"
+    )
 
 
 def test_a_report_is_written_from_the_log_and_none_without_a_decision(

@@ -24,6 +24,7 @@ from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.forecasting.answers import InlineForecaster
 from dynamo_local.planner.policies.slo import forecast as lengths
+from dynamo_local.planner.policies.slo.hindsight import JUDGED_MIN
 from dynamo_local.planner.records import ticks
 from dynamo_local.planner.records.ticks import Replay, packed, unpacked
 from dynamo_local.planner.values import Capabilities, Decision, EngineSeen, Observation, Reading, Traffic
@@ -31,7 +32,7 @@ from dynamo_local.profile.reading import DEFAULT_PROFILE
 from dynamo_local.simulator.options import FleetShape, SimulationOptions
 from dynamo_local.simulator.simulation import Simulation
 from dynamo_local.simulator.trace import TraceRequest
-from dynamo_local.system.json_lines import Record
+from dynamo_local.system.json_lines import Record, Skipped
 from dynamo_local.transport.fpm import decode_pass, encode_pass
 from tests.fakes.planner.observations import DECODE, PREFILL, pool, worker_pools
 from tests.fakes.planner.options import load_options, sla_options, slo_options, throughput_load_options
@@ -81,9 +82,10 @@ class Recorded:
         self.records.append(ticks.tick_record(observation, decision))
 
 
-def of_the_twin(options: PlannerConfig) -> list[dict[str, Any]]:
+def of_the_twin(options: PlannerConfig, recorded: ticks.Recorded | None = None) -> list[dict[str, Any]]:
     recorder = Recorded()
-    driver = PolicyDriver(policy_of(options), 0.0, forecaster=InlineForecaster(), recorder=recorder)
+    policy = policy_of(options, recorded=recorded or ())
+    driver = PolicyDriver(policy, 0.0, forecaster=InlineForecaster(), recorder=recorder)
     Simulation(SimulationOptions(shape=FleetShape(1, 1), sim=SIM, gpus=8), BURST, planner=driver).run()
     return recorder.records
 
@@ -112,6 +114,15 @@ def test_a_log_of_the_twin_decides_the_same_tick_for_tick(options: PlannerConfig
     assert any(one.then is not None and any(one.then.steps.values()) for one in found)
     assert [one.now for one in found] == [one.then for one in found]
     assert (again.whole, again.without, again.policies) == (True, 0, [options.policy])
+
+
+def test_a_replay_begins_with_the_requests_that_the_log_has_from_before(tmp_path: Path) -> None:
+    first = of_the_twin(OPTIONS[3])
+    known = ticks.recorded_requests(written(tmp_path / "ticks.jsonl", first), Skipped())
+    assert len(known) > JUDGED_MIN
+    second = of_the_twin(OPTIONS[3], known)
+    assert all(one.agrees for one in Replay().run(numbered([*first, *second])))
+    assert not all(one.agrees for one in Replay().run(numbered(second)))
 
 
 def test_the_log_knows_every_policy() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,12 +14,15 @@ from dynamo_local.planner.policies.slo.hindsight import (
     HOLDS_S,
     REQUESTS_MAX,
     STRETCH_MAX_S,
+    TURN_STRETCHES,
+    TURNED_EVERY_S,
     Bin,
     Hindsight,
     Ranks,
     Record,
     Stretch,
     fixed_fleet,
+    turn,
 )
 from dynamo_local.planner.queueing import Misses
 from dynamo_local.planner.values import Ended
@@ -162,7 +166,7 @@ def test_a_high_rate_is_judged_in_part() -> None:
 
 
 def test_an_answer_without_latencies_is_left_out() -> None:
-    assert Record(0.0).after([Ended(9.0, 100, 10)], 1.0, 1.0).requests == ()
+    assert not len(Record(0.0).after([Ended(9.0, 100, 10)], 1.0, 1.0).requests)
 
 
 # --- the best fixed fleet
@@ -186,6 +190,32 @@ def test_within_the_budget_the_best_is_taken_where_none_keeps_as_much() -> None:
     assert found is not None
     assert (found.fleet, found.fixed_share) == ((2, 1), pytest.approx(0.99))
     assert fixed_fleet([], (1, 1), 3) is None
+
+
+def turned(aggregated: list[int]) -> Stretch:
+    """Apart, 2P1D keeps 99 % of the requests. Aggregated workers miss so many."""
+    one = stretch(1000, 0, 0.0, [1000, 100, 10, 0], [1000, 0, 0, 0])
+    return replace(one, turned=(np.zeros(len(aggregated)), np.array(aggregated, dtype=float)))
+
+
+def test_the_shape_that_keeps_the_target_with_fewer_gpus_would_pay() -> None:
+    cheaper = turn([turned([1000, 200, 5, 0])] * TURN_STRETCHES, (1, 1), 8, 0.99)
+    assert cheaper is not None
+    assert (cheaper.fleet, cheaper.gpus, cheaper.turned_fleet, cheaper.turned_gpus) == ((2, 1), 3, (0, 2), 2)
+    assert cheaper.pays
+    dearer = turn([turned([1000, 900, 500, 10])] * TURN_STRETCHES, (1, 1), 8, 0.99)
+    assert dearer is not None
+    assert not dearer.pays, "three GPUs either way"
+    assert turn([turned([1000, 200, 5, 0])], (1, 1), 8, 0.99) is None, "a single stretch may be chance"
+
+
+def test_the_other_shape_is_judged_now_and_then() -> None:
+    first = filled(80.0).asking(80.0, 10.0, BIN_S)
+    assert first.asked is not None
+    assert first.asked.turned
+    soon = first.asking(200.0, 10.0, BIN_S)
+    late = first.asking(80.0 + TURNED_EVERY_S, 10.0, BIN_S)
+    assert [each.asked and each.asked.turned for each in (soon, late)] == [False, True]
 
 
 def test_a_judged_stretch_counts_what_really_served() -> None:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dynamo_local.config.planner import PlannerConfig
-from dynamo_local.errors import BadInput, ConfigError
-from dynamo_local.planner.choosing import policy_of
+from dynamo_local.errors import ConfigError
+from dynamo_local.planner.choosing import history_of, policy_of
 from dynamo_local.planner.policies.slo.hindsight import HOLDS_S, JUDGED_MIN, Hindsight
 from dynamo_local.planner.policies.slo.policy import SloPolicy
 from dynamo_local.planner.policies.slo.warm_start import HISTORY_REQUESTS, Request, WarmStart, stretches, warmed
 from dynamo_local.planner.queueing import Engine, EngineOptions
 from dynamo_local.planner.queueing_task import passes_of
-from dynamo_local.planner.records.ticks import recorded_requests, tick_record
+from dynamo_local.planner.records.ticks import RECORDED_S, recorded_requests, tick_record
 from dynamo_local.planner.values import Ended, Observation, Pool, Reading, Requests, WorkerPools
 from dynamo_local.profile.reading import DEFAULT_PROFILE
-from dynamo_local.system.json_lines import JsonLog
+from dynamo_local.system.json_lines import JsonLog, Skipped
 
 BIN_S = 5.0
 GPU_PRICE = 0.2
@@ -110,13 +111,37 @@ def test_the_policy_begins_with_the_history_of_a_file(tmp_path: Path) -> None:
     assert state.means.rate > 1.0
 
 
-def test_a_wrong_file_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "t.jsonl"
     with pytest.raises(ConfigError, match=r"Planner: history: .*no file"):
-        policy_of(options(history=file))
+        history_of(options(history=file))
     file.write_text('{"timestamp": 0}')
-    with pytest.raises(ConfigError, match=r"history: .*line 1: input_length is missing"):
-        policy_of(options(history=file))
+    with pytest.raises(ConfigError, match=r"history: .*line 1: input_length is missing.*; no other line of"):
+        history_of(options(history=file))
+    file.write_bytes(b"\x00\xff\n[1]\n" + b"[" * 100_000)
+    with pytest.raises(ConfigError, match=r"line 1: this is no JSON.*; no other line of"):
+        history_of(options(history=file))
+    file.write_text("")
+    with pytest.raises(ConfigError, match="holds no request"):
+        history_of(options(history=file))
+
+
+def test_damaged_lines_of_a_file_are_skipped_and_counted_in_one_warning(tmp_path: Path) -> None:
+    file = trace(tmp_path / "t.jsonl", [(1.0, 100, 10), (2.0, 100, 10)])
+    good, other = file.read_text().split("\n")
+    bad = ("{", '{"timestamp": 1e300, "input_length": 1, "output_length": 1}', '{"schema": "dynamo.request.trace.v1"}')
+    file.write_text("\n".join([good, *bad, "", other]))
+    requests, warning = history_of(options(history=file))
+    assert [each[0] for each in requests] == [1.0, 2.0]
+    assert warning is not None
+    assert warning.startswith(f"Planner: history: {file}: 3 lines are skipped. The first is {file}, line 2: this is no")
+
+
+def test_files_of_two_formats_have_no_common_clock(tmp_path: Path) -> None:
+    trace(tmp_path / "a.jsonl", [(1.0, 100, 10)])
+    (tmp_path / "b.jsonl").write_text('{"schema": "dynamo.request.trace.v1", "event_type": "request_start"}')
+    with pytest.raises(ConfigError, match="a history has one format"):
+        history_of(options(history=tmp_path))
 
 
 def test_only_slo_takes_it() -> None:
@@ -132,27 +157,38 @@ class Log(JsonLog):
     kinds = ()
 
 
-def tick(since_s: float, *began_s: float) -> dict[str, Any]:
-    at_s = since_s + 5.0
+def seen(since_s: float, at_s: float, *began_s: float) -> Observation:
     ended = tuple(Ended(each + 2.0, 100, 11, ttft_s=1.0, itl_s=0.1) for each in began_s)
     pools = WorkerPools(None, Pool("decode", 1, 1), pending=False)
-    return tick_record(
-        Observation(Reading(at_s, None, {}), pools, requests=Requests(since_s, at_s, (), ended)), decision=None
-    )
+    return Observation(Reading(at_s, None, {}), pools, requests=Requests(since_s, at_s, (), ended))
+
+
+def tick(since_s: float, *began_s: float) -> dict[str, Any]:
+    return tick_record(seen(since_s, since_s + 5.0, *began_s), decision=None)
 
 
 def test_recorded_requests_are_those_of_the_log_without_the_time_between_two_planners(tmp_path: Path) -> None:
-    path = tmp_path / "ticks.jsonl"
-    assert recorded_requests(path, 3600.0, 100) == []
+    path, skipped = tmp_path / "ticks.jsonl", Skipped()
+    assert recorded_requests(path, skipped) == []
     Log(path).append([tick(0.0, 1.0), tick(5.0, 6.0), tick(900.0, 901.0), tick(2.0, 3.0)])
-    found = recorded_requests(path, 3600.0, 100)
+    found = recorded_requests(path, skipped)
     assert [each[0] for each in found] == [-19.0, -14.0, -9.0, -4.0]
     assert found[0][1:] == (100, 11)
-    assert [each[0] for each in recorded_requests(path, 10.0, 100)] == [-9.0, -4.0]
+    assert skipped.warning("the log") is None
 
 
-def test_a_record_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_of_a_long_log_the_last_hours_count(tmp_path: Path) -> None:
     path = tmp_path / "ticks.jsonl"
-    Log(path).append([{**tick(0.0, 1.0), "pull": "????"}])
-    with pytest.raises(BadInput, match="record 1 of the log of ticks"):
-        recorded_requests(path, 3600.0, 100)
+    Log(path).append([tick(0.0, 1.0), tick_record(seen(10.0, 10.0 + RECORDED_S, 12.0), decision=None)])
+    assert len(recorded_requests(path, Skipped())) == 1
+
+
+def test_damaged_records_are_skipped_and_named_by_file_and_line(tmp_path: Path) -> None:
+    path, skipped = tmp_path / "ticks.jsonl", Skipped()
+    endless = tick_record(seen(0.0, math.inf, 1.0), decision=None)
+    Log(path).append([tick(0.0, 1.0), {**tick(0.0, 1.0), "pull": "????"}, endless])
+    with path.open("a") as file:
+        file.write('{"seq": 4, "ki\n')
+    assert len(recorded_requests(path, skipped)) == 1
+    assert skipped.count == 3
+    assert skipped.first == f"{path}, line 4: this is no record"

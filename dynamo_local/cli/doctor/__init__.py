@@ -1,0 +1,1 @@
+"""`dynamo doctor`: reads the host for the checks of `core.doctor`, shows their findings, and packs them."""

@@ -1,0 +1,152 @@
+"""Tests `dynamo serve --model …` up to the start: what it decides, what it keeps, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo_local.config.loading import load_config
+from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_OK
+from tests.fakes.arbiter.scripted_arbiter import dynamo
+from tests.unit.config.test_model_folder import tensors
+from tests.unit.core.test_model_facts import PLAIN
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder with an 8B model's shape and few bytes of weights."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "Model-8B"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**PLAIN, "vocab_size": 2048}))
+    tensors(folder / "model.safetensors", 1024)
+    return str(folder)
+
+
+class Asked:
+    """`dynamo serve …` with these words: its exit code, lines, and errors."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> None:
+        self.code = dynamo(monkeypatch, "serve", *words)
+        self.out, self.err = capsys.readouterr()
+
+    @property
+    def json(self) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(self.out)
+        return answer
+
+
+def test_the_decision_is_told_in_at_most_ten_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    words = ("--model", model, "--engine", "vllm", "--gpus", "sim:4", "--ttft", "200", "--itl", "20", "--dry-run")
+    asked = Asked(monkeypatch, capsys, *words)
+    assert asked.code == EXIT_OK
+    lines = asked.out.splitlines()
+    assert len(lines) <= 10
+    assert lines[0] == "GPUs: 4 free, Simulated GPU 80GB, 85.9 GB each"
+    assert "Model-8B: LlamaForCausalLM, weights 1.02e-06 GB, 32 layers of GQA (8 of 32 heads)" in lines[1]
+    assert "131,072 bytes per token" in asked.out
+    assert "dynamo profile" in lines[-1], "no profile fits: it names the command that measures"
+
+
+def test_the_numbers_are_there_as_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    answer = Asked(monkeypatch, capsys, "--model", model, "--gpus", "sim:4", "--dry-run", "--json").json
+    (one,) = answer["models"]
+    assert (one["engines"], one["gpus_per_engine"], one["max_model_len"]) == (4, 1, 131072)
+    assert (one["weights_bytes"], one["kv_bytes_per_token"]) == (1024, 131072)
+    assert answer["graph"] == "dynamo_local.components.graphs:agg_router"
+
+
+def test_the_plan_is_kept_as_a_configuration(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str, tmp_path: Path
+) -> None:
+    asked = Asked(monkeypatch, capsys, "--model", model, "--gpus", "sim:4", "--write", "plan.yaml", "--dry-run")
+    assert asked.code == EXIT_OK
+    config = load_config(tmp_path / "plan.yaml", env={})
+    assert config.service("VllmWorker")["model"] == model
+    again = Asked(monkeypatch, capsys, "dynamo_local.components.graphs:agg_router", "-f", "plan.yaml", "--dry-run")
+    assert again.code == EXIT_OK
+
+
+def test_words_behind_go_to_the_engine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    words = ("--model", model, "--engine", "vllm", "--gpus", "sim:4", "--dry-run", "--json")
+    behind = ("--", "--max-num-seqs", "64", "-tp", "2", "--max-model-len", "4096", "--tool-call-parser", "hermes")
+    answer = Asked(monkeypatch, capsys, *words, *behind).json
+    (one,) = answer["models"]
+    assert (one["engines"], one["gpus_per_engine"], one["max_model_len"]) == (2, 2, 4096)
+    assert "max-num-seqs: 64" in answer["configuration"]
+    assert "tool-call-parser: hermes" in answer["configuration"]
+    assert "tensor-parallel-size" not in answer["configuration"], "it follows resources.gpu"
+
+
+def test_two_models_share_a_port_and_the_gpus(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    words = ("--model", model, "--model", "sim-tiny", "--served-model-name", "a", "--served-model-name", "b")
+    answer = Asked(monkeypatch, capsys, *words, "--gpus", "sim:5", "--dry-run", "--json").json
+    assert [(one["name"], one["engines"]) for one in answer["models"]] == [("a", 3), ("b", 2)]
+    assert answer["graph"] == "dynamo_local.components.graphs:models_2"
+
+
+def test_a_command_behind_is_a_server_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    words = ("--gpus", "sim:4", "--dry-run", "--json", "--", "vllm", "serve", model, "-tp", "2", "--port", "8123")
+    answer = Asked(monkeypatch, capsys, *words).json
+    assert answer["graph"] is None
+    assert answer["models"][0]["gpus_per_engine"] == 2
+    assert "port: 8123" in answer["configuration"]
+    assert "runtime: http" in answer["configuration"]
+
+
+def test_sglang_and_other_servers_are_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    words = ("--model", model, "--gpus", "sim:2", "--dry-run", "--json", "--engine")
+    sglang = Asked(monkeypatch, capsys, *words, "sglang").json["configuration"]
+    assert "sglang.launch_server" in sglang
+    assert "--context-length" in sglang
+    other = Asked(monkeypatch, capsys, *words, "llama-server -m {model} --port {port:http}").json["configuration"]
+    assert "metrics: null" in other
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--model", "{model}", "--engine", "vllm", "--gpus", "sim:1", "--max-model-len", "200000"), "at most 131,072"),
+        (("--model", "{model}", "--engine", "nothing"), "is none of sim, vllm, sglang, and no command"),
+        (("--model", "{model}", "--engine", "sim", "--", "--max-num-seqs", "1"), "the sim engine takes none"),
+        (("--model", "{model}", "--model", "{model}", "--engine", "sim"), "two models are named 'Model-8B'"),
+        (("--model", "{model}", "--model", "sim-tiny", "--ttft", "5"), "the workers of one model"),
+        (("--model", "{model}", "graphs:agg"), "say one of the two"),
+        (("--model", "{model}", "--gpus", "sim:2", "--engine", "vllm", "--", "-pp", "2"), "--write FILE"),
+        (("--model", "{model}", "--gpus", "sim:2", "--served-model-name", "a", "--served-model-name", "b"), "2 times"),
+        (("--port", "9000"), "--port is about --model"),
+        (("--write", "x.yaml"), "name a model"),
+        (("--model", "{model}", "--engine", "sim", "--write", "/nowhere/x.yaml"), "cannot write /nowhere/x.yaml"),
+        (("--model", "missing"), "hf download"),
+        (("--", "server", "--model", "m"), "where does it listen"),
+    ],
+)
+def test_bad_input_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    model: str,
+    words: tuple[str, ...],
+    said: str,
+) -> None:
+    given = [word.replace("{model}", model) for word in words]
+    at = given.index("--") if "--" in given else len(given)
+    asked = Asked(monkeypatch, capsys, *given[:at], "--dry-run", *given[at:])
+    assert asked.code == EXIT_BAD_INPUT
+    assert said in asked.err
+    assert asked.err.count("\n") == 1

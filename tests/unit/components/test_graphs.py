@@ -1,0 +1,82 @@
+"""Tests the graphs that ship, and a Frontend that serves several models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from dynamo_local.components.graphs import MODULE
+from dynamo_local.components.messages import ApiRequest
+from dynamo_local.components.models_view import ModelCard, ModelsView
+from dynamo_local.components.openai.by_model import EndpointByModel
+from dynamo_local.components.openai.errors import ApiError
+from dynamo_local.errors import GraphError
+from dynamo_local.ports import KeyValue, PutEvent
+from dynamo_local.sdk.loader import load_graph
+
+
+def services(name: str) -> list[str]:
+    return list(load_graph(f"{MODULE}:{name}", base_dir=Path.cwd()).services)
+
+
+def test_each_name_has_its_own_links_however_often_it_is_loaded() -> None:
+    routed = ["Frontend", "Processor", "Router", "VllmWorker"]
+    assert services("agg_router") == routed
+    assert services("agg") == ["Frontend", "Processor", "VllmWorker"]
+    assert services("disagg") == ["Frontend", "Processor", "VllmWorker", "PrefillWorker"]
+    assert services("agg_router") == routed
+
+
+def test_each_model_has_a_processor_and_workers() -> None:
+    graph = load_graph(f"{MODULE}:models_3", base_dir=Path.cwd())
+    assert sorted(graph.services) == [
+        "Frontend", "Processor", "Processor2", "Processor3", "VllmWorker", "VllmWorker2", "VllmWorker3",
+    ]  # fmt: skip
+    clients = graph.bindings("Processor3")
+    assert clients["worker"] is graph.services["VllmWorker3"]
+    assert set(graph.bindings("Frontend")) == {"processor", "processor_2", "processor_3"}
+
+
+@pytest.mark.parametrize("name", ["models_1", "models_99", "nothing"])
+def test_another_name_is_no_graph(name: str) -> None:
+    with pytest.raises(GraphError, match=name):
+        services(name)
+
+
+class Named:
+    """An endpoint that answers with its name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    async def call(self, payload: Any, **_options: Any) -> str:
+        return self.name
+
+
+def by_model() -> Any:
+    models, adapters = ModelsView("dynamo"), ModelsView("dynamo", prefix="dynamo/adapters/")
+    for at, (view, model, component) in enumerate(
+        [(models, "a", "VllmWorker"), (models, "b", "VllmWorker2"), (adapters, "b-lora", "Processor2")]
+    ):
+        card = ModelCard(model, component, "generate", 100, 0.0)
+        view.apply(PutEvent(KeyValue(f"dynamo/models/{model}:{at}", card.encode(), at)))
+    one, two = Named("one"), Named("two")
+    clients: Any = {"Processor": one, "VllmWorker": one, "Processor2": two, "VllmWorker2": two}
+    return EndpointByModel(clients, models, adapters)
+
+
+@pytest.mark.parametrize(("model", "answers"), [("a", "one"), ("b", "two"), ("b-lora", "two")])
+async def test_a_request_goes_to_its_models_processor(model: str, answers: str) -> None:
+    endpoint, body = by_model(), msgspec.json.encode({"model": model})
+    assert await endpoint.call({"model": model}) == answers
+    assert await endpoint.call({"kind": "tokenize", "request": {"model": model}}) == answers
+    assert await endpoint.call(ApiRequest("r", "/v1/chat/completions", [], body)) == answers
+
+
+async def test_a_model_that_nobody_serves_is_answered_with_those_that_are_there() -> None:
+    with pytest.raises(ApiError, match="`c` does not exist here; served now: `a`, `b`") as refused:
+        await by_model().call({"model": "c"})
+    assert (refused.value.status, refused.value.code) == (404, "model_not_found")
