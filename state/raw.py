@@ -53,13 +53,24 @@ def namespaces(env: Mapping[str, str]) -> list[str]:
     return sorted(name for name in found if namespace_fault(name) is None)
 
 
+def make_private(folder: Path) -> None:
+    """Make the folder and its parents, 0700 each; `mkdir(parents=True)` would let others list the parents.
+
+    Those that are there keep their mode. Raises `OSError`.
+    """
+    for each in reversed((folder, *folder.parents)):
+        if not each.exists():
+            each.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(exist_ok=True)  # refuses what is no folder
+
+
 def prepare_folder(folder: Path) -> None:
     """Make the folder of statefiles, 0700. One that is there keeps its mode: others may have a use for it.
 
     Raises `StateError` if it is a stranger's, or cannot be made.
     """
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(folder)
         owner = folder.stat().st_uid
     except OSError as error:
         raise StateError(f"{folder} cannot be used for statefiles: {error.strerror}") from error
@@ -104,6 +115,8 @@ def parse(path: Path, text: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno}"
         raise StateError(f"{path} is not valid JSON: {error.msg} ({where})", path=str(path)) from None
+    except RecursionError:
+        raise StateError(f"{path} is no statefile: its brackets are nested too deep", path=str(path)) from None
     if not isinstance(value, dict):
         raise StateError(f"{path} holds a {type(value).__name__}, not a JSON object", path=str(path))
     return value

@@ -32,12 +32,13 @@ LEASE_TTL_MAX_S = 3600
 class ServeOptions:
     """The command line of `dynamo serve`, parsed only. `on_arbiter_death` is "end" or "keep".
 
-    `target` is None if the file says everything: a graph of commands. `planner` is None if the configuration decides.
-    `follow` is "virtual" or None, `follow_keys` "v1", "v0" or None.
+    `target` is None if the file says everything: a graph of commands. `more_files` are laid over `file`, in order.
+    `planner` is None if the configuration decides. `follow` is "virtual" or None, `follow_keys` "v1", "v0" or None.
     """
 
     target: str | None
     file: Path | None = None
+    more_files: tuple[Path, ...] = ()
     overrides: tuple[str, ...] = ()
     namespace: str | None = None
     gpus: str | None = None
@@ -84,7 +85,9 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, 
     if options.adopt and options.replace:
         raise BadInput("--adopt takes the running workers back, --replace ends them: say one of the two")
     python = load_graph(options.target, base_dir=cwd) if options.target is not None else None
-    config = load_config(options.file, env=environ, overrides=options.overrides, base=options.base)
+    config = load_config(
+        options.file, more=options.more_files, env=environ, overrides=options.overrides, base=options.base
+    )
     graph = with_commands(python, config, options.file)
     config = with_targets(graph, config, {"ttft": options.ttft_ms, "itl": options.itl_ms})
     if options.insecure:

@@ -101,7 +101,8 @@ def deployment_of(paths: Paths, file: Path, overrides: tuple[str, ...]) -> dict[
     ask_arbiter(paths, "dynamo_status")  # nothing runs, or its arbiter was killed: said before anything is read
     state = load(paths.statefile)
     folder = next((Path(entry.cwd) for entry in state.components.values() if entry.cwd), Path.cwd())
-    target = state.target if state.target is not None and not state.target.startswith("/") else None
+    named = state.target is not None and ":" in state.target and not state.target.startswith("/")
+    target = state.target if named else None  # a graph of commands has a file, or nothing, in its place
     environ = {name: value for name, value in os.environ.items() if name != DEPLOYMENT_ENV}
     options = ServeOptions(target=target, file=file.resolve(), overrides=overrides, namespace=state.namespace)
     request = understand(options, environ, folder)

@@ -46,6 +46,10 @@ COMMANDS = {
 """name -> (module:attribute, one line for `--help`)."""
 
 
+ELSEWHERE = {"stop": "down", "ps": "status", "run": "serve", "start": "serve", "list": "ls", "version": "--version"}
+"""The words of other tools, and ours."""
+
+
 class LazyGroup(click.Group):
     """A group that knows its commands' names and imports one only when it is used."""
 
@@ -66,7 +70,7 @@ class LazyGroup(click.Group):
         """Click's own suggestions need all commands imported."""
         name = args[0]
         if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
-            near = get_close_matches(name, COMMANDS, n=1)
+            near = [ELSEWHERE[name]] if name in ELSEWHERE else get_close_matches(name, COMMANDS, n=1)
             raise click.UsageError(f"no command {name!r}" + (f", did you mean {near[0]!r}?" if near else ""), ctx)
         return super().resolve_command(ctx, args)
 

@@ -84,7 +84,14 @@ def _parted(words: list[str]) -> tuple[list[str], list[str]]:
     type=click.Path(path_type=Path, dir_okay=False),
     help="With --model: keep the plan as YAML with comments.",
 )
-@click.option("--file", "-f", type=click.Path(path_type=Path), help="Configuration, YAML.")
+@click.option(
+    "--file",
+    "-f",
+    "files",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Configuration, YAML. Given again, it is laid over the files before.",
+)
 @click.option("--namespace", "-n", default=None, help="Replaces the graph's own namespace.")
 @click.option("--gpus", default=None, help="`0,2,3`, UUIDs, or `sim:8` for eight simulated devices.")
 @click.option("--start-deadline", "start_deadline_s", type=SECONDS, default=300.0, help="Seconds for a worker.  [300]")
@@ -146,14 +153,17 @@ def serve(
         from dynamo_local.arbiter.request import ServeOptions, understand
 
     target, served, words = _planned(target, words)
-    options = ServeOptions(target=target, **words)
+    files = words.pop("files")
+    options = ServeOptions(target=target, file=files[0] if files else None, more_files=files[1:], **words)
     if write_to is not None and served is None:
         raise BadInput("--write keeps the plan for --model: name a model")
     if write_to is not None and served is not None:
         _write(served, write_to)
+    if served is not None and served.missing and not dry_run:
+        raise BadInput(served.missing[0])
     if dry_run:
         request = understand(options, os.environ, Path.cwd(), only_plan=True)
-        for note in request.notes:
+        for note in (*(() if served is None else served.missing), *request.notes):
             click.echo(f"dynamo: {note}", err=True)
         if served is not None:
             _print_served(served, as_json)

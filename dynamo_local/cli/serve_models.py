@@ -79,10 +79,14 @@ class ModelWords:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A decision: the graph's plan, and the sums of its models (empty for commands and on a CPU)."""
+    """A decision: the graph's plan, and the sums of its models (empty for commands and on a CPU).
+
+    `missing`: why it cannot be served from these folders, although it can be planned.
+    """
 
     plan: GraphPlan
     fits: tuple[Fit, ...] = ()
+    missing: tuple[str, ...] = ()
 
     @property
     def yaml(self) -> str:
@@ -186,7 +190,7 @@ class _Host:
         if self.devices or _cpu_vllm():
             return "vllm"
         raise BadInput(
-            f"{self.missing.partition(';')[0]}, and vLLM's CPU build is not installed; for simulated answers say "
+            f"{self.missing}, and vLLM's CPU build is not installed; for simulated answers say "
             "--engine sim, to plan for GPUs that are not here --engine vllm --gpus sim:8 --dry-run"
         )
 
@@ -213,7 +217,7 @@ def _host(words: ModelWords, environ: Mapping[str, str]) -> _Host:
     except GpuError as error:
         if option is not None:
             raise
-        return _Host((), None, str(error))
+        return _Host((), None, str(error).removeprefix("GPUs are needed, but ").partition(";")[0])
     if not devices:
         raise GpuError("all GPUs are in use; `dynamo ls` and `nvidia-smi` show by whom")
     return _Host(devices, option)
@@ -317,7 +321,15 @@ def _on_gpus(
         serve_args=_hyphened(api),
     )
     lines = _reasons(words, models, plan, fits, division, profile)
-    return Served(replace(plan, reasons=tuple(lines)), tuple(fits))
+    return Served(replace(plan, reasons=tuple(lines)), tuple(fits), _without_tokenizer(models))
+
+
+def _without_tokenizer(models: list[Model]) -> tuple[str, ...]:
+    return tuple(
+        f"{model.folder} has no tokenizer.json, without which no text can be read; download the whole model"
+        for model in models
+        if not (model.folder / "tokenizer.json").is_file()
+    )
 
 
 def _needs(model: Model, words: ModelWords, options: Mapping[str, Any], engine: str) -> Needs:
@@ -413,15 +425,16 @@ def _division(
 
 
 def _obstacles(engine: str, found: Fit, options: Mapping[str, Any]) -> list[str]:
-    facts, found_ = found.needs.facts, []
+    """Why this engine cannot hand KV over."""
+    facts, why = found.needs.facts, list[str]()
     if engine == "vllm":
         if importlib.util.find_spec("nixl") is None:
-            found_.append("nixl, which moves KV between vLLM's engines, is not installed")
+            why.append("nixl, which moves KV between vLLM's engines, is not installed")
         if facts.states or facts.token_bytes(windows=True) or not facts.exact:
-            found_.append("the KV of such attention is not handed over here")
+            why.append("the KV of such attention is not handed over here")
         if "kv_transfer_config" in options:
-            found_.append("--kv-transfer-config is given")
-    return found_
+            why.append("--kv-transfer-config is given")
+    return why
 
 
 def _profile(engine: str, found: Fit, model: Model) -> _Profile:
@@ -504,9 +517,10 @@ def _reasons(
         )
     routed = ", behind a Router that knows what each has cached" if plan.routed else ""
     roles = f"{division.prefill} prefill + {division.decode} decode" if division.prefill else f"{only.engines}"
-    lines += [f"Engines: {roles}{routed}", f"{division.why[:1].upper()}{division.why[1:]}"]
+    size = f" of {found.tp} GPU{'s' * (found.tp != 1)}"
+    lines += [f"Engines: {roles}{size}{routed}", f"{division.why[:1].upper()}{division.why[1:]}"]
     if plan.planner is not None:
-        lines.append(_planner_line(plan, profile))
+        lines += _planner_lines(plan, profile)
     return lines
 
 
@@ -519,16 +533,15 @@ def _short(model: Model, plan: ModelPlan, found: Fit) -> str:
     )
 
 
-def _planner_line(plan: GraphPlan, profile: _Profile) -> str:
-    targets = ", ".join(
-        f"{name} {value:g} ms" for name, value in (plan.planner or {}).items() if name in ("ttft", "itl")
-    )
+def _planner_lines(plan: GraphPlan, profile: _Profile) -> list[str]:
+    section = plan.planner or {}
+    targets = ", ".join(f"{name} {section[name]:g} ms" for name in ("ttft", "itl") if name in section)
     if profile.name is not None:
-        return f"Planner: on, for {targets}, with the profile {profile.name}"
-    return (
-        f"Planner: on, for {targets}; no profile of these engines: it begins with the nearest one and learns from live "
-        f"passes. Measure: --write FILE, then dynamo profile {plan.target} -f FILE"
-    )
+        return [f"Planner: on, for {targets}, with the profile {profile.name}"]
+    return [
+        f"Planner: on, for {targets}; no profile of these engines: it begins with the nearest, and learns from passes",
+        f"To measure them: --write FILE, then dynamo profile {plan.target} -f FILE",
+    ]
 
 
 # --- vLLM without a GPU ----------------------------------------------------------------------------
@@ -545,7 +558,7 @@ def _on_cpu(
         raise BadInput("--ttft and --itl start the planner, which counts GPUs, and there is none here")
     models = [_read(given, environ, "float32") for given in words.models]
     names, free = _names(words, models), host_free_bytes()
-    lines, plans = [f"GPUs: none ({host.missing.partition(';')[0]}); vLLM's CPU build, in float32"], []
+    lines, plans = [f"GPUs: none ({host.missing}); vLLM's CPU build, in float32"], []
     threads = max(1, (os.cpu_count() or 1) // len(models))
     left = 0 if isinstance(free, Missing) else free
     for model, name in zip(models, names, strict=True):
@@ -573,7 +586,7 @@ def _on_cpu(
         )
     port = PORT_DEFAULT if words.port is None else words.port
     plan = GraphPlan(tuple(plans), "vllm", port, _api_key(words), serve_args=_hyphened(api), reasons=tuple(lines[:10]))
-    return Served(plan)
+    return Served(plan, missing=_without_tokenizer(models))
 
 
 def _cpu_options(max_len: int, kv_bytes: int) -> dict[str, Any]:

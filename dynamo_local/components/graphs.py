@@ -20,9 +20,9 @@ from dynamo_local.components.prefill_worker import PrefillWorker
 from dynamo_local.components.processor import Processor
 from dynamo_local.components.router import Router
 from dynamo_local.components.vllm_worker import VllmWorker
+from dynamo_local.config.model_graph import GRAPHS, numbered
 from dynamo_local.sdk.service import DynamoService, depends
 
-MODULE = "dynamo_local.components.graphs"
 MODELS_MAX = 16
 _MODELS = re.compile(r"models_([0-9]{1,2})")
 
@@ -46,16 +46,11 @@ def __getattr__(name: str) -> Any:
         return _FRONTEND
     match = _MODELS.fullmatch(name)
     if match is None or not 2 <= int(match[1]) <= MODELS_MAX:
-        raise AttributeError(f"module {MODULE!r} has no graph {name!r}")
+        raise AttributeError(f"module {GRAPHS!r} has no graph {name!r}")
     frontend, pairs = _models(int(match[1]))
     for processor, worker in pairs:
         frontend.link(processor).link(worker)
     return frontend
-
-
-def numbered(name: str, at: int) -> str:
-    """The service's name for the model at that place, from 0: `VllmWorker`, `VllmWorker2`, …"""
-    return name if at == 0 else f"{name}{at + 1}"
 
 
 @cache

@@ -249,11 +249,16 @@ class Config:
 
 
 def load_config(
-    path: Path | None, *, env: Mapping[str, str], overrides: Sequence[str] = (), base: str | None = None
+    path: Path | None,
+    *,
+    env: Mapping[str, str],
+    overrides: Sequence[str] = (),
+    base: str | None = None,
+    more: Sequence[Path] = (),
 ) -> Config:
     """Read the YAML of `path`, or of `DYN_DEPLOYMENT_CONFIG` in its place, and lay the command line's words over it.
 
-    `base`: YAML over which all of that is laid (`dynamo serve --model`).
+    `more` files are laid over `path`, in order. `base`: YAML over which all of that is laid (`dynamo serve --model`).
 
     Raises `ConfigError`: one line that names the source, the section and the key.
     """
@@ -262,6 +267,9 @@ def load_config(
         source, below = DEPLOYMENT_ENV, parse_yaml(text, DEPLOYMENT_ENV)
     elif path is not None:
         source, below = str(path), parse_yaml(_read(path), str(path))
+        for each in more:
+            over = normalise(parse_yaml(_read(each), str(each)), str(each))
+            source, below = f"{source}, {each}", deep_merge(normalise(below, source), over)
     else:
         source, below = "command line", {}
     above = normalise(parse_overrides(overrides), "command line")

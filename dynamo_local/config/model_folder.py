@@ -65,6 +65,13 @@ def read_facts(folder: Path, kv_dtype: str = "auto") -> ModelFacts:
 
 def find_model(given: str, environ: Mapping[str, str]) -> Path:
     """The folder of a model. Raises `ConfigError` for a GGUF file, and for a model that is not here."""
+    try:
+        return _find(given, environ)
+    except OSError as error:  # no permission, a name that is too long
+        raise ConfigError(f"--model {given}: cannot look there: {error.strerror or error}") from None
+
+
+def _find(given: str, environ: Mapping[str, str]) -> Path:
     path = Path(given).expanduser()
     if path.suffix == ".gguf":
         raise _gguf(path)

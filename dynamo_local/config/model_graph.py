@@ -100,7 +100,7 @@ def _sections(plan: GraphPlan) -> Iterator[tuple[str, dict[str, Any], str]]:
     yield "Frontend", frontend, "OpenAI's API, on 127.0.0.1 (docs/configuration.md#frontend)."
     if plan.engine is None:
         for at, model in enumerate(plan.models):
-            yield _numbered("Server", at), _command(model), "One server for each worker, each with its own port."
+            yield numbered("Server", at), _command(model), "One server for each worker, each with its own port."
         return
     for at, model in enumerate(plan.models):
         yield from _model(plan, model, at)
@@ -108,7 +108,8 @@ def _sections(plan: GraphPlan) -> Iterator[tuple[str, dict[str, Any], str]]:
         yield "Planner", dict(plan.planner), "Moves workers to keep the targets (docs/planner.md)."
 
 
-def _numbered(name: str, at: int) -> str:
+def numbered(name: str, at: int) -> str:
+    """The service's name for the model at that place, from 0: `VllmWorker`, `VllmWorker2`, …"""
     return name if at == 0 else f"{name}{at + 1}"
 
 
@@ -139,15 +140,17 @@ def _speaks_metrics(command: Sequence[str]) -> bool:
 
 def _model(plan: GraphPlan, model: ModelPlan, at: int) -> Iterator[tuple[str, dict[str, Any], str]]:
     named = {"model": model.model, "served-model-name": model.name}
-    router = {"router": "kv"} if plan.routed and plan.planner is None else {}
+    # With targets and the engine's times the Router decides by both, which is its default then.
+    by_times = plan.planner is not None and (plan.engine == "sim" or "profile-results-dir" in plan.planner)
+    router = {"router": "kv"} if plan.routed and not by_times else {}
     api = {"serve-args": dict(plan.serve_args)} if plan.serve_args and plan.engine == "vllm" else {}
-    yield _numbered("Processor", at), {**named, **router, **api}, "Chat template and tokenizer."
+    yield numbered("Processor", at), {**named, **router, **api}, "Chat template and tokenizer."
     if plan.routed:
         yield "Router", {**named, **router}, "Sends a prompt where most of it is cached (docs/routing.md)."
     worker = {**named, "engine": plan.engine, **model.options}
     apart = {"remote-prefill": True} if model.prefill else {}
     yield (
-        _numbered("VllmWorker", at),
+        numbered("VllmWorker", at),
         {**worker, **apart, "ServiceArgs": _service_args(plan, model, model.engines - model.prefill)},
         "The engines. Other keys are the engine's own: `vllm serve --help=all`." if plan.engine == "vllm" else "",
     )
@@ -262,7 +265,8 @@ def server_command(words: Sequence[str]) -> tuple[tuple[str, ...], int | None]:
             f"{words[0]}: where does it listen? Write '{PORT}' where its port stands, for example --port '{PORT}'"
         )
     kept, port = _without_address(words)
-    more = [*LISTEN]
+    has_host = _speaks_metrics(words) or _names(words, "host")
+    more = [*LISTEN] if has_host else ["--port", PORT]
     if "sglang.launch_server" in words and "--enable-metrics" not in words:
         more.append("--enable-metrics")
     return (*kept, *more), port

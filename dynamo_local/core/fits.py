@@ -31,9 +31,8 @@ class DoesNotFit(ValueError):
 
 
 def gb(size_bytes: float) -> str:
-    """`140.0 GB`, with more digits below 1 GB."""
-    size = size_bytes / 1e9
-    return f"{size:.1f} GB" if size >= 0.95 else f"{size:.3g} GB"
+    """`140.0 GB`; below 1 GB `16.8 MB`."""
+    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 0.95e9 else f"{size_bytes / 1e6:.3g} MB"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 from dynamo_local.core.types import namespace_fault
 from dynamo_local.errors import ConfigError, StateError
-from dynamo_local.state.raw import home, prepare_folder, read_raw, statefile_path
+from dynamo_local.state.raw import home, make_private, prepare_folder, read_raw, statefile_path
 from dynamo_local.system.host_errors import telling
 
 IPC_PATH_MAX = 107
@@ -36,7 +36,7 @@ def check_namespace(namespace: str) -> str:
 def private_folder(path: Path) -> Path:
     """Make `path` with mode 0700 or check that it is ours alone; refuse a link or another user's folder."""
     with telling("a folder of ours cannot be made"):
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(path)
     info = path.lstat()
     if stat.S_ISLNK(info.st_mode) or not stat.S_ISDIR(info.st_mode):
         raise ConfigError(f"{path} is not a plain folder; remove it or set XDG_RUNTIME_DIR")

@@ -178,7 +178,7 @@ def test_unit_runs_a_command_that_exists():
     assert words[1] == "serve"
     assert not context.params["overrides"]
     assert not context.params["detach"]
-    assert (EXAMPLE / context.params["file"]).is_file()
+    assert all((EXAMPLE / file).is_file() for file in context.params["files"])
     assert service["WorkingDirectory"].endswith("/examples/llm")
     assert service["RestartPreventExitStatus"] == f"{EXIT_BAD_INPUT} {EXIT_BUSY}"
 

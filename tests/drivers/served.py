@@ -59,7 +59,7 @@ T = TypeVar("T")
 class Served(Registry):
     """One namespace on this host. `words` follow `dynamo serve`; the `frontend`, if there is one, takes any free port.
 
-    `files` (relative name -> text) make a working folder of the test's own instead of `cwd`.
+    `behind`: words after `--`. `files` (relative name -> text) make a working folder of its own instead of `cwd`.
     """
 
     def __init__(
@@ -73,8 +73,10 @@ class Served(Registry):
         beside: Served | None = None,
         frontend: bool = True,
         timeout_s: float = COMMAND_TIMEOUT_S,
+        behind: Sequence[str] = (),
     ) -> None:
         self.timeout_s = timeout_s
+        self._behind = ("--", *behind) if behind else ()
         self._own_folder = beside is None
         # Short: a unix socket's path has 107 bytes, and pytest's folders alone have 80.
         self.folder = beside.folder if beside else Path(tempfile.mkdtemp(prefix="dl-"))
@@ -120,7 +122,7 @@ class Served(Registry):
 
     def serve_words(self, *more: str) -> tuple[str, ...]:
         namespace = () if self.namespace == "dynamo" else ("--namespace", self.namespace)
-        return ("serve", *self._words, *namespace, *more)
+        return ("serve", *self._words, *namespace, *more, *self._behind)
 
     def serve_with(self, file: str) -> None:
         self._words = (*(word for word in self._words if word != "-f" and not word.endswith(".yaml")), "-f", file)

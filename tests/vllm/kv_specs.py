@@ -97,7 +97,12 @@ def parallel() -> None:
 STAND_IN = """import importlib.machinery, sys
 
 
-class Any:
+class Kind(type):
+    def __getattr__(cls, name):
+        return anything(name)
+
+
+class Any(metaclass=Kind):
     pass
 
 
@@ -118,6 +123,7 @@ class Finder:
         module.__getattr__ = anything
 
 
+__path__ = []
 sys.meta_path.append(Finder())
 __getattr__ = anything
 """
@@ -128,6 +134,9 @@ def stand_in(folder: Path) -> None:
     if importlib.util.find_spec("torchvision") is not None:
         return
     (folder / "torchvision.py").write_text(STAND_IN)
+    about = folder / "torchvision-0.99.dist-info" / "METADATA"
+    about.parent.mkdir()
+    about.write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.99\n")
     sys.path.append(str(folder))
     os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(folder)])
 

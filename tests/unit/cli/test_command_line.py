@@ -18,6 +18,7 @@ from tests.fakes.arbiter.scripted_arbiter import dynamo
     [
         (("statsu",), "dynamo: no command 'statsu', did you mean 'status'? (see `dynamo --help`)"),
         (("xyz",), "dynamo: no command 'xyz' (see `dynamo --help`)"),
+        (("stop",), "dynamo: no command 'stop', did you mean 'down'? (see `dynamo --help`)"),
         (("scale", "VllmWorker"), "dynamo: Missing argument 'TARGET' (see `dynamo scale --help`)"),
         (("ls", "more"), "dynamo: Got unexpected extra argument (more) (see `dynamo ls --help`)"),
     ],

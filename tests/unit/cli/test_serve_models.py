@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from dynamo_local.cli import serve_models
 from dynamo_local.config.loading import load_config
+from dynamo_local.core.gpus import GpuDevice, GpuProcess
 from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_OK
 from tests.fakes.arbiter.scripted_arbiter import dynamo
 from tests.unit.config.test_model_folder import tensors
@@ -49,7 +51,7 @@ def test_the_decision_is_told_in_at_most_ten_lines(
     lines = asked.out.splitlines()
     assert len(lines) <= 10
     assert lines[0] == "GPUs: 4 free, Simulated GPU 80GB, 85.9 GB each"
-    assert "Model-8B: LlamaForCausalLM, weights 1.02e-06 GB, 32 layers of GQA (8 of 32 heads)" in lines[1]
+    assert "Model-8B: LlamaForCausalLM, weights 0.00102 MB, 32 layers of GQA (8 of 32 heads)" in lines[1]
     assert "131,072 bytes per token" in asked.out
     assert "dynamo profile" in lines[-1], "no profile fits: it names the command that measures"
 
@@ -119,6 +121,17 @@ def test_sglang_and_other_servers_are_commands(
     assert "metrics: null" in other
 
 
+def test_a_folder_without_a_tokenizer_is_planned_and_not_served(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    words = ("--model", model, "--engine", "sim")
+    planned = Asked(monkeypatch, capsys, *words, "--dry-run")
+    served = Asked(monkeypatch, capsys, *words)
+    assert (planned.code, served.code) == (EXIT_OK, EXIT_BAD_INPUT)
+    assert "has no tokenizer.json" in planned.err
+    assert "has no tokenizer.json" in served.err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -150,3 +163,38 @@ def test_bad_input_is_one_line(
     assert asked.code == EXIT_BAD_INPUT
     assert said in asked.err
     assert asked.err.count("\n") == 1
+
+
+class Cards:
+    """Three real cards: one is somebody else's."""
+
+    simulated = False
+
+    def sample(self) -> tuple[GpuDevice, ...]:
+        stranger = (GpuProcess(4242, "python", 60 * 10**9),)
+        return tuple(
+            GpuDevice(at, f"GPU-{at}", "NVIDIA H100 80GB HBM3", 85_520_809_984, 0, stranger if at == 1 else ())
+            for at in range(3)
+        )
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def test_cards_that_others_use_are_left_to_them(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    monkeypatch.setattr(serve_models, "open_inventory", lambda _gpus, _env: Cards())
+    served = serve_models.decide(serve_models.ModelWords(models=(model,)), {})
+    assert served.plan.engine == "vllm"
+    assert [(one.engines, one.gpus) for one in served.plan.models] == [(2, 1)]
+    assert served.plan.host_gpus is None, "the start looks again"
+
+
+def test_targets_take_the_profile_that_ships_for_this_model_and_card(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: str
+) -> None:
+    monkeypatch.setattr(serve_models, "open_inventory", lambda _gpus, _env: Cards())
+    folder = Path(model).rename(tmp_path / "Qwen3-8B")
+    words = serve_models.ModelWords(models=(str(folder),), ttft_ms=300.0, itl_ms=20.0)
+    planner = serve_models.decide(words, {}).plan.planner
+    assert planner is not None
+    assert planner["profile-results-dir"] == "Qwen3-8B_h100_sxm_vllm_tp1"

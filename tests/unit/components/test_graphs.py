@@ -8,18 +8,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_local.components.graphs import MODULE
 from dynamo_local.components.messages import ApiRequest
 from dynamo_local.components.models_view import ModelCard, ModelsView
 from dynamo_local.components.openai.by_model import EndpointByModel
 from dynamo_local.components.openai.errors import ApiError
+from dynamo_local.config.model_graph import GRAPHS
 from dynamo_local.errors import GraphError
 from dynamo_local.ports import KeyValue, PutEvent
 from dynamo_local.sdk.loader import load_graph
 
 
 def services(name: str) -> list[str]:
-    return list(load_graph(f"{MODULE}:{name}", base_dir=Path.cwd()).services)
+    return list(load_graph(f"{GRAPHS}:{name}", base_dir=Path.cwd()).services)
 
 
 def test_each_name_has_its_own_links_however_often_it_is_loaded() -> None:
@@ -31,7 +31,7 @@ def test_each_name_has_its_own_links_however_often_it_is_loaded() -> None:
 
 
 def test_each_model_has_a_processor_and_workers() -> None:
-    graph = load_graph(f"{MODULE}:models_3", base_dir=Path.cwd())
+    graph = load_graph(f"{GRAPHS}:models_3", base_dir=Path.cwd())
     assert sorted(graph.services) == [
         "Frontend", "Processor", "Processor2", "Processor3", "VllmWorker", "VllmWorker2", "VllmWorker3",
     ]  # fmt: skip

@@ -190,3 +190,16 @@ def test_unreadable_files_are_named(content: bytes | None, reason: str, tmp_path
 
     with pytest.raises(ConfigError, match=rf"c\.yaml.*{reason}"):
         load_config(path, env={})
+
+
+def test_further_files_are_laid_over_the_first_in_order(tmp_path: Path) -> None:
+    texts = ("A: {x: 1, sim: {speed: 2.0}}", "A: {x: 2, sim: {start_up_s: 1.0}}", "B: {y: 3}")
+    paths = []
+    for number, text in enumerate(texts):
+        paths.append(tmp_path / f"{number}.yaml")
+        paths[-1].write_text(text)
+    config = load_config(paths[0], more=paths[1:], env={}, overrides=["--B.y=4"])
+    assert config.sections == {"A": {"x": 2, "sim": {"speed": 2.0, "start_up_s": 1.0}}, "B": {"y": 4}}
+    assert config.source == f"{paths[0]}, {paths[1]}, {paths[2]} and the command line"
+    with pytest.raises(ConfigError, match=r"no configuration file .*none\.yaml"):
+        load_config(paths[0], more=[tmp_path / "none.yaml"], env={})

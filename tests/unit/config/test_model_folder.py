@@ -67,6 +67,7 @@ def test_the_hubs_cache_is_looked_into(model: Path, tmp_path: Path) -> None:
         ("nothing", "hf download ORGANISATION/NAME"),
         ("model.gguf", "llama-server -m model.gguf"),
         (__file__, "is a file"),
+        ("x" * 5000, "cannot look there: File name too long"),
     ],
 )
 def test_a_model_that_is_not_here_is_answered_with_how_to_get_it(tmp_path: Path, given: str, words: str) -> None:

@@ -91,6 +91,7 @@ def test_a_line_of_today_listens_where_its_frontend_expects_it() -> None:
     sglang, _ = server_command(["python", "-m", "sglang.launch_server", "--model-path", "m", "--tp=4"])
     assert sglang[-1] == "--enable-metrics"
     assert gpus_of(sglang) == 4
+    assert server_command(["any", "--port", "9"]) == (("any", "--port", "{port:http}"), 9)
     assert server_command(["llama-server", "-p", "{port:http}"]) == (("llama-server", "-p", "{port:http}"), None)
 
 

@@ -26,14 +26,14 @@ def store(tmp_path: Path) -> StateStore:
 
 
 def test_folder_and_file_are_private(tmp_path: Path) -> None:
-    folder = tmp_path / "state"
+    folder = tmp_path / ".dynamo" / "state"
     old = os.umask(0)
     try:
         store = StateStore(folder / "dynamo.json")
         store.create(state())
     finally:
         os.umask(old)
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(each.stat().st_mode) for each in (folder, folder.parent)} == {0o700}
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
 
 

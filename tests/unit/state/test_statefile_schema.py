@@ -161,6 +161,7 @@ def test_a_broken_file_is_refused_naming_file_and_field(
     [
         ("", "is not valid JSON: Expecting value"),
         ("[]", "holds a list, not a JSON object"),
+        ("[" * 200_000, "its brackets are nested too deep"),
         ("{}", "components: missing, so this is no statefile"),
         (V1.read_text()[:-40], "is not valid JSON: .*line "),
     ],
