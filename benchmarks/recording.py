@@ -20,7 +20,7 @@ OFF, ON = "not recorded", "recorded"
 def run(short: bool) -> Report:
     """Ratios, recorded ÷ not recorded, round by round; the first round only warms."""
     report = Report("recording")
-    rounds, requests = (2, 80) if short else (15, 800)
+    rounds, requests = (2, 80) if short else (9, 400)
     with two_cores() as cores, ExitStack() as stack:
         report.notes.append(f"everything, the load generator included, on cores {', '.join(map(str, cores))}")
         file = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dyn-bench-"))) / "requests.jsonl"

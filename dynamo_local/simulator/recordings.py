@@ -181,4 +181,11 @@ def _aiperf(rows: Iterable[Row]) -> Iterator[Recorded]:
         )
         if not all(whole.fields.values()):
             continue
-        yield Recorded(metadata.milliseconds("request_start_ns") / 1e6, whole.tokens(names[0]), whole.tokens(names[1]))
+        yield Recorded(_of_ns(metadata, "request_start_ns"), whole.tokens(names[0]), whole.tokens(names[1]))
+
+
+def _of_ns(row: Row, name: str) -> float:
+    """A time in nanoseconds as milliseconds."""
+    value = row.field(name)
+    plain = isinstance(value, int) and not isinstance(value, bool)
+    return Row({name: value / 1e6 if plain else value}, row.where).milliseconds(name)

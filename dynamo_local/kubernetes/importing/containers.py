@@ -9,7 +9,15 @@ from typing import Any
 
 from dynamo_local.config.yaml_text import Document
 from dynamo_local.core.secrets import is_secret_variable
-from dynamo_local.kubernetes.importing.imported_graph import ImportedGraph, Place, at, mapping, place_of, variables
+from dynamo_local.kubernetes.importing.imported_graph import (
+    ImportedGraph,
+    Place,
+    at,
+    items,
+    mapping,
+    place_of,
+    variables,
+)
 from dynamo_local.kubernetes.importing.servers import LLAMA, Server, add_server, program_of
 from dynamo_local.kubernetes.importing.shell_commands import single
 
@@ -19,7 +27,7 @@ _IMAGES: Mapping[str, tuple[str, ...]] = {
 }
 """Images whose entry point is a server: its words. SGLang's image has none."""
 _CACHES = ("/root/.cache/huggingface", "/root/.cache/huggingface/hub")
-_READ = ("image", "command", "entrypoint", "environment", "ports", "deploy", "healthcheck", "container_name", "gpus")
+_READ = ("image", "command", "entrypoint", "environment", "ports", "deploy", "healthcheck", "gpus")
 _REASONS = {
     **dict.fromkeys(("ipc", "shm_size"), "processes of one host share its /dev/shm"),
     **dict.fromkeys(("networks", "network_mode", "expose", "extra_hosts", "hostname"), "one host has one network"),
@@ -28,6 +36,7 @@ _REASONS = {
     "restart": "dynamo serve restarts a server that died (docs/configuration.md)",
     "depends_on": "dynamo serve starts all at once, and routes to a server once it is healthy",
     "env_file": "export its variables before dynamo serve, and name them in Host.pass-env",
+    "container_name": "the section has the service's name",
     "build": "the server that is installed on this host runs",
     "ulimits": "set them for the shell of dynamo serve",
     "logging": "dynamo serve keeps logs of its own",
@@ -118,8 +127,8 @@ def import_compose(graph: ImportedGraph, document: Document, env: Mapping[str, s
     graph.keys_left_out(
         document,
         (),
-        ("services", "version", "name"),
-        {key: _REASONS[key] for key in ("networks", "volumes")},
+        ("services", "version"),
+        {"name": "say it as the namespace (-n)", **{key: _REASONS[key] for key in ("networks", "volumes")}},
     )
     for name in mapping(document, "services"):
         path = ("services", name)
@@ -163,7 +172,7 @@ def _service(graph: ImportedGraph, document: Document, path: tuple[str, ...], se
 
 def _unread(graph: ImportedGraph, document: Document, path: tuple[str, ...], service: Mapping[str, Any]) -> None:
     graph.keys_left_out(document, path, _READ, _REASONS)
-    for index, volume in enumerate(service.get("volumes") or ()):
+    for index, volume in enumerate(items(service.get("volumes"))):
         target = volume.get("target") if isinstance(volume, dict) else str(volume).partition(":")[2].split(":")[0]
         if target in _CACHES:
             graph.changed(place_of(document, *path, "volumes", index), "this host's own cache of models is used")
@@ -171,6 +180,14 @@ def _unread(graph: ImportedGraph, document: Document, path: tuple[str, ...], ser
     for key in deploy if isinstance(deploy, dict) else ():
         if key not in ("replicas", "resources"):
             graph.left_out(place_of(document, *path, "deploy", key), "of a swarm")
+    for index, port in enumerate(items(service.get("ports"))):
+        if index:
+            graph.left_out(place_of(document, *path, "ports", index), f"{port}: a server has one port here")
+    for bound in ("limits", "reservations"):
+        for key in mapping(document, *path, "deploy", "resources", bound):
+            if key != "devices":
+                where = place_of(document, *path, "deploy", "resources", bound, key)
+                graph.left_out(where, "say cpu and memory in ServiceArgs.resources")
     if "healthcheck" in service:
         graph.changed(place_of(document, *path, "healthcheck"), "dynamo serve asks the server's /health itself")
 
@@ -227,7 +244,7 @@ def _gpus(document: Document, path: tuple[str, ...]) -> int | None:
         return _device_count(str(given)) if isinstance(given, str | int) else None
     devices = at(document.value, (*path, "deploy", "resources", "reservations", "devices"))
     for device in devices if isinstance(devices, list) else ():
-        if isinstance(device, dict) and "gpu" in (device.get("capabilities") or ["gpu"]):
+        if isinstance(device, dict) and "gpu" in (items(device.get("capabilities")) or ["gpu"]):
             ids, count = device.get("device_ids"), device.get("count")
             return len(ids) if isinstance(ids, list) else _device_count(str(count))
     return None

@@ -183,6 +183,11 @@ def place_of(document: Document, *path: str | int) -> Place:
     return Place(document.lines.get(known, 1), ".".join(map(str, path)))
 
 
+def items(value: Any) -> list[Any]:
+    """The items of a list; none of anything else."""
+    return value if isinstance(value, list) else []
+
+
 def mapping(document: Document, *path: str | int) -> dict[str, Any]:
     """The mapping at a path; empty if it is absent. Raises `ConfigError` if it is anything else."""
     found = at(document.value, path)

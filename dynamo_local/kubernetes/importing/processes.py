@@ -18,7 +18,7 @@ from dynamo_local.kubernetes.importing.shell_commands import single
 # --- llama-swap
 
 LLAMA_SWAP_PORT = 8080
-_MODEL_READ = ("cmd", "proxy", "env", "aliases", "checkEndpoint", "macros", "name", "description", "useModelName")
+_MODEL_READ = ("cmd", "proxy", "env", "aliases", "checkEndpoint", "macros", "useModelName")
 _ALL_RUN = "all models run side by side; dynamo sleep frees a GPU (docs/standby.md)"
 _SWAP_REASONS = {
     **dict.fromkeys(("groups", "matrix", "ttl", "globalTTL"), _ALL_RUN),
@@ -30,6 +30,7 @@ _SWAP_REASONS = {
     "cmdStop": "a worker drains, then gets SIGTERM",
     "concurrencyLimit": "say max-inflight in Frontend",
     "filters": "the Frontend passes bodies unchanged",
+    **dict.fromkeys(("name", "description"), "a label: /v1/models has the model's id"),
     "unlisted": "/v1/models lists every model",
     "metadata": "the Frontend passes the server's own answer on",
     **dict.fromkeys(("logLevel", "logTimeFormat", "logToStdout"), "dynamo logs shows all logs"),
@@ -111,13 +112,14 @@ def _expanded(text: str, macros: Mapping[str, Any], env: Mapping[str, str]) -> t
 
 # --- process-compose
 
-_PROCESS_READ = ("command", "environment", "working_dir", "description", "replicas", "readiness_probe", "disabled")
+_PROCESS_READ = ("command", "environment", "working_dir", "replicas", "readiness_probe", "disabled")
 _PROCESS_REASONS = {
     "depends_on": "dynamo serve starts all at once, and routes to a server once it is healthy",
     "availability": "dynamo serve restarts what died (`restart` in Host)",
     "liveness_probe": "dynamo serve asks servers itself, and watches other processes",
     "shutdown": "a worker drains, then gets SIGTERM; say stop-timeout-s",
     "namespace": "a graph has one namespace",
+    **dict.fromkeys(("name", "description"), "a label"),
     "is_daemon": "the command must stay in the foreground",
     "is_tty": "processes have no terminal",
     "log_location": "dynamo logs shows all logs",
@@ -131,7 +133,7 @@ _PROCESS_REASONS = {
 
 def import_process_compose(graph: ImportedGraph, document: Document, env: Mapping[str, str]) -> None:
     """Add a section for each process: a known server, or a plain command."""
-    graph.keys_left_out(document, (), ("processes", "environment", "version", "name"), _PROCESS_REASONS)
+    graph.keys_left_out(document, (), ("processes", "environment", "version"), _PROCESS_REASONS)
     shared = {name: value or "" for name, value in variables(document, "environment").items()}
     for name in mapping(document, "processes"):
         path = ("processes", name)

@@ -35,6 +35,8 @@ def import_script(graph: ImportedGraph, text: str) -> None:
         elif line.unknown is not None:
             graph.left_out(place, f"{line.unknown} is not known without running the script: write its value out")
         else:
+            if command.redirected or command.piped:
+                graph.changed(place, "its output goes to the log of its worker: dynamo logs")
             _server(graph, line, exported, place)
 
 

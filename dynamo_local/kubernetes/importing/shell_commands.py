@@ -58,18 +58,19 @@ class Word:
 
 @dataclass(slots=True)
 class Command:
-    """A simple command. `depth` counts the loops and conditions around it; `piped` says that it is part of a pipe."""
+    """A simple command. `depth` counts the loops and conditions around it; `piped`: a pipe takes its output."""
 
     line: int
     words: list[Word]
     depth: int = 0
     piped: bool = False
+    redirected: bool = False
 
 
 def commands(text: str) -> Iterator[Command]:
     """The commands of a script, in their order. Raises `ConfigError` with the line of a quote that is not closed."""
     depth = 0
-    for number, (line, words, ended_by) in enumerate(_split(text)):
+    for number, (line, words, ended_by, redirected) in enumerate(_split(text)):
         if number >= MAX_COMMANDS:
             raise ConfigError(f"line {line}: more than {MAX_COMMANDS:,} commands")
         while words and not words[0].quoted and words[0].text in (*_OPENING, *_CLOSING, *_BETWEEN):
@@ -78,15 +79,16 @@ def commands(text: str) -> Iterator[Command]:
             if first in ("for", "case", "select", "function"):
                 words = []
         if words:
-            yield Command(line, words, max(depth, 0), ended_by == "|")
+            yield Command(line, words, max(depth, 0), ended_by == "|", redirected)
         depth += (ended_by == "(") - (ended_by == ")")
 
 
-def _split(text: str) -> Iterator[tuple[int, list[Word], str]]:
-    """(line, words, the character that ended them). Redirections and comments are left out."""
+def _split(text: str) -> Iterator[tuple[int, list[Word], str, bool]]:
+    """(line, words, the character that ended them, whether it is redirected). Comments are left out."""
     scan = _Scan(text)
     while not scan.ended():
-        yield scan.command()
+        scan.redirected = False
+        yield (*scan.command(), scan.redirected)
 
 
 class _Scan:
@@ -95,6 +97,8 @@ class _Scan:
     def __init__(self, text: str) -> None:
         self._text, self._at, self._line = text.replace("\r\n", "\n"), 0, 1
         self._heredocs: list[str] = []
+        self.redirected = False
+        """Whether the last command's output or input is a file."""
 
     def ended(self) -> bool:
         """Whether nothing is left."""
@@ -142,6 +146,7 @@ class _Scan:
 
     def _redirection(self, words: list[Word]) -> None:
         """`> file`, `2>&1`, `<< END`: the number before it, and the file behind it, are no words."""
+        self.redirected = True
         if words and words[-1].text.isdigit() and self._text[self._at - 1].isdigit():
             words.pop()
         begin = self._at

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -239,3 +241,23 @@ def test_a_program_behind_other_words_is_no_server() -> None:
         list(commands("a;" * 6_000))
     with pytest.raises(NotCarried):
         imported("vllm serve x --headless", "f", "shell script", {})
+
+
+def _mutated(value: Any, other: Any) -> Iterator[Any]:
+    """The value with each of its parts in turn replaced by another."""
+    yield other
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from ({**value, key: changed} for changed in _mutated(item, other))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from ([*value[:index], changed, *value[index + 1 :]] for changed in _mutated(item, other))
+
+
+@pytest.mark.parametrize("other", [5, "x", "${", None, [], [5], {}, {"a": 5}, True], ids=repr)
+@pytest.mark.parametrize("text", [LLAMA_SWAP, PROCESS_COMPOSE, DOCKER_COMPOSE], ids=["swap", "process", "docker"])
+def test_a_value_of_another_kind_is_never_a_traceback(text: str, other: Any) -> None:
+    kind = kind_of(text, "f")
+    for changed in _mutated(yaml.safe_load(text), other):
+        with contextlib.suppress(ConfigError, NotCarried):
+            imported(yaml.safe_dump(changed), "f", kind, {})
