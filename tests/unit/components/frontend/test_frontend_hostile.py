@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from dynamo_local.system import collector
 from tests.drivers.hostile import Hostile, hostile_bodies
 from tests.drivers.served import MODEL
-from tests.fakes.data_plane.processor import FakeEndpoint, answer
+from tests.fakes.data_plane.processor import FakeEndpoint, Step, answer
 
 Make = Callable[..., Any]
 SETTINGS = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
@@ -23,6 +23,7 @@ SETTINGS = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.fun
 @given(hostile=hostile_bodies(200_000))
 @example(hostile=Hostile("/v1/chat/completions", "model", "escapes", 1824))
 @example(hostile=Hostile("/v1/completions", "model", "escapes", 512 * 6))
+@example(hostile=Hostile("/v1/completions", "prompt", "long strings", 2006))
 @example(hostile=Hostile("/v1/chat/completions", "model", "emoji", 512 * 4))
 @SETTINGS
 def test_a_hostile_body_is_answered_or_refused(house: Make, serve_model: Make, hostile: Hostile):
@@ -50,7 +51,7 @@ async def test_a_refused_request_leaves_nothing_of_ours_to_the_garbage_collector
 
 
 async def _ask(house: Make, put_model: Make, hostile: Hostile) -> None:
-    made = house(FakeEndpoint(answer("Hi")))
+    made = house(FakeEndpoint(_answered))
     put_model(made.models, MODEL)
     async with made.client() as client:
         response = await client.post(hostile.path, content=hostile.body(), headers={"content-type": "application/json"})
@@ -59,3 +60,12 @@ async def _ask(house: Make, put_model: Make, hostile: Hostile) -> None:
         assert len(response.content) < 2000
         assert json.loads(response.content)["error"]["type"] == "invalid_request_error"
         assert made.endpoint.payloads == []
+
+
+def _answered(payload: dict[str, Any]) -> list[Step]:
+    """As the Processor: the items of several prompts say whose they are."""
+    prompts = payload.get("extras", {}).get("prompts")
+    if prompts is None:
+        return answer("Hi")
+    steps = [step for step in answer("Hi") if isinstance(step, list)]
+    return [[{**item, "index": number} for item in step] for number in range(len(prompts)) for step in steps]
