@@ -20,9 +20,6 @@ from heapq import heappop, heappush, heapreplace
 from itertools import accumulate, pairwise
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import ArrayLike
-
 # --- demand
 # The demand on the workers: requests with their own lengths, in the bursts in which they come. Pure.
 
@@ -636,20 +633,6 @@ class Past:
     bin_s: float
     bins: int
     turned: bool = False
-
-    @classmethod
-    def of(cls, came: ArrayLike, judged_from_s: float, bin_s: float, bins: int, *, turned: bool = False) -> Past:
-        """The past of these requests (rows of arrival, prompt and answer tokens; ascending), judged from then on.
-
-        Its clock begins with the first of them.
-        """
-        rows = np.asarray(came, dtype=np.float64)
-        if not len(rows):
-            return cls((), (), (), 0.0, bin_s, bins, turned)
-        first_s = float(rows[0, 0])
-        isl, osl = (tuple(column.astype(np.int64).tolist()) for column in (rows[:, 1], rows[:, 2]))
-        times = tuple((rows[:, 0] - first_s).tolist())
-        return cls(times, isl, osl, judged_from_s - first_s, bin_s, bins, turned)
 
     def bin(self, at_s: float) -> int:
         """The bin of that moment; below 0, or from `bins` on, where it is not judged."""

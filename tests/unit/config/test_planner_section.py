@@ -66,7 +66,7 @@ def test_slo_plans_where_targets_are_given_and_no_policy(target: dict[str, objec
     kept = found.model_dump(exclude_unset=True)
     assert planner_section("Planner", kept) == found
     assert kept["policy"] == "slo"  # what is written into a statefile says it, whatever is changed later
-    with pytest.raises(ConfigError, match=r"and the policy is load|the policy 'load' has no targets"):
+    with pytest.raises(ConfigError, match=r"and the policy is load|is a target, and the policy 'load' has none"):
         planner_section("Planner", {**target, "policy": "load"})
     with pytest.raises(ConfigError, match=r"adjustment_interval is an option of the policy load.* is slo .* where"):
         planner_section("Planner", {**target, "adjustment_interval": 20})

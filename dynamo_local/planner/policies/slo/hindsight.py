@@ -233,6 +233,18 @@ class Ruled:
     ready: tuple[int, int]
 
 
+def past_of(came: Floats, judged_from_s: float, bin_s: float, bins: int, *, turned: bool = False) -> Past:
+    """The past of these requests (rows of arrival, prompt and answer tokens; ascending), judged from then on.
+
+    Its clock begins with the first of them.
+    """
+    if not len(came):
+        return Past((), (), (), 0.0, bin_s, bins, turned)
+    first_s = float(came[0, 0])
+    isl, osl = (tuple(column.astype(np.int64).tolist()) for column in (came[:, 1], came[:, 2]))
+    return Past(tuple((came[:, 0] - first_s).tolist()), isl, osl, judged_from_s - first_s, bin_s, bins, turned)
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """`requests` that ended, a row each: arrival (planner's clock, seconds), tokens of prompt and answer, and 1 where a
@@ -292,7 +304,7 @@ class Record:
             requests=self.requests[times >= until_s - FILL_S],
             judged_until_s=until_s,
             due_s=now_s + len(came) / REQUESTS_PER_S,
-            asked=Past.of(came, from_s, bin_s, bins, turned=turned),
+            asked=past_of(came, from_s, bin_s, bins, turned=turned),
             asked_from_s=from_s,
             asked_missed=tuple(missed.tolist()),
         )

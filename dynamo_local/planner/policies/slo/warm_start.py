@@ -17,6 +17,7 @@ from dynamo_local.planner.policies.slo.hindsight import (
     Hindsight,
     Ranks,
     Record,
+    past_of,
     peak_rate,
     saved_by,
 )
@@ -115,7 +116,7 @@ def _past(came: Sequence[Request], begins_s: float, bin_s: float, bins: int) -> 
         skipped = math.ceil(max(0.0, came[0][0] + FILL_S / 6 - begins_s) / bin_s)
         skipped = min(skipped, bins - 1)
         begins_s, bins = begins_s + skipped * bin_s, bins - skipped
-    return Past.of(came, begins_s, bin_s, bins)
+    return past_of(np.array(came, dtype=float).reshape(-1, 3), begins_s, bin_s, bins)
 
 
 def _faded(before: float, counts: Sequence[int], fades: float) -> float:
