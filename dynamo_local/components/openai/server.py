@@ -15,6 +15,7 @@ from typing import Any, Final, cast
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from dynamo_local.components.openai.errors import ApiError
@@ -171,6 +172,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             cast(dict[str, Any], self.scope)["extensions"] = {CONNECTION: client}
             super().on_headers_complete()
             client.cycle = self.cycle
+            if self.parser.get_http_version() == "1.0" and self.cycle is not None:
+                _without_chunks(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         if not self._refused:
@@ -215,6 +218,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.loop.call_later(LINGER_S, self.transport.abort)
         else:
             self.transport.close()
+
+
+def _without_chunks(cycle: RequestResponseCycle) -> None:
+    """For a client of HTTP/1.0, which cannot read chunks: the end of the connection ends the body."""
+    send = cycle.send
+
+    async def sent_whole(message: ASGISendEvent) -> None:
+        if message["type"] == "http.response.body":
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.chunked_encoding = False
+    cycle.send = sent_whole  # type: ignore[method-assign]
 
 
 def _too_large() -> ApiError:

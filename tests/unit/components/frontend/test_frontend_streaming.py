@@ -189,6 +189,27 @@ async def test_the_deadline_in_mid_stream_is_an_error_event(house: Make):
         assert end["error"]["code"] == "deadline_exceeded"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_of_http_1_0_gets_no_chunks(house: Make, stream: bool):
+    """It cannot read them. The end of the connection ends its body."""
+    made = house(FakeEndpoint(answer("Hello", " world")))
+    body = json.dumps({**CHAT, "stream": stream}).encode()
+    async with made.served() as server, asyncio.timeout(SOON_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+        writer.write(f"POST {CHAT_URL} HTTP/1.0\r\n{JSON}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        head, _, whole = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+    assert head.split(b"\r\n")[0].endswith(b"200 OK")
+    assert b"chunked" not in head
+    events = [json.loads(line[6:]) for line in whole.split(b"\n") if line.startswith(b"data: {")] if stream else None
+    if events is None:
+        assert json.loads(whole)["choices"][0]["message"]["content"] == "Hello world"
+    else:
+        assert whole.startswith(b"data: {")
+        assert whole.endswith(b"data: [DONE]\n\n")
+        assert "".join(each["choices"][0]["delta"].get("content") or "" for each in events) == "Hello world"
+
+
 @pytest.mark.timing
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("begun", [False, True])
