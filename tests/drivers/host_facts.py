@@ -8,8 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
+UNIT_TESTS_MEMORY = "unit_engine_"
+"""Unit tests kill processes with memory of this name, beside tests that look for what a graph left."""
+
+
 def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
+    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith(UNIT_TESTS_MEMORY)}
 
 
 def mapped_shared_memory(pid: int) -> set[int]:

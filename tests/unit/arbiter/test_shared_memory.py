@@ -13,12 +13,13 @@ import pytest
 
 from dynamo_local.arbiter import leftovers
 from dynamo_local.system.processes import is_resource_tracker, kill_session, session_members
+from tests.drivers.host_facts import UNIT_TESTS_MEMORY
 from tests.drivers.served import until
 
-ENGINE = """
-import sys
+ENGINE = f"""
+import os, sys
 from multiprocessing import shared_memory
-memory = shared_memory.SharedMemory(create=True, size=4096)
+memory = shared_memory.SharedMemory("{UNIT_TESTS_MEMORY}%d" % os.getpid(), create=True, size=4096)
 print(memory.name, flush=True)
 sys.stdin.read()
 """
