@@ -7,7 +7,6 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-
 UNIT_TESTS_MEMORY = "unit_engine_"
 """Unit tests kill processes with memory of this name, beside tests that look for what a graph left."""
 
