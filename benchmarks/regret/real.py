@@ -25,8 +25,8 @@ import httpx
 
 from benchmarks.deployment import Running, served
 from benchmarks.regret.families import Load, load_of
-from benchmarks.regret.frontier import Row, _measured, simulated
-from benchmarks.regret.report import _maker, say
+from benchmarks.regret.frontier import Row, Runs, simulated
+from benchmarks.regret.report import maker_of, say
 from dynamo_local.simulator.options import Slo
 from dynamo_local.simulator.trace import TraceRequest
 from dynamo_local.state.store import load as load_state
@@ -163,9 +163,8 @@ def shifted(load: Load, number: int) -> Load:
 def simulated_row(load: Load, number: int) -> Row:
     """One run of the simulator; `number` 0 has no shifts."""
     here = shifted(load, number) if number else load
-    maker, first = _maker(here, "slo")
-    began_s = time.monotonic()
-    return _measured("slo", first, "", here, simulated(here, first, maker), began_s)
+    maker, first = maker_of(here, "slo")
+    return Runs(here).kept("slo", first, "", partial(simulated, here, first, maker))
 
 
 def main(words: Sequence[str] | None = None) -> int:

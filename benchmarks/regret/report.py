@@ -71,7 +71,7 @@ def judged(
             rows.append(_yardstick(runs, fleets))
         else:
             code = sources(policy)
-            maker, first = _maker(load, policy)
+            maker, first = maker_of(load, policy)
             rows.append(runs.kept(policy, first, code, partial(simulated, load, first, maker)))
         say(f"{load.name}: {policy} keeps {rows[-1].share():.2%} at {rows[-1].gpu_hours():.2f} GPU-hours")
     return [verdict(load, row, fleets, since) for row in rows for since in _sinces(load, warm_up_s)]
@@ -113,7 +113,7 @@ def _yardstick(runs: Runs, fleets: Sequence[Row]) -> Row:
     return runs.fixed(fleet)
 
 
-def _maker(load: Load, policy: str) -> tuple[Callable[[], Policy[Any]], Fleet]:
+def maker_of(load: Load, policy: str) -> tuple[Callable[[], Policy[Any]], Fleet]:
     """The maker of that policy, and the fleet that it begins with."""
     trial = trial_of(load)
     if policy == CLAIRVOYANT:

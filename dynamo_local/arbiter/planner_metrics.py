@@ -52,8 +52,8 @@ DECIDED = {
 }
 RATIO = "fixed_fleet_gpu_hours_ratio"
 RATIO_TEXT = (
-    "GPU-hours of the policy slo over those of the cheapest fixed fleet that keeps as large a share of requests within "
-    "the targets, of the last day (hour, while no more is known)"
+    "GPU-hours of slo in the last day, over those of the cheapest fixed fleet for the same share of requests. In the "
+    "first hours: of the last hour"
 )
 REPLICAS = {
     "num_prefill_replicas": "Prefill workers that are ready",

@@ -23,7 +23,7 @@ OF_RUNS = ("port", "statefile", "namespace-dead", "namespace-kept", "namespace-s
 
 
 def findings(served: Served, port: int | None) -> list[dict[str, Any]]:
-    """Of this run: the orphans of other tests are seen as well."""
+    """Those of this run alone: the command sees the orphans of other tests as well."""
     report = json.loads(served.cli("doctor", "--json", "--port", str(port)).stdout)
     return [
         each

@@ -174,7 +174,7 @@ FAULTS: dict[str, tuple[str, Callable[[Host], object]]] = {
 }
 
 IDS = {id_ for id_, _ in FAULTS.values()}
-"""Of the others, this machine may really have some, such as a small limit of open files."""
+"""This machine may really have other faults, such as a small limit of open files."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)
