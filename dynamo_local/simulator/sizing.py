@@ -6,6 +6,7 @@ checked with other arrivals, and with engines slower and faster by the profile's
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -268,9 +269,8 @@ def load_of(trace: Sequence[TraceRequest]) -> str:
 # --- comparing
 # `dynamo plan` with several profiles, of engines that differ in GPUs (tensor parallelism) or in settings. Pure.
 #
-# Each profile gets its own smallest fleet (`sizing.plan`). The better one keeps the targets, with fewer GPUs; of
-# equals
-# the one whose attainment is the highest where it is at its worst.
+# Each profile gets its own smallest fleet (`sizing.plan`). The better one keeps the targets, with fewer GPUs. Of equals
+# it is the one whose attainment is the highest where it is at its worst, and then the one with the lower p95 of TTFT.
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,11 +298,13 @@ def ranked(found: Sequence[tuple[Engines, Planned]]) -> list[Candidate]:
     return sorted(candidates, key=_rank)
 
 
-def _rank(candidate: Candidate) -> tuple[bool, float, float]:
+def _rank(candidate: Candidate) -> tuple[bool, float, float, float]:
     planned = candidate.planned
+    metrics = planned.best.metrics
+    ttft_ms = math.inf if metrics.ttft_ms.p95 is None else metrics.ttft_ms.p95
     if not planned.attained:  # the best that there is, whatever it takes
-        return True, -planned.best.metrics.attainment, planned.best.gpus
-    return False, planned.best.gpus, -planned.lowest
+        return True, -metrics.attainment, planned.best.gpus, ttft_ms
+    return False, planned.best.gpus, -planned.lowest, ttft_ms
 
 
 def differing(documents: Sequence[Document | None]) -> list[dict[str, dict[str, Any]]]:

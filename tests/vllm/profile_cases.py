@@ -21,8 +21,8 @@ else, too, what was begun ends late."""
 SMALL = ("--small", "--budget", "100s", "--no-actions")
 LENGTHS_MIN, LOADS_MIN = 16, 15
 """Prompts and decode passes in a whole profile of an engine with 4,096 tokens of context."""
-LOAD = ("--rate", "8", "--isl", "100", "--osl", "64", "--spread", "0.2")
-"""More than two sequences at once, of which each token takes 5 to 20 ms."""
+LOAD = ("--rate", "16", "--isl", "100", "--osl", "64", "--spread", "0.2")
+"""More than two sequences at once, of which each token takes 3 to 20 ms."""
 FEW, MANY = 2, 16
 
 

@@ -16,6 +16,7 @@ from dynamo_local.cli.plan import plan as command
 from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.errors import BadInput
 from dynamo_local.profile.document import Document, read_document, write_document
+from dynamo_local.simulator.metrics import Spread
 from dynamo_local.simulator.options import FleetShape
 from dynamo_local.simulator.sizing import Candidate, Engines, Planned, Tried, differing, merged, ranked, sections_of
 from tests.fakes.profile_documents import document, engine
@@ -74,20 +75,24 @@ def test_of_two_settings_the_one_that_keeps_the_targets_is_named_and_written(tmp
         assert written["Planner"]["profile-results-dir"] == quick
 
 
-def found(gpus: int, *, attained: bool, attainment: float, lowest: float = 0.9) -> tuple[Engines, Planned]:
+def found(
+    gpus: int, *, attained: bool, attainment: float, lowest: float = 0.9, ttft_ms: float | None = 100.0
+) -> tuple[Engines, Planned]:
     """A plan with a profile whose name says all of it."""
-    name = f"{gpus} GPUs, {attained}, {attainment}, {lowest}"
-    metrics = SimpleNamespace(attainment=attainment)
+    name = f"{gpus} GPUs, {attained}, {attainment}, {lowest}, {ttft_ms}"
+    metrics = SimpleNamespace(attainment=attainment, ttft_ms=Spread(p95=ttft_ms))
     best = Tried(FleetShape(1, gpus - 1), gpus, metrics)  # type: ignore[arg-type]  # as much as is looked at
     engines = Engines(name, SimOptions(), 1, 1, 0.05, None)
     return engines, Planned(best, attained, lowest, 1.0, (), 1)
 
 
-def test_fewer_gpus_win_among_those_that_keep_the_targets_and_the_most_kept_among_those_that_do_not():
+def test_fewer_gpus_win_then_attainment_then_ttft_and_those_that_miss_the_targets_come_last():
     order = [
         found(2, attained=True, attainment=0.96),
         found(3, attained=True, attainment=0.97, lowest=0.96),
+        found(3, attained=True, attainment=0.99, lowest=0.91, ttft_ms=40.0),
         found(3, attained=True, attainment=0.99, lowest=0.91),
+        found(3, attained=True, attainment=0.99, lowest=0.91, ttft_ms=None),
         found(4, attained=False, attainment=0.9),
         found(1, attained=False, attainment=0.2),
     ]
