@@ -21,7 +21,10 @@ MAX_BYTES = 8 << 20
 KUBERNETES = "kubernetes"
 _MANIFEST = re.compile(r"^(?:kind|apiVersion)\s*:|^\s*\{\s*\"(?:kind|apiVersion)\"", re.MULTILINE)
 _KEYS = {"models": "llama-swap", "processes": "process-compose", "services": "docker-compose"}
-_SERVER = re.compile(r"\bvllm\s+serve\b|-m\s+(?:vllm\.entrypoints|sglang\.)|\bsglang\s+serve\b|\bllama-server\b")
+_SERVER = re.compile(
+    r"\bvllm\s+serve\b|-m\s+(?:vllm\.entrypoints|sglang\.)|\bsglang\s+serve\b|\bllama-server\b"
+    r"|\b(?:docker|podman)\s+run\b"
+)
 _KINDS = (
     "a llama-swap configuration (`models:`), a process-compose file (`processes:`), a docker-compose file "
     "(`services:`), a shell script that starts vLLM, SGLang or llama-server, or a DynamoGraphDeployment"

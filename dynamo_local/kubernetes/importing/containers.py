@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ _IMAGES: Mapping[str, tuple[str, ...]] = {
 }
 """Images whose entry point is a server: its words. SGLang's image has none."""
 _CACHES = ("/root/.cache/huggingface", "/root/.cache/huggingface/hub")
-_READ = ("image", "command", "entrypoint", "environment", "ports", "deploy", "healthcheck", "gpus")
+_READ = ("image", "command", "entrypoint", "environment", "ports", "deploy", "healthcheck", "gpus", "volumes")
 _REASONS = {
     **dict.fromkeys(("ipc", "shm_size"), "processes of one host share its /dev/shm"),
     **dict.fromkeys(("networks", "network_mode", "expose", "extra_hosts", "hostname"), "one host has one network"),
@@ -43,7 +44,7 @@ _REASONS = {
     "stop_grace_period": "a worker drains first; say drain-deadline-s in its ServiceArgs",
 }
 _DOCKER_FLAGS = ("--detach", "--rm", "--init", "--interactive", "--tty", "--privileged")
-_DOCKER_KEYS = {"v": "volumes", "volume": "volumes", "mount": "volumes", "network": "networks"}
+_DOCKER_KEYS = {"mount": "volumes", "network": "networks"}
 _REFERENCE = re.compile(r"\$(?:(\$)|([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?:(:?[-?+])([^}]*))?\})")
 
 
@@ -56,6 +57,8 @@ class Container:
     words: tuple[str, ...]
     place: Place
     env: Mapping[str, str] = field(default_factory=dict)
+    mounts: Mapping[str, str] = field(default_factory=dict)
+    """Folder of the container -> folder of this host."""
     gpus: int | None = None
     published: int | None = None
     replicas: int = 1
@@ -63,7 +66,7 @@ class Container:
 
 def add_container(graph: ImportedGraph, container: Container, names: tuple[str, ...] = ()) -> None:
     """Add the server of a container, or a note that says why not."""
-    words = container.words
+    words = tuple(_on_host(word, container.mounts) for word in container.words)
     if program_of(words) is None:
         entry = next((entry for image, entry in _IMAGES.items() if re.fullmatch(image, container.image)), None)
         words = (*entry, *words) if entry is not None else words
@@ -93,6 +96,7 @@ def add_docker_run(
 ) -> None:
     """The server of a `docker run` line. `port` is what the source says about where clients reach it."""
     rest, env, gpus, published = list(words[2:]), dict[str, str](), None, port
+    mounts: dict[str, str] = {}
     entry: tuple[str, ...] = ()
     while rest and rest[0].startswith("-"):
         option, equals, value = rest.pop(0).partition("=")
@@ -114,12 +118,14 @@ def add_docker_run(
             entry = (value,)
         elif option == "--name":
             name = name or value
+        elif option in ("-v", "--volume"):
+            _mount(graph, mounts, value, Place(place.line, f"{place.key}: {option} {value}"), ".")
         else:
             key = option.lstrip("-").replace("-", "_")
             why = _REASONS.get(_DOCKER_KEYS.get(key, key), "an option of the container")
             graph.left_out(Place(place.line, f"{place.key}: {option} {value}"), why)
     image = rest.pop(0) if rest else ""
-    add_container(graph, Container(name, image, (*entry, *rest), place, env, gpus, published), names)
+    add_container(graph, Container(name, image, (*entry, *rest), place, env, mounts, gpus, published), names)
 
 
 def import_compose(graph: ImportedGraph, document: Document, env: Mapping[str, str]) -> None:
@@ -157,6 +163,11 @@ def _service(graph: ImportedGraph, document: Document, path: tuple[str, ...], se
         else:
             env[name] = value
     container.env = env
+    mounts: dict[str, str] = {}
+    for index, volume in enumerate(items(service.get("volumes"))):
+        where = place_of(document, *path, "volumes", index)
+        _mount(graph, mounts, volume, where, os.path.dirname(graph.source))
+    container.mounts = mounts
     container.gpus = _gpus(resolved, path)
     replicas = at(service, ("deploy", "replicas"))
     container.replicas = replicas if isinstance(replicas, int) and 1 <= replicas <= 64 else 1
@@ -172,10 +183,6 @@ def _service(graph: ImportedGraph, document: Document, path: tuple[str, ...], se
 
 def _unread(graph: ImportedGraph, document: Document, path: tuple[str, ...], service: Mapping[str, Any]) -> None:
     graph.keys_left_out(document, path, _READ, _REASONS)
-    for index, volume in enumerate(items(service.get("volumes"))):
-        target = volume.get("target") if isinstance(volume, dict) else str(volume).partition(":")[2].split(":")[0]
-        if target in _CACHES:
-            graph.changed(place_of(document, *path, "volumes", index), "this host's own cache of models is used")
     deploy = service.get("deploy")
     for key in deploy if isinstance(deploy, dict) else ():
         if key not in ("replicas", "resources"):
@@ -190,6 +197,32 @@ def _unread(graph: ImportedGraph, document: Document, path: tuple[str, ...], ser
                 graph.left_out(where, "say cpu and memory in ServiceArgs.resources")
     if "healthcheck" in service:
         graph.changed(place_of(document, *path, "healthcheck"), "dynamo serve asks the server's /health itself")
+
+
+def _mount(graph: ImportedGraph, mounts: dict[str, str], volume: Any, place: Place, folder: str) -> None:
+    """Note a folder of this host that the container sees elsewhere (`./models:/data:ro`, or compose's long form)."""
+    if isinstance(volume, dict):
+        source, target = str(volume.get("source") or ""), str(volume.get("target") or "")
+    else:
+        source, _, rest = str(volume).partition(":")
+        target = rest.partition(":")[0]
+    target = target.rstrip("/")
+    if target in _CACHES:
+        graph.changed(place, "this host's own cache of models is used")
+    elif target and source[:1] in ("/", "~", "."):
+        mounts[target] = os.path.abspath(os.path.join(folder, os.path.expanduser(source)))
+        graph.changed(place, f"the command names {mounts[target]} instead of {target}")
+    else:
+        graph.left_out(place, _REASONS["volumes"])
+
+
+def _on_host(word: str, mounts: Mapping[str, str]) -> str:
+    """A word of the command, with a path of the container (also behind `--option=`) as this host's path."""
+    option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
+    for target in sorted(mounts, key=len, reverse=True):
+        if value == target or value.startswith(target + "/"):
+            return f"{option}{equals}{mounts[target]}{value.removeprefix(target)}"
+    return word
 
 
 def _words(given: Any, place: Place) -> tuple[str, ...]:

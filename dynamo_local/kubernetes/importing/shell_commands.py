@@ -124,6 +124,8 @@ class _Scan:
                 self._rest_of_line()
             elif char in "<>" or self._text.startswith("&>", self._at):
                 self._redirection(words)
+            elif self._text.startswith("((", self._at):
+                self._arithmetic()
             elif char in _ENDS:
                 return line, words, self._end()
             else:
@@ -143,6 +145,15 @@ class _Scan:
     def _rest_of_line(self) -> None:
         while not self.ended() and self._text[self._at] != "\n":
             self._take()
+
+    def _arithmetic(self) -> None:
+        """`(( … ))`, of a loop or alone."""
+        line = self._line
+        while not self._text.startswith("))", self._at):
+            if self.ended():
+                raise ConfigError(f"line {line}: (( is not closed")
+            self._take()
+        self._take(), self._take()
 
     def _redirection(self, words: list[Word]) -> None:
         """`> file`, `2>&1`, `<< END`: the number before it, and the file behind it, are no words."""

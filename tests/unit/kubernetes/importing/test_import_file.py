@@ -66,9 +66,9 @@ services:
     image: vllm/vllm-openai:${TAG:-latest}
     ipc: host
     ports: ["8000:8000"]
-    volumes: ["~/.cache/huggingface:/root/.cache/huggingface"]
+    volumes: ["~/.cache/huggingface:/root/.cache/huggingface", "/srv/models:/models:ro", "named:/cache"]
     environment: ["HUGGING_FACE_HUB_TOKEN=${HF_TOKEN}", "VLLM_LOGGING_LEVEL=INFO"]
-    command: --model mistralai/Mistral-7B-v0.1 --tensor-parallel-size 2
+    command: --model=/models/Mistral-7B-v0.1 --chat-template /models/t.jinja --tensor-parallel-size 2
     deploy: {resources: {reservations: {devices: [{driver: nvidia, count: all, capabilities: [gpu]}]}}}
   lost:
     image: vllm/vllm-openai
@@ -86,14 +86,14 @@ CUDA_VISIBLE_DEVICES=0 vllm serve $MODEL --port ${PORT:-8100} \\
 CUDA_VISIBLE_DEVICES=1 vllm serve "$MODEL" --port 8101 \\
     --max-model-len 4096 &
 nohup python3 -m sglang.launch_server --model-path llama --tp 2 --api-key s3cret &
-for i in 0 1; do
+for ((i=0; i<2; i++)); do
   vllm serve x --port 900$i &
 done
 vllm serve y --nnodes 2
 cat <<END > x
 vllm serve no
 END
-docker run --gpus '"device=0,1"' -p 8000:8000 -e HF_TOKEN=$HF_TOKEN vllm/vllm-openai --model z -tp 2
+docker run --gpus '"device=0,1"' -p 8000:8000 -e HF_TOKEN=$HF_TOKEN -v /srv:/m vllm/vllm-openai --model /m/z -tp 2
 wait
 """
 
@@ -112,6 +112,7 @@ def result(text: str) -> tuple[dict[str, Any], dict[str, str]]:
         (DOCKER_COMPOSE, "docker-compose"),
         (SCRIPT, "shell script"),
         ("vllm serve x\n", "shell script"),
+        ("docker run vllm/vllm-openai --model x\n", "shell script"),
         ("apiVersion: nvidia.com/v1beta1\nkind: DynamoGraphDeployment\n", "kubernetes"),
     ],
 )
@@ -151,6 +152,10 @@ def test_compose_services_become_servers_of_this_host() -> None:
     assert "NOWHERE" in notes["10: services.lost"]
     assert "starts no server" in notes["13: services.webui"]
     assert notes["6: services.vllm.volumes.0"] == "this host's own cache of models is used"
+    assert notes["6: services.vllm.volumes.1"] == "the command names /srv/models instead of /models"
+    assert notes["6: services.vllm.volumes.2"].startswith("no volume is mounted")
+    assert sections["Vllm"]["model"] == "/srv/models/Mistral-7B-v0.1"
+    assert "--chat-template /srv/models/t.jinja" in sections["Vllm"]["command"]
 
 
 def test_a_scripts_servers_are_joined_and_its_other_commands_named() -> None:
@@ -163,7 +168,7 @@ def test_a_scripts_servers_are_joined_and_its_other_commands_named() -> None:
         "envs": {"VLLM_LOGGING_LEVEL": "DEBUG"},
     }
     assert sections["Sglang"]["ServiceArgs"]["resources"] == {"gpu": 2}
-    assert sections["Vllm2"]["model"] == "z"
+    assert sections["Vllm2"]["model"] == "/srv/z"
     assert "s3cret" not in json.dumps(sections) + json.dumps(notes)
     assert "loop" in notes["11: vllm serve x --port 900$i"]
     assert "several hosts" in notes["13: vllm serve y"]
@@ -197,6 +202,7 @@ def test_serve_takes_what_import_writes(
         ("#!/bin/sh\nls\n", "no part of it can run"),
         ("models: " + "[" * 100_000, "nested more than 50 deep"),
         ("#!/bin/sh\n" + "$(" * 50_000, "is not closed"),
+        ("#!/bin/bash\nfor ((i=0;", "line 2: (( is not closed"),
         (None, "cannot read f: No such file"),
     ],
 )
