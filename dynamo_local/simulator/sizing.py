@@ -269,8 +269,8 @@ def load_of(trace: Sequence[TraceRequest]) -> str:
 # --- comparing
 # `dynamo plan` with several profiles, of engines that differ in GPUs (tensor parallelism) or in settings. Pure.
 #
-# Each profile gets its own smallest fleet (`sizing.plan`). The better one keeps the targets, with fewer GPUs. Between equals
-# the one wins whose attainment is the highest where it is at its worst, then the one with the lower p95 of TTFT.
+# Each profile gets its own smallest fleet (`sizing.plan`). The better one keeps the targets, with fewer GPUs. Between
+# equals the one wins whose attainment is the highest where it is at its worst, then the one with the lower p95 of TTFT.
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from dynamo_local.components.text import tokenizer
+from dynamo_local.simulator.trace import read_trace
 from tests.drivers.benchmarked import Counted, counted
 from tests.drivers.served import MODEL, Served
 
@@ -80,3 +81,5 @@ def test_aiperf_loses_no_request_and_counts_every_token(
     assert (lengths["min"], lengths["max"], lengths["sum"]) == (TOKENS, TOKENS, REQUESTS * TOKENS)
     assert told == Counted(REQUESTS, 0, report["total_usage_prompt_tokens"]["avg"], REQUESTS * TOKENS)
     assert told.prompt_tokens >= 0.9 * REQUESTS * PROMPT_TOKENS  # a text that is cut at random may be shorter
+    recorded = read_trace(tmp_path / "profile_export.jsonl")
+    assert [request.output_length for request in recorded] == [TOKENS] * REQUESTS
