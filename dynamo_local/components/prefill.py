@@ -122,8 +122,10 @@ class Prefiller:
             await self._free_passes.acquire()
         pulled: PulledTask | None = None
         try:
-            # The stop came while we waited: even a pull that is cancelled at once may take an entry.
+            # The stop came while we waited: even a pull that is cancelled at once may take an entry. `stopped` may not
+            # know it yet: a return before it does would come here again at once, for ever, and nothing else would run.
             if stop.is_set() or stopped.done():
+                await asyncio.wait([stopped])
                 return
             pulled = await _first(self._queue.pull(PULL_TIMEOUT_S), stopped)
         except InfraUnavailable as error:
@@ -178,7 +180,9 @@ class Prefiller:
             # A redelivered entry may come to a worker that still computes the first delivery.
             request_id = f"{pulled.task.request_id}-{pulled.task.attempt}"
             sampling = replace(entry.sampling, max_tokens=1, min_tokens=0)
-            request = EngineRequest(request_id, entry.token_ids, sampling, dict(ASK_PREFILL))
+            request = EngineRequest(
+                request_id, entry.token_ids, sampling, dict(ASK_PREFILL), generated=entry.generated
+            )
             last: EngineOutput | None = None
             outputs = cast(AsyncGenerator[EngineOutput, None], self._engine.generate(request))
             async with contextlib.aclosing(outputs):

@@ -280,6 +280,27 @@ async def test_a_stop_that_is_taken_back_at_once_still_ends_the_pull(bench: Benc
     await asyncio.wait_for(bench.task, 0.5)
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("passes", range(8))
+async def test_a_stop_between_two_pulls_ends_the_pull(passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many passes of the event loop after a pull came back empty. It once span here, and nothing else ran."""
+    bench, stop = Bench(ack_wait_s=5.0), asyncio.Event()
+    stopping: list[asyncio.Task[None]] = []
+
+    async def stop_soon() -> None:
+        for _ in range(passes):
+            await asyncio.sleep(0)
+        stop.set()
+
+    async def empty(timeout_s: float) -> None:
+        stopping.append(asyncio.create_task(stop_soon()))
+
+    await bench.close()
+    monkeypatch.setattr(bench.queue, "pull", empty)
+    await bench.subject.pull(stop)
+    await asyncio.wait(stopping)
+
+
 async def test_a_cancelled_worker_gives_back_what_it_holds() -> None:
     bench = Bench(ack_wait_s=60.0)
     bench.engine.gate.clear()
