@@ -302,6 +302,12 @@ class EngineDead(WorkerLost):
     code = "engine_dead"
 
 
+class NotContinuable(RequestError):
+    """The engine cannot go on with an answer that another worker began as that worker would have."""
+
+    code = "not_continuable"
+
+
 class StreamGap(RequestError):
     """Frames of a response stream are missing or out of order; nothing after the gap was delivered."""
 

@@ -157,6 +157,9 @@ class EngineRequest:
     kv_transfer_params: Mapping[str, Any] | None = None
     core: Sequence[bytes] | None = None
     """The request in the engine's own words, which say more than `sampling`: then those count."""
+    generated: int = 0
+    """The last so many of the prompt's tokens are the answer so far, of a worker that was lost. `max_tokens` and
+    `min_tokens` are what is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +242,11 @@ class Engine(Protocol):
 
         Raises `InvalidRequest` (too long for the model), `KvTransferError` (the hand-off's identity is unknown, wrong
         or expired), `EngineError`, or `EngineDead` once the engine has ended by itself."""
+        ...
+
+    def why_not_continued(self, request: EngineRequest) -> str | None:
+        """Why the engine cannot go on with this answer of a lost worker (`generated`) as that worker would have; None:
+        it can."""
         ...
 
     def load(self) -> Load:

@@ -15,7 +15,7 @@ from dynamo_local.components.handoffs import HandoffTimes
 from dynamo_local.components.remote_prefill import DispatchCounts, RemotePrefill
 from dynamo_local.core.routing.estimates import Timing, Why
 from dynamo_local.core.routing.prefill_choice import DecodeSide
-from dynamo_local.errors import KvTransferError, WorkerBusy
+from dynamo_local.errors import KvTransferError, NotContinuable, WorkerBusy
 from dynamo_local.ports import Engine, EngineOutput, EngineRequest
 
 log = logging.getLogger(__name__)
@@ -52,15 +52,21 @@ class DecodeService:
     async def generate(self, payload: Any) -> AsyncGenerator[dict[str, Any], None]:
         """Wire items; the first is empty and says that the request was taken.
 
-        Raises `InvalidRequest`, `WorkerBusy` (before the first item), `EngineError`, `KvTransferError` (after tokens).
+        Raises `InvalidRequest`, `WorkerBusy` (before the first item), `NotContinuable` (before tokens), `EngineError`,
+        `KvTransferError` (after tokens).
         """
         message = messages.parse_generate_request(payload)
-        self._refuse_if_full()
+        if not message.generated:  # the client has a part of the answer: it must not be refused now
+            self._refuse_if_full()
         hit_rate = message.prefix_hit_rate
         yield {"token_ids": ()} if hit_rate is None else {"token_ids": (), "kv_hit_rate": hit_rate}
         # A client may send the same request id twice, and a retry does: the engine needs one of its own.
         name = f"{message.request_id}-{secrets.token_hex(4)}"
-        request = EngineRequest(name, message.token_ids, message.sampling, core=message.core)
+        request = EngineRequest(
+            name, message.token_ids, message.sampling, core=message.core, generated=message.generated
+        )
+        if message.generated and (why := self._engine.why_not_continued(request)) is not None:
+            raise NotContinuable(why)
         side, completed = self._side, False
         self._tell_begin(request)
         try:

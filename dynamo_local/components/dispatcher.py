@@ -1,7 +1,8 @@
-"""Sending a request to a worker, and to another one where the first gave nothing.
+"""Sending a request to a worker, and to another one where the first gave nothing, or was lost.
 
 The picker is pure; here are the calls. A request that has produced no token can be repeated anywhere without
-the client noticing; one that has cannot, and its error is the client's.
+the client noticing. One that has produced tokens goes on behind them at another worker, if its worker was lost and its
+caller can say how. Each other error after tokens is the client's.
 """
 
 from __future__ import annotations
@@ -23,7 +24,16 @@ from dynamo_local.core.routing.estimates import Costs, Targets, Timing
 from dynamo_local.core.routing.kv_index import KvCost
 from dynamo_local.core.types import Missing
 from dynamo_local.engines.sim.options import SimOptions
-from dynamo_local.errors import DynamoError, InfraUnavailable, NoWorkers, WorkerBusy, WorkerDraining
+from dynamo_local.errors import (
+    DynamoError,
+    InfraUnavailable,
+    NotContinuable,
+    NoWorkers,
+    StreamGap,
+    WorkerBusy,
+    WorkerDraining,
+    WorkerLost,
+)
 from dynamo_local.ports import EndpointClient, ResponseStream
 from dynamo_local.profile.interpolation import ProfileModel
 from dynamo_local.transport.load import LoadView
@@ -148,6 +158,19 @@ class RouterClient:
 
 Batch = list[Any]
 
+Resume = Callable[[], Mapping[str, Any] | None]
+"""The request that goes on after the tokens so far; None: it cannot be continued."""
+
+MAX_LOST_IN_ROW: Final = 2
+"""A request that has lost so many workers one after the other, without a token between, may be what kills them: it
+gets no other."""
+
+NEW_WORKER_S: Final = 60.0
+"""How long an answer whose worker was lost waits for another worker that takes it."""
+
+FULL_AGAIN_S: Final = 0.2
+"""A full worker is asked again after so long by an answer that waits."""
+
 TRIED: Final = "tried"
 """`details` of what the last worker failed with: how many have failed the request before its first token."""
 
@@ -170,7 +193,8 @@ class Chooser(Protocol):
 class Dispatcher:
     """Chooses among a component's workers and repeats what failed before its first token.
 
-    `loads` gives the latest sample of each instance id. `max_tries` bounds how many workers may *fail* one request.
+    `loads` gives the latest sample of each instance id. `max_tries` bounds how many workers may *fail* one request
+    before its first token, `migration_limit` how often an answer goes on at another worker after a token.
     A full or draining worker only refuses, which costs nothing, so all of them may be asked. If all known workers
     are draining, the dispatcher waits for others: a scale-down fails no request. A `router` is asked first. The
     picker decides if the Router has no answer, or names a worker that is not registered. `produced` says whether the
@@ -186,7 +210,9 @@ class Dispatcher:
         clock: Clock | None = None,
         router: Chooser | None = None,
         produced: Callable[[Batch], bool] = has_tokens,
+        migration_limit: int = 3,
     ) -> None:
+        self._migration_limit = migration_limit
         self._router = router
         self._produced = produced
         self._client = client
@@ -205,17 +231,20 @@ class Dispatcher:
         timeout_s: float | None,
         max_tries: int | None = None,
         chosen: Callable[[int], None] = lambda worker: None,
+        resume: Resume = lambda: None,
     ) -> None:
         """Calls `take` with the worker's items as they arrive. `tokens` bounds what the request may generate.
 
-        `max_tries` is for this request alone. `chosen` gets each worker that is asked.
+        `max_tries` is for this request alone. `chosen` gets each worker that is asked. `resume` is asked if a worker
+        was lost after tokens.
 
         Raises `NoWorkers`, `WorkerBusy` (every worker refused;
         `details["retry_after_s"]` is the shortest that one of them named), what the last worker failed with, or what
         `take` raises. Cancel it to cancel the request.
         """
         deadline_s = None if timeout_s is None else self._clock.now_s() + timeout_s
-        request = _PendingRequest(payload, request_id, tokens, deadline_s, max_tries or self._max_tries)
+        limits = max_tries or self._max_tries, self._migration_limit
+        request = _PendingRequest(payload, request_id, tokens, deadline_s, *limits, resume)
         while (routed := await self._choose(request)) is not None:
             attempt = _Attempt(self._produced, take)
             async with self._trying(request, routed.worker, attempt):
@@ -226,7 +255,7 @@ class Dispatcher:
                 finally:
                     await stream.aclose()
                 return
-        raise _verdict(request.failures, self._client)
+        raise request.lost or _verdict(request.failures, self._client)
 
     async def _call(self, request: _PendingRequest, routed: Routed) -> ResponseStream:
         now_s = self._clock.now_s()
@@ -245,7 +274,7 @@ class Dispatcher:
         try:
             yield
         except DynamoError as error:
-            request.failed(worker, error, attempt)
+            request.failed(worker, error, attempt, self._clock.now_s())
         else:
             return
         finally:
@@ -256,9 +285,12 @@ class Dispatcher:
     async def _choose(self, request: _PendingRequest) -> Routed | None:
         """The next worker, or None when nobody is left, or too many have failed."""
         payload, failures = request.payload, request.failures
-        if _failed(failures) >= request.max_tries:
+        if request.lost is None and _failed(failures) >= request.max_tries:
             return None
         untried = self._untried(failures)
+        if not untried and request.lost is not None:
+            await self._wait_for_room(request)
+            untried = self._untried(failures)
         if self._router is not None and untried:
             lora_id = payload.get("lora_id", 0)
             routed = await self._router.choose(
@@ -270,6 +302,16 @@ class Dispatcher:
         if not untried:
             return None
         return Routed(self._picker.pick(untried, self._loads(untried), prompt_tokens=len(payload.get("token_ids", ()))))
+
+    async def _wait_for_room(self, request: _PendingRequest) -> None:
+        """Until a worker comes that may go on with an answer whose worker was lost, or one that was full may have
+        room."""
+        left_s = request.lost_at_s + NEW_WORKER_S - self._clock.now_s()
+        full = [worker for worker, error in request.failures.items() if isinstance(error, WorkerBusy)]
+        await self._client.wait_for_others(request.failures, min(FULL_AGAIN_S, left_s) if full else left_s)
+        if left_s > 0:
+            for worker in full:
+                del request.failures[worker]
 
     def _untried(self, failures: Mapping[int, DynamoError]) -> list[int]:
         return [i.instance_id for i in self._client.instances() if i.instance_id not in failures]
@@ -284,30 +326,69 @@ class _PendingRequest:
     tokens: int
     deadline_s: float | None
     max_tries: int
+    migration_limit: int
+    resume: Resume
     failures: dict[int, DynamoError] = field(default_factory=dict)
+    lost: DynamoError | None = None
+    """With what the last worker was lost that had given tokens. It is the client's if nobody goes on."""
+    lost_at_s: float = 0.0
+    migrations: int = 0
+    lost_in_row: int = 0
+    """Workers that were lost with this request since its last token."""
 
-    def failed(self, worker: int, error: DynamoError, attempt: _Attempt) -> None:
-        """Remember it; raises it where the request cannot be repeated."""
-        if attempt.produced or not error.retryable or isinstance(error, InfraUnavailable):
-            raise error
+    def failed(self, worker: int, error: DynamoError, attempt: _Attempt, now_s: float) -> None:
+        """Remember it; raises it where the request cannot be repeated or continued."""
         self.failures[worker] = error
-        log.info("request %s: worker %x gave nothing: %s", self.request_id, worker, error)
+        if isinstance(error, NotContinuable):
+            log.warning("request %s cannot be continued: %s", self.request_id, error)
+            raise self.lost or error
+        if attempt.of_taker or not error.retryable or isinstance(error, InfraUnavailable):
+            raise error
+        gone = isinstance(error, WorkerLost | StreamGap)
+        self.lost_in_row = (not attempt.produced) * self.lost_in_row + (gone and attempt.taken)
+        if attempt.produced:
+            if not gone:
+                raise error
+            self._resume(worker, error)
+            self.lost_at_s = now_s
+        else:
+            log.info("request %s: worker %x gave nothing: %s", self.request_id, worker, error)
+        if self.lost_in_row >= MAX_LOST_IN_ROW:
+            raise WorkerLost(
+                f"{self.lost_in_row} workers were lost one after the other while they had this request, the last with: "
+                f"{error}. The request may be what kills them, so no other worker gets it.",
+                **{TRIED: len(self.failures)},
+            )
+
+    def _resume(self, worker: int, error: DynamoError) -> None:
+        """Let another worker go on after the tokens so far. Raises `error` where none may or can."""
+        if (exhausted := self.migrations >= self.migration_limit) or (payload := self.resume()) is None:
+            log.warning("request %s ends with worker %x, and is not continued: %s", self.request_id, worker, error)
+            if exhausted and self.migrations:
+                error.details[TRIED] = len(self.failures)
+            raise error
+        count = len(payload["token_ids"]) - len(self.payload["token_ids"])
+        self.payload, self.tokens, self.lost = payload, self.tokens - count, error
+        self.migrations += 1
+        log.warning("request %s goes on at another worker, %x was lost: %s", self.request_id, worker, error)
 
 
 class _Attempt:
-    """One worker's attempt. `produced`: the client may have got a part of the answer, or has failed by itself."""
+    """One worker's attempt. `taken`: the worker has the request. `produced`: the client may have got a part of the
+    answer. `of_taker`: what was raised is no failure of the worker."""
 
-    __slots__ = ("_produced", "_take", "produced")
+    __slots__ = ("_produced", "_take", "of_taker", "produced", "taken")
 
     def __init__(self, produced: Callable[[Batch], bool], take: Take) -> None:
-        self.produced = False
+        self.taken = self.produced = self.of_taker = False
         self._produced = produced
         self._take = take
 
     def take(self, batch: Batch) -> Awaitable[None] | None:
-        before, self.produced = self.produced, True  # an error of `take` is no failure of the worker
+        self.of_taker = self.taken = True
         until_free = self._take(batch)
-        self.produced = before or self._produced(batch)
+        self.of_taker = False
+        self.produced = self.produced or self._produced(batch)
         return until_free
 
 

@@ -159,6 +159,8 @@ class RequestObserver:
         self._cached_tokens: int | None = None
         self._kv_hit_rate: float | None = None
         self._trace: dict[str, Any] | None = None
+        self.migrations = 0
+        """How often the answer went on at another worker."""
         series.inflight.inc()
         series.queued.inc()
         metrics.queued += 1
@@ -199,6 +201,11 @@ class RequestObserver:
             self._routed = True
             self._kv_hit_rate = kv_hit_rate
             self._metrics.router.began(self._labels[0], kv_hit_rate)
+
+    def on_migrated(self, times: int) -> None:
+        """The answer goes on at another worker, as its own was lost."""
+        self.migrations += times
+        self._metrics.migrations.labels(self._labels[0], "ongoing_request").inc(times)
 
     def on_phases(self, phases: Phases) -> None:
         """The worker says how the time to the first token was spent."""
@@ -350,6 +357,12 @@ class HttpMetrics:
         self.disconnected_clients = Gauge(
             f"{PREFIX}_disconnected_clients",
             "Clients that went away before their answer was complete",
+            registry=self.registry,
+        )
+        self.migrations = Counter(
+            f"{PREFIX}_model_migration",
+            "Answers that went on at another worker after their own was lost",
+            [*model, "migration_type"],
             registry=self.registry,
         )
         self.output_tokens = Counter(f"{PREFIX}_output_tokens", "Tokens generated", model, registry=self.registry)

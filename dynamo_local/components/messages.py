@@ -4,24 +4,25 @@ Requests are checked by msgspec when they arrive (once per request); response it
 without it (once per frame of tokens, on the hot path).
 
     generate request  {"request_id", "token_ids": [int], "sampling": {SamplingParams}, "prefix_hit_rate"?: 0..1,
-                       "core"?: [bytes], "prefill_here"?: str, "lora_id"?: int}
+                       "core"?: [bytes], "prefill_here"?: str, "lora_id"?: int, "generated"?: int}
     generate item     {"token_ids": [int], "finish_reason"?: str, "num_cached_tokens"?: int, "logprobs"?,
                        "prompt_logprobs"?, "core"?: [bytes], "phases"?: seconds of the first token's time, for
                        the prompt and for its hand-off}; the first has no tokens, and the Router's
                        "kv_hit_rate" if one chose the worker
-    prefill entry     {"token_ids", "sampling", "reply_subject", "cached_tokens"?: int}
+    prefill entry     {"token_ids", "sampling", "reply_subject", "cached_tokens"?: int, "generated"?: int}
     prefill reply     {"kv_transfer_params": {…}, "num_cached_tokens"?: int, "prefill_s"?: seconds}; a failure travels
                       as PrefillReplies' error
     route request     {"token_ids", "request_id", "max_tokens", "avoid": [instance ids], "lora_id"}, to the Router
     route answer      {"worker_id", "prefix_hit_rate": 0..1, "router": the policy}
     response item     {"text", "num_tokens", "finish_reason", "usage"}, to the Frontend; the first also has
                       "prompt_tokens" and "kv_hit_rate"?, the one with the first tokens
-                      "phases"?; `sim_api.choices` adds what requests with extras need
+                      "phases"?, the one with the first tokens of another worker "migrations";
+                      `sim_api.choices` adds what requests with extras need
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Annotated, Any
 
@@ -89,6 +90,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     """Why no prefill worker can compute the prompt; None: one can."""
     lora_id: int = 0
     """The number of the LoRA adapter in the engine, by which its KV blocks are hashed; 0: no adapter."""
+    generated: int = 0
+    """As `ports.EngineRequest`: the last so many of `token_ids` are the answer so far."""
 
 
 class RouteRequest(msgspec.Struct, frozen=True):
@@ -118,6 +121,7 @@ class PrefillEntry(msgspec.Struct, frozen=True):
     reply_subject: str
     cached_tokens: int = 0
     """Tokens of the prompt whose KV the decode worker has already. The prefill worker cannot read that KV."""
+    generated: int = 0
 
 
 class CanaryRequest(msgspec.Struct, frozen=True):
@@ -155,6 +159,21 @@ def size_of(request: TextRequest) -> int:
 def generate_request(request_id: str, token_ids: list[int], sampling: SamplingParams) -> dict[str, Any]:
     """The request as it travels."""
     return {"request_id": request_id, "token_ids": token_ids, "sampling": _sampling(sampling)}
+
+
+def continued(request: Mapping[str, Any], given: Sequence[int]) -> dict[str, Any] | None:
+    """A generate request that goes on after the tokens `given` of its answer, at any worker.
+
+    Its prompt ends with these tokens. Token limits are what is left. None: no token is left to be generated.
+    """
+    count, sampling = len(given), request["sampling"]
+    left = sampling["max_tokens"] - count
+    if left < 1:
+        return None
+    sampling = {**sampling, "max_tokens": left, "min_tokens": max(0, sampling["min_tokens"] - count)}
+    if (extras := sampling.get("extras")) is not None:
+        sampling["extras"] = {**extras, "prompt_logprobs": None}  # the client has them
+    return {**request, "token_ids": [*request["token_ids"], *given], "sampling": sampling, "generated": count}
 
 
 _SAMPLING = tuple(field.name for field in fields(SamplingParams))
@@ -207,6 +226,7 @@ def prefill_entry(request: EngineRequest, reply_subject: str, cached_tokens: int
         "sampling": _sampling(request.sampling),
         "reply_subject": reply_subject,
         "cached_tokens": cached_tokens,
+        "generated": request.generated,
     }
 
 

@@ -104,6 +104,7 @@ class Pipeline:
                 tokens=answer.max_tokens,
                 timeout_s=timeout_s,
                 chosen=answer.chosen,
+                resume=partial(answer.continued, generate),
             )
         if answer.finish_reason is None:
             raise EngineError(f"the worker's answer to {request_id} ended without a finish reason")

@@ -180,9 +180,7 @@ class Prefiller:
             # A redelivered entry may come to a worker that still computes the first delivery.
             request_id = f"{pulled.task.request_id}-{pulled.task.attempt}"
             sampling = replace(entry.sampling, max_tokens=1, min_tokens=0)
-            request = EngineRequest(
-                request_id, entry.token_ids, sampling, dict(ASK_PREFILL), generated=entry.generated
-            )
+            request = EngineRequest(request_id, entry.token_ids, sampling, dict(ASK_PREFILL), generated=entry.generated)
             last: EngineOutput | None = None
             outputs = cast(AsyncGenerator[EngineOutput, None], self._engine.generate(request))
             async with contextlib.aclosing(outputs):

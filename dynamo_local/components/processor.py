@@ -67,6 +67,13 @@ class ProcessorConfig(RoutingOptions):
     max_tries: int = Field(
         default=3, ge=1, le=16, description="Workers that may fail a request before its first token until it fails."
     )
+    migration_limit: int = Field(
+        default=3,
+        ge=0,
+        le=16,
+        description="How often an answer that has begun goes on at another worker after its own was lost; 0: it ends "
+        "with an error (docs/migration.md).",
+    )
 
 
 @service(dynamo={"namespace": "dynamo", "role": "other"}, workers=1, config=ProcessorConfig)
@@ -113,6 +120,7 @@ class Processor:
             picker,
             lambda ids: samples(self._view, clock, ids),
             max_tries=config.max_tries,
+            migration_limit=config.migration_limit,
             clock=clock,
             router=router,
         )

@@ -51,6 +51,10 @@ class EngineBase:
     def counters(self) -> Mapping[str, float]:
         return {}
 
+    def why_not_continued(self, request: EngineRequest) -> str | None:
+        """The answer of an engine that can always go on."""
+        return None
+
     def cannot_sleep(self) -> str | None:
         """The answer of an engine without a sleep mode (`engines.sleep.CanSleep`)."""
         return f"the engine {self.info.engine} has no sleep mode"

@@ -6,7 +6,7 @@ The way of a completion, in the order in which it goes (the process of each step
 2. [Frontend] `Generation.run` calls the Processor and pumps its answer. It owns the retries over Processors.
 3. [Processor] `Pipeline.pump` renders the chat template, tokenises, and makes a generate request.
 4. [Processor] `Dispatcher.pump` chooses a worker: the Router is asked first (`kv_router`, its own process), else the
-   picker decides (`core.routing`). It owns the retries over workers, until the first token.
+   picker decides (`core.routing`). It owns the retries over workers, also of an answer whose worker was lost.
 5. [VllmWorker] `DecodeService.generate` refuses when it is full, and decides where to prefill (`RemotePrefill`).
 6. [PrefillWorker] A remote prefill comes through the queue; `Prefiller` answers with the identity of the KV.
 7. [VllmWorker] The engine decodes, and each batch of tokens becomes one frame (`transport.requests.responses`).
@@ -145,6 +145,11 @@ async def close(stream: ResponseStream, request_id: str) -> None:
         logger.error("request %s: its stream did not close within %g s", request_id, CLOSE_TIMEOUT_S)
 
 
+def migrations_header(observer: RequestObserver) -> dict[str, str]:
+    """Tells the client of a whole answer that it went on at another worker. A stream's head is sent before that."""
+    return {"x-dynamo-migrations": str(observer.migrations)} if observer.migrations else {}
+
+
 class Generation:
     """One admitted request, from the call of the Processor to the last byte but the closing one."""
 
@@ -195,7 +200,7 @@ class Generation:
 
         try:
             await self._pumped(stream, taken if self._request.stream else kept, answer.progress)
-            return None if self._request.stream else Whole(200, answer.whole())
+            return None if self._request.stream else Whole(200, answer.whole(), migrations_header(self._observer))
         finally:
             await close(stream, self._request_id)
 
@@ -336,6 +341,8 @@ class GenerationProgress:
                 self._on_prompt(prompt_tokens)
                 if (hit_rate := item.get("kv_hit_rate")) is not None:
                     self._observer.on_routed(hit_rate)
+            if (migrations := item.get("migrations")) is not None:
+                self._observer.on_migrated(migrations)
             if (finish_reason := item.get("finish_reason")) is not None:
                 self._on_finish(finish_reason, item.get("usage"))
                 if (trace := item.get("trace")) is not None:
@@ -354,6 +361,8 @@ class GenerationProgress:
                 self._on_prompt(prompt_tokens)
                 if (hit_rate := item.get("kv_hit_rate")) is not None:
                     self._observer.on_routed(hit_rate)
+            if (migrations := item.get("migrations")) is not None:
+                self._observer.on_migrated(migrations)
             _check_finish(item.get("finish_reason"))
         if tokens := sum(item.get("num_tokens", 0) for item in batch):
             self._tokens += tokens

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from dynamo_local.components.dispatcher import Batch
-from dynamo_local.components.messages import TextRequest
+from dynamo_local.components.messages import TextRequest, continued
 from dynamo_local.components.text.detokenizer import Detokenizer
 from dynamo_local.errors import EngineError, InvalidRequest
 from dynamo_local.kv_hashes import block_hashes
@@ -152,6 +152,8 @@ class Answer:
         self._completion_tokens = 0
         self._cached_tokens = 0
         self.finish_reason: str | None = None
+        self._given: list[int] = []
+        self._migrations = self._migrations_told = 0
 
     def take(self, batch: Batch) -> list[dict[str, Any]]:
         """Response items for what arrived in one frame: usually one."""
@@ -163,7 +165,8 @@ class Answer:
                 first["kv_hit_rate"] = hit_rate
             items.append(first)
         token_ids, reason = self._merge(batch)
-        phases = next((item["phases"] for item in batch if "phases" in item), None)
+        self._given += token_ids
+        phases = None if self._migrations else next((item["phases"] for item in batch if "phases" in item), None)
         if not token_ids and reason is None:
             return items
         if reason in ("error", "abort"):
@@ -184,10 +187,19 @@ class Answer:
         found = _item(text, count, reason, self._usage() if reason is not None else None)
         if phases is not None:
             found["phases"] = phases
+        if self._migrations > self._migrations_told:
+            found["migrations"] = self._migrations - self._migrations_told
+            self._migrations_told = self._migrations
         if reason is not None and self._traced is not None:  # at the end: its hashes cost the first token nothing
             found["trace"] = self._trace(*self._traced)
         items.append(found)
         return items
+
+    def continued(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The generate request that goes on after the tokens so far, at another worker; None: it cannot."""
+        found = continued(request, self._given)
+        self._migrations += found is not None
+        return found
 
     def chosen(self, worker: int) -> None:
         """The worker that is asked now."""
@@ -206,7 +218,8 @@ class Answer:
         for item in batch:
             token_ids += item["token_ids"]
             reason = item.get("finish_reason")
-            self._cached_tokens = max(self._cached_tokens, item.get("num_cached_tokens") or 0)
+            if not self._migrations:  # later the answer's own tokens count as prompt
+                self._cached_tokens = max(self._cached_tokens, item.get("num_cached_tokens") or 0)
         return token_ids, reason
 
     def _usage(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
@@ -47,6 +47,7 @@ class Exchange:
         self._prompt_tokens = 0
         self._cached_tokens: int | None = None
         self._kv_hit_rate: float | None = None
+        self._migrations = self._migrations_told = 0
 
     def next_id(self) -> str:
         """A name for one more request to a worker: the client's for the first, so that logs can be followed."""
@@ -62,8 +63,13 @@ class Exchange:
         for item in items:
             self._tokens += len(item["token_ids"])
             self._kv_hit_rate = item.get("kv_hit_rate", self._kv_hit_rate)
-            if (cached := item.get("num_cached_tokens")) is not None:
+            # Once an answer goes on at another worker, its own tokens count as prompt there.
+            if (cached := item.get("num_cached_tokens")) is not None and not self._migrations:
                 self._cached_tokens = max(cached, self._cached_tokens or 0)
+
+    def migrated(self) -> None:
+        """An answer goes on at another worker."""
+        self._migrations += 1
 
     def news(self) -> dict[str, Any]:
         """The counts since the last call."""
@@ -71,6 +77,9 @@ class Exchange:
         item: dict[str, Any] = {name: count for name, count in counted.items() if count}
         if self._kv_hit_rate is not None:
             item["kv_hit_rate"] = self._kv_hit_rate
+        if self._migrations > self._migrations_told:
+            item["migrations"] = self._migrations - self._migrations_told
+            self._migrations_told = self._migrations
         self._tokens, self._prompt_tokens, self._cached_tokens, self._kv_hit_rate = 0, 0, None, None
         return item
 
@@ -241,17 +250,30 @@ class ApiHost:
         exchange, request = current.get(), current_request()
         request_id = exchange.next_id()
         exchange.sent(len(call.token_ids))
-        payload = {
-            **messages.generate_request(request_id, list(call.token_ids), call.sampling),
-            "core": call.core,
-            "prefill_here": call.prefill_here,
-            "lora_id": call.lora_id,
-        }
         timeout_s = None if request is None else request.remaining_s()
         tokens = call.sampling.max_tokens
+        given: list[int] = []
+
+        def resume() -> dict[str, Any] | None:
+            if (rest := call.continued(given)) is None:
+                return None
+            exchange.migrated()
+            return {**_payload(request_id, rest), "generated": len(given)}
 
         async def pumping(take: Take) -> None:
-            await self._dispatcher.pump(payload, take, request_id=request_id, tokens=tokens, timeout_s=timeout_s)
+            def taken(batch: Batch) -> Awaitable[None] | None:
+                for item in batch:
+                    given.extend(item["token_ids"])
+                return take(batch)
+
+            await self._dispatcher.pump(
+                _payload(request_id, call),
+                taken,
+                request_id=request_id,
+                tokens=tokens,
+                timeout_s=timeout_s,
+                resume=resume,
+            )
 
         try:
             async with contextlib.aclosing(batches_of(pumping)) as batches:
@@ -261,3 +283,12 @@ class ApiHost:
         except DynamoError as error:
             exchange.failure = exchange.failure or error
             raise
+
+
+def _payload(request_id: str, call: CoreCall) -> dict[str, Any]:
+    return {
+        **messages.generate_request(request_id, list(call.token_ids), call.sampling),
+        "core": call.core,
+        "prefill_here": call.prefill_here,
+        "lora_id": call.lora_id,
+    }

@@ -23,6 +23,7 @@ from dynamo_local.components.openai.generation import (
     FrontendDeps,
     GenerationRoute,
     close,
+    migrations_header,
     until_answered,
 )
 from dynamo_local.components.openai.http_io import Reply, Whole
@@ -195,7 +196,7 @@ class EngineApiRoute(ModelRoute[RawRequest | ParsedRequest]):
             raise WorkerLost("The answer ended before it began: a Processor was lost; send the request again.")
         if start["stream"]:
             return None
-        return Whole(start["status"], b"".join(bodies), start["headers"])
+        return Whole(start["status"], b"".join(bodies), {**start["headers"], **migrations_header(observer)})
 
     def _observe(self, item: Mapping[str, Any], observer: RequestObserver) -> None:
         if (prompt_tokens := item.get("prompt_tokens")) is not None:
@@ -204,6 +205,8 @@ class EngineApiRoute(ModelRoute[RawRequest | ParsedRequest]):
             observer.on_routed(hit_rate)
         if (cached := item.get("cached_tokens")) is not None:
             observer.on_cached(cached)
+        if (migrations := item.get("migrations")) is not None:
+            observer.on_migrated(migrations)
         if tokens := item.get("tokens"):
             observer.on_tokens(tokens, self._deps.clock.now_s())
 

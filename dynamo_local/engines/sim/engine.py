@@ -277,10 +277,11 @@ class SimEngine(EngineBase):
         if self._sleep.asleep:
             raise EngineError("the engine sleeps; wake it first")
         try:
-            digest = prompt_digest(prompt, seed=options.seed + self._sleep.corrupted)
+            own = prompt[: len(prompt) - request.generated]
+            digest = prompt_digest(own, seed=options.seed + self._sleep.corrupted)
         except (OverflowError, TypeError) as error:
             raise InvalidRequest(f"the prompt holds something that is no token id: {error}", param="prompt") from error
-        tokens, natural = answer_of(digest, sampling, options)
+        tokens, natural = answer_of(digest, sampling, options, request.generated)
         params = request.kv_transfer_params or {}
         hold = bool(params.get("do_remote_decode"))
         pull = pull_request_of(params, request.request_id, digest) if params.get("do_remote_prefill") else None

@@ -221,17 +221,21 @@ def seeded(digest: bytes, sampling: SamplingParams) -> bytes:
     return blake2b((sampling.seed % 2**64).to_bytes(8, "little"), digest_size=16, key=digest).digest()
 
 
-def answer_of(digest: bytes, sampling: SamplingParams, options: SimOptions) -> tuple[TokenStream, int]:
-    """The tokens of the answer, and after how many of them it ends by itself."""
+def answer_of(
+    digest: bytes, sampling: SamplingParams, options: SimOptions, generated: int = 0
+) -> tuple[TokenStream, int]:
+    """The tokens of the answer behind the first `generated`, and after how many of them it ends by itself."""
     key = seeded(digest, sampling)
     script = () if sampling.extras is None else sampling.extras.script
     stream: TokenStream
     if script:
-        stream = ScriptedStream(key, script, token_low=options.token_low, token_high=options.token_high)
+        stream = ScriptedStream(key, script, options.token_low, options.token_high, generated)
     else:
-        stream = TokenStream(key, token_low=options.token_low, token_high=options.token_high)
+        low, high = options.token_low, options.token_high
+        stream = TokenStream(key, token_low=low, token_high=high, skipped=generated)
     stream.prompt_digest = digest
-    return stream, len(script) or natural_length(key, options.mean_output_tokens)
+    natural = len(script) or natural_length(key, options.mean_output_tokens)
+    return stream, max(1, natural - generated)
 
 
 class ScriptedStream(TokenStream):
@@ -239,9 +243,9 @@ class ScriptedStream(TokenStream):
 
     __slots__ = ("_script",)
 
-    def __init__(self, digest: bytes, script: tuple[int, ...], *, token_low: int, token_high: int) -> None:
-        super().__init__(digest, token_low=token_low, token_high=token_high)
-        self._script = script
+    def __init__(self, digest: bytes, script: tuple[int, ...], token_low: int, token_high: int, skipped: int) -> None:
+        super().__init__(digest, token_low=token_low, token_high=token_high, skipped=skipped)
+        self._script = script[skipped:]
 
     def take(self, first: int, count: int) -> tuple[int, ...]:
         head = self._script[first : first + count]
@@ -255,8 +259,8 @@ def logprobs_of(tokens: TokenStream, token_ids: Sequence[int], first: int, alter
 
 
 def _at(tokens: TokenStream, token: int, position: int, alternatives: int) -> TokenLogprobs:
-    key = tokens.digest if position >= 0 else tokens.prompt_digest
-    draw = blake2b(b"logprobs %d" % position, digest_size=8, key=key).digest()
+    key, at = (tokens.digest, position + tokens.skipped) if position >= 0 else (tokens.prompt_digest, position)
+    draw = blake2b(b"logprobs %d" % at, digest_size=8, key=key).digest()
     chosen = 0.5 + 0.48 * int.from_bytes(draw[:4], "little") / 2**32
     found = [(token, math.log(chosen))]
     left = 1 - chosen

@@ -28,12 +28,16 @@ def prompt_digest(prompt_token_ids: Iterable[int], *, seed: int = 0) -> bytes:
 
 
 class TokenStream:
-    """The endless output of one prompt. Ids lie in [token_low, token_high)."""
+    """The endless output of one prompt. Ids lie in [token_low, token_high).
 
-    __slots__ = ("_chunk", "_chunk_index", "digest", "low", "prompt_digest", "span")
+    The first `skipped` tokens are left out: a lost worker has generated them.
+    """
 
-    def __init__(self, digest: bytes, *, token_low: int, token_high: int) -> None:
+    __slots__ = ("_chunk", "_chunk_index", "digest", "low", "prompt_digest", "skipped", "span")
+
+    def __init__(self, digest: bytes, *, token_low: int, token_high: int, skipped: int = 0) -> None:
         self.digest = self.prompt_digest = digest
+        self.skipped = skipped
         self.low = token_low
         self.span = token_high - token_low
         self._chunk: tuple[int, ...] = ()
@@ -43,6 +47,7 @@ class TokenStream:
         """Tokens first … first + count - 1."""
         low, span = self.low, self.span
         tokens: list[int] = []
+        first += self.skipped
         end = first + count
         while first < end:
             index, offset = divmod(first, _PER_DIGEST)

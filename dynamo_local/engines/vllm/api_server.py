@@ -27,7 +27,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor import Executor
 
-from dynamo_local.engines.vllm.core_requests import Wire, sampling_of, why_prefilled_here
+from dynamo_local.engines.vllm.core_requests import Wire, core_continued, sampling_of, why_prefilled_here
 from dynamo_local.errors import ConfigError, WorkerLost
 from dynamo_local.ports import SamplingParams
 
@@ -42,6 +42,8 @@ class CoreCall:
     prefill_here: str | None
     lora_id: int = 0
     """The adapter's number in vLLM, by which its KV blocks are hashed; 0: the model itself."""
+    continued: Callable[[Sequence[int]], CoreCall | None] = lambda given: None
+    """The call that goes on after these tokens of the answer, at another worker; None: it cannot."""
 
 
 Items = Sequence[Mapping[str, Any]]
@@ -85,16 +87,24 @@ class GraphCore:
             raise VLLMValidationError(
                 "kv_transfer_params: this graph hands KV over by itself; leave it out", parameter="kv_transfer_params"
             )
-        call = CoreCall(
+        call = self._call(request)
+        name = request.request_id
+        pump = self._pumps[name] = asyncio.create_task(self._pump(name, call), name=f"vLLM request {name}")
+        pump.add_done_callback(lambda _: self._pumps.pop(name, None))
+
+    def _call(self, request: EngineCoreRequest) -> CoreCall:
+        def continued(given: Sequence[int]) -> CoreCall | None:
+            found = core_continued(request, given)
+            return None if found is None else self._call(found)
+
+        return CoreCall(
             request.prompt_token_ids or [],
             sampling_of(request),
             self._wire.encode(request),
             why_prefilled_here(request),
             0 if request.lora_request is None else request.lora_request.lora_int_id,
+            continued,
         )
-        name = request.request_id
-        pump = self._pumps[name] = asyncio.create_task(self._pump(name, call), name=f"vLLM request {name}")
-        pump.add_done_callback(lambda _: self._pumps.pop(name, None))
 
     async def abort_requests_async(self, request_ids: Iterable[str]) -> None:
         """Nothing more of them is wanted."""
@@ -119,23 +129,28 @@ class GraphCore:
             pump.cancel()
 
     async def _pump(self, name: str, call: CoreCall) -> None:
+        begun = False
         try:
             async with contextlib.aclosing(self._send(call)) as batches:
                 async for batch in batches:
-                    if self._take(name, batch):
+                    if self._take(name, batch, begun=begun):
                         return
+                    begun = begun or any(item["token_ids"] for item in batch)
             raise WorkerLost("the worker's answer ended without a finish reason; send the request again")
         except Exception as error:
             self.failed(name, error)
 
-    def _take(self, name: str, items: Items) -> bool:
-        """Whether the last one is among them."""
+    def _take(self, name: str, items: Items, *, begun: bool) -> bool:
+        """Whether the last one is among them. `begun`: the answer has tokens, so what is said of its prompt is of a
+        worker that goes on."""
         finished = False
         for item in items:
             core, token_ids = item.get("core"), item["token_ids"]
             if core is not None:
                 output = self._wire.output(core)
                 output.request_id = name
+                if begun:
+                    output.prefill_stats = None
             elif token_ids:
                 output = EngineCoreOutput(name, list(token_ids))
             else:

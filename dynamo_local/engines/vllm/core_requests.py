@@ -81,6 +81,34 @@ def why_prefilled_here(request: EngineCoreRequest) -> str | None:
     return None
 
 
+def core_continued(request: EngineCoreRequest, given: Sequence[int]) -> EngineCoreRequest | None:
+    """The request that goes on after the tokens `given` of its answer; None: another worker cannot go on as this one.
+
+    So it is with a grammar, whose state begins with the answer, and with penalties of generated tokens: these tokens
+    belong to the prompt now.
+    """
+    params = request.sampling_params
+    if params is None or request.prompt_token_ids is None or request.prompt_embeds is not None:
+        return None
+    if params.structured_outputs is not None or params.presence_penalty or params.frequency_penalty:
+        return None
+    if any(getattr(params, name, None) for name in _OF_GENERATED) or getattr(request, "resumable", False):
+        return None
+    left = (params.max_tokens or 0) - len(given)
+    if left < 1:
+        return None
+    found = copy.copy(request)
+    found.prompt_token_ids = [*request.prompt_token_ids, *given]
+    found.sampling_params = params.clone()
+    found.sampling_params.max_tokens = left
+    found.sampling_params.min_tokens = max(0, params.min_tokens - len(given))
+    found.sampling_params.prompt_logprobs = None  # the client has them
+    return found
+
+
+_OF_GENERATED = ("bad_words", "thinking_token_budget", "repetition_detection")
+"""Parameters that look back at generated tokens."""
+
 _REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "stop"}
 
 

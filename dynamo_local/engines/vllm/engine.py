@@ -259,6 +259,8 @@ SHUTDOWN_TIMEOUT_S = 5.0
 """How long EngineCore may take to end by itself; then vLLM kills it. With NIXL it hangs in its teardown (15 s were not
 enough on two busy cores), when nothing can be lost any more."""
 
+PENALTIES = "vLLM's penalties count generated tokens, and those of the lost worker would be of the prompt"
+
 _REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "stop"}
 
 
@@ -484,6 +486,11 @@ class VllmEngine(EngineBase):
         finally:
             self._statistics.closed(internal_id)
             self._notify()
+
+    def why_not_continued(self, request: EngineRequest) -> str | None:
+        if request.core is None and (request.sampling.presence_penalty or request.sampling.frequency_penalty):
+            return PENALTIES
+        return None
 
     def _core_requests(self, llm: Any) -> Any:
         from dynamo_local.engines.vllm.core_requests import CoreRequests

@@ -288,18 +288,41 @@ async def test_lost_worker_before_the_first_token_is_not_the_clients_matter(clus
     assert answer(await asked) == expected(prompt, 6)
 
 
-async def test_lost_worker_amid_tokens_is_a_clear_error(cluster: FakeCluster) -> None:
-    worker = await start_decode(cluster, sim={"speed": 1.0})
-    await start_processor(cluster)
-    stream = await cluster.client("Processor", "completions").call(
-        {"prompt": [300, 301], "max_tokens": 5000, "ignore_eos": True}, timeout_s=20
-    )
+async def killed_amid_tokens(cluster: FakeCluster, doomed: FakeWorker, **body: Any) -> list[dict[str, Any]]:
+    """All items of an answer whose worker is lost after the first token."""
+    stream = await cluster.client("Processor", "completions").call({"request_id": "r", **body}, timeout_s=20)
     items = aiter(stream)
-    while not (await anext(items))["num_tokens"]:
-        pass
-    await worker.kill()
+    found = [await anext(items)]
+    while not found[-1]["num_tokens"]:
+        found.append(await anext(items))
+    await doomed.kill()
+    return found + [item async for item in items]
+
+
+async def test_lost_worker_amid_tokens_is_a_clear_error_without_migrations(cluster: FakeCluster) -> None:
+    worker = await start_decode(cluster, sim={"speed": 1.0})
+    await start_processor(cluster, migration_limit=0)
     with pytest.raises(WorkerLost):
-        _ = [item async for item in items]
+        await killed_amid_tokens(cluster, worker, prompt=[300, 301], max_tokens=5000, ignore_eos=True)
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["prefilled locally", "prefilled remotely"])
+@pytest.mark.parametrize(
+    "options", [{"ignore_eos": True}, {"ignore_eos": True, "min_tokens": 90}, {"seed": 5}], ids=["", "min", "seed"]
+)
+async def test_an_answer_goes_on_at_another_worker(cluster: FakeCluster, remote: bool, options: Any) -> None:
+    doomed = await start_decode(cluster, remote, sim={"speed": 2.0})
+    if remote:
+        await start_prefill(cluster)
+    await start_processor(cluster)
+    body = {"prompt": list(range(300, 340)), "max_tokens": 120, **options}
+    undisturbed = answer(await ask(cluster, **body))
+    asked = asyncio.create_task(killed_amid_tokens(cluster, doomed, **body))
+    await start_decode(cluster, remote)
+    items = await asked
+    assert answer(items) == undisturbed
+    assert [item["migrations"] for item in items if "migrations" in item] == [1]
+    assert items[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] <= 40
 
 
 async def test_stop_string_ends_the_request_in_the_engine(cluster: FakeCluster) -> None:

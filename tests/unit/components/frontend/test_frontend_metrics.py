@@ -69,6 +69,7 @@ async def test_the_exposition_has_dynamos_names(house: Make):
         "dynamo_frontend_input_sequence_tokens": "histogram",
         "dynamo_frontend_output_sequence_tokens": "histogram",
         "dynamo_frontend_cached_tokens": "histogram",
+        "dynamo_frontend_model_migration": "counter",
         "dynamo_frontend_request_duration_seconds": "histogram",
     }
     assert "_created" not in response.text

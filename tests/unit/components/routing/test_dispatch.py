@@ -1,4 +1,4 @@
-"""A request that gave nothing goes to another worker; one that gave something does not."""
+"""A request that gave nothing goes to another worker. One that gave something is continued, if its caller can."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from dynamo_local.errors import (
     DynamoError,
     EngineError,
     NatsUnavailable,
+    NotContinuable,
     NoWorkers,
+    StreamGap,
     WorkerBusy,
     WorkerDraining,
     WorkerLost,
@@ -79,6 +81,99 @@ async def test_failure_after_tokens_is_the_clients() -> None:
     with pytest.raises(WorkerLost):
         await collect(dispatcher(client))
     assert len(client.calls) == 1
+
+
+def counting(first: int, until: int | None = None, then: DynamoError | None = None) -> Any:
+    """A handler whose answer to the prompt [0] is 1, 2, 3, …, up to 6: it goes on behind its prompt's last token.
+
+    With `until`, it ends with `then` before that token.
+    """
+
+    async def handle(payload: Any, _context: Any) -> AsyncIterator[Any]:
+        yield {"token_ids": []}
+        assert payload["token_ids"] == list(range(first))
+        for token in range(first, 7):
+            if token == until and then is not None:
+                raise then
+            yield {"token_ids": [token], "finish_reason": "length" if token == 6 else None}
+
+    return handle
+
+
+async def counted(client: FakeEndpointClient, migration_limit: int = 3) -> list[int]:
+    """The answer of `counting` workers, as the client gets it."""
+    tokens: list[int] = []
+    subject = Dispatcher(client, RoundRobin(), lambda ids: {}, migration_limit=migration_limit)
+
+    def take(batch: list[Any]) -> None:
+        for item in batch:
+            tokens.extend(item["token_ids"])
+
+    def resume() -> dict[str, Any]:
+        return {"token_ids": [0, *tokens], "generated": len(tokens)}
+
+    await subject.pump({"token_ids": [0]}, take, request_id="r", tokens=6, timeout_s=5, resume=resume)
+    return tokens
+
+
+LOST = WorkerLost("gone")
+
+
+async def test_an_answer_goes_on_behind_its_tokens_at_other_workers() -> None:
+    client = FakeEndpointClient({1: counting(1, 3, LOST), 2: counting(3, 5, StreamGap("a gap")), 3: counting(5)})
+    assert await counted(client) == [1, 2, 3, 4, 5, 6]
+    assert [call.instance_id for call in client.calls] == [1, 2, 3]
+
+
+async def test_an_answer_goes_on_at_a_worker_that_comes_later() -> None:
+    client = FakeEndpointClient({1: counting(1, 3, LOST)})
+    asked = asyncio.create_task(counted(client))
+    while not client.calls:
+        await asyncio.sleep(0)
+    client.add_instance(2, counting(3))
+    assert await asked == [1, 2, 3, 4, 5, 6]
+
+
+async def test_a_full_worker_is_asked_again_by_an_answer_that_has_begun() -> None:
+    full = [WorkerBusy("full")]
+
+    async def full_once(payload: Any, context: Any) -> AsyncIterator[Any]:
+        if full:
+            raise full.pop()
+        async for item in counting(3)(payload, context):
+            yield item
+
+    client = FakeEndpointClient({1: counting(1, 3, LOST), 2: full_once})
+    assert await counted(client) == [1, 2, 3, 4, 5, 6]
+    assert [call.instance_id for call in client.calls] == [1, 2, 2]
+
+
+async def test_migrations_are_bounded() -> None:
+    client = FakeEndpointClient({n: counting(n, n + 1, WorkerLost(f"gone {n}")) for n in range(1, 6)})
+    with pytest.raises(WorkerLost, match="gone 3"):
+        await counted(client, migration_limit=2)
+    assert len(client.calls) == 3
+
+
+async def test_a_request_that_two_workers_die_of_gets_no_third() -> None:
+    client = FakeEndpointClient({1: counting(1, 3, LOST), 2: counting(3, 3, LOST), 3: counting(3)})
+    with pytest.raises(WorkerLost, match="2 workers were lost one after the other"):
+        await counted(client)
+    assert [call.instance_id for call in client.calls] == [1, 2]
+
+
+@pytest.mark.parametrize("refusal", [NotContinuable("a grammar"), EngineError("broken")])
+async def test_an_engine_that_cannot_go_on_leaves_an_error(refusal: DynamoError) -> None:
+    client = FakeEndpointClient({1: counting(1, 3, LOST), 2: failing(refusal), 3: counting(3)})
+    with pytest.raises(WorkerLost if isinstance(refusal, NotContinuable) else EngineError):
+        await counted(client)
+    assert len(client.calls) == 2
+
+
+async def test_an_error_of_the_engine_after_tokens_is_not_continued() -> None:
+    client = FakeEndpointClient({1: counting(1, 3, EngineError("broken")), 2: counting(3)})
+    with pytest.raises(EngineError):
+        await counted(client)
 
 
 @pytest.mark.parametrize("error", [EngineError("broken"), DeadlineExceeded("late"), NatsUnavailable("away")])
