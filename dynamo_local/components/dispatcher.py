@@ -166,10 +166,10 @@ MAX_LOST_IN_ROW: Final = 2
 gets no other."""
 
 NEW_WORKER_S: Final = 60.0
-"""How long an answer whose worker was lost waits for another worker that takes it."""
+"""How long a request whose worker was lost waits for another worker that takes it."""
 
 FULL_AGAIN_S: Final = 0.2
-"""A full worker is asked again after so long by an answer that waits."""
+"""A full worker is asked again after so long by a request that waits."""
 
 TRIED: Final = "tried"
 """`details` of what the last worker failed with: how many have failed the request before its first token."""
@@ -285,7 +285,7 @@ class Dispatcher:
     async def _choose(self, request: _PendingRequest) -> Routed | None:
         """The next worker, or None when nobody is left, or too many have failed."""
         payload, failures = request.payload, request.failures
-        if request.lost is None and _failed(failures) >= request.max_tries:
+        if not request.migrations and _failed(failures) >= request.max_tries:
             return None
         untried = self._untried(failures)
         if not untried and request.lost is not None:
@@ -304,8 +304,7 @@ class Dispatcher:
         return Routed(self._picker.pick(untried, self._loads(untried), prompt_tokens=len(payload.get("token_ids", ()))))
 
     async def _wait_for_room(self, request: _PendingRequest) -> None:
-        """Until a worker comes that may go on with an answer whose worker was lost, or one that was full may have
-        room."""
+        """Until a worker comes that may have a request whose worker was lost, or one that was full may have room."""
         left_s = request.lost_at_s + NEW_WORKER_S - self._clock.now_s()
         full = [worker for worker, error in request.failures.items() if isinstance(error, WorkerBusy)]
         await self._client.wait_for_others(request.failures, min(FULL_AGAIN_S, left_s) if full else left_s)
@@ -330,7 +329,7 @@ class _PendingRequest:
     resume: Resume
     failures: dict[int, DynamoError] = field(default_factory=dict)
     lost: DynamoError | None = None
-    """With what the last worker was lost that had given tokens. It is the client's if nobody goes on."""
+    """With what the last worker was lost that had the request. It is the client's if nobody else takes it."""
     lost_at_s: float = 0.0
     migrations: int = 0
     lost_in_row: int = 0
@@ -346,11 +345,12 @@ class _PendingRequest:
             raise error
         gone = isinstance(error, WorkerLost | StreamGap)
         self.lost_in_row = (not attempt.produced) * self.lost_in_row + (gone and attempt.taken)
+        if gone and attempt.taken:
+            self.lost, self.lost_at_s = error, now_s
         if attempt.produced:
             if not gone:
                 raise error
             self._resume(worker, error)
-            self.lost_at_s = now_s
         else:
             log.info("request %s: worker %x gave nothing: %s", self.request_id, worker, error)
         if self.lost_in_row >= MAX_LOST_IN_ROW:
@@ -368,7 +368,7 @@ class _PendingRequest:
                 error.details[TRIED] = len(self.failures)
             raise error
         count = len(payload["token_ids"]) - len(self.payload["token_ids"])
-        self.payload, self.tokens, self.lost = payload, self.tokens - count, error
+        self.payload, self.tokens = payload, self.tokens - count
         self.migrations += 1
         log.warning("request %s goes on at another worker, %x was lost: %s", self.request_id, worker, error)
 
