@@ -6,11 +6,12 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import APIError, AsyncOpenAI
 
 from tests.drivers.planned import decided
 from tests.drivers.routed import decisions, router_status, until_status
@@ -98,6 +99,70 @@ class Killed:
         await auntil(lambda: not shared & served.shared_memory(), AT_ONCE_S, what=served.shared_memory)
         await auntil(lambda: _ready_anew(served, "VllmWorker", worker), START_S, what=served.states)
         assert exit_codes(served, "VllmWorker")[count:] == [code]
+
+
+class Lost:
+    """Streams whose worker is killed go on when it is there again, as if nothing had been."""
+
+    LONG = 1200
+    GRAMMAR = "grammar"
+
+    async def test_streams_go_on_behind_their_tokens(self, vllm_host: VllmHost, tmp_path: Path) -> None:
+        """Greedy answers are the same, with logprobs and stop strings as well. One that follows a grammar has an
+        error."""
+        bodies: dict[str, dict[str, Any]] = {
+            "plain": {"temperature": 0},
+            "logprobs": {"temperature": 0, "logprobs": 1},
+            "several": {"temperature": 0.7, "seed": 3, "n": 2},
+        }
+        with vllm_host.aggregated(tmp_path).started() as served:
+            async with served.client() as client:
+                first = Told(client, bodies["plain"], self.LONG)
+                await first.task
+                bodies["stop"] = {"temperature": 0, "stop": [first.texts[0][-40:-20]]}
+                whole = {name: Told(client, body, self.LONG) for name, body in bodies.items()}
+                await asyncio.gather(*(told.task for told in whole.values()))
+                bodies[self.GRAMMAR] = {"extra_body": {"structured_outputs": {"regex": "[ab]{1190}"}}}
+                cut = {name: Told(client, body, self.LONG) for name, body in bodies.items()}
+                await asyncio.wait_for(asyncio.gather(*(told.begun.wait() for told in cut.values())), 60.0)
+                os.kill(served.pids()["VllmWorker"], signal.SIGKILL)
+                with pytest.raises(APIError, match="worker"):
+                    await cut.pop(self.GRAMMAR).task
+                await asyncio.gather(*(told.task for told in cut.values()))
+            assert served.log("Processor").count("goes on at another worker") == 5
+        for name in ("plain", "logprobs", "stop"):
+            assert (cut[name].texts, cut[name].tokens) == (whole[name].texts, whole[name].tokens)
+            assert len(cut[name].logprobs) == len(whole[name].logprobs)
+        assert cut["several"].tokens == whole["several"].tokens
+        assert len(set(cut["several"].texts)) == 2
+
+
+class Told:
+    """A streamed completion under way: each choice's text, and what else was told. `begun` at its first text."""
+
+    def __init__(self, client: AsyncOpenAI, body: Mapping[str, Any], max_tokens: int) -> None:
+        self.texts = ["", ""]
+        self.logprobs: list[float | None] = []
+        self.tokens = 0
+        self.begun = asyncio.Event()
+        self.task = asyncio.create_task(self._run(client, body, max_tokens))
+
+    async def _run(self, client: AsyncOpenAI, body: Mapping[str, Any], max_tokens: int) -> None:
+        extra = {"ignore_eos": True, **body.get("extra_body", {})}
+        stream = await client.completions.create(
+            model="tiny",
+            prompt="a worker leaves",
+            max_tokens=max_tokens,
+            stream=True,
+            **{**body, "extra_body": extra, "stream_options": {"include_usage": True}},
+        )
+        async for chunk in stream:
+            self.tokens = chunk.usage.completion_tokens if chunk.usage else self.tokens
+            for choice in chunk.choices:
+                self.texts[choice.index] += choice.text
+                self.logprobs += (choice.logprobs and choice.logprobs.token_logprobs) or []
+                if choice.text:
+                    self.begun.set()
 
 
 class Disaggregated:

@@ -44,6 +44,11 @@ class TestKilled(cases.Killed):
 
 
 @pytest.mark.full
+class TestLost(cases.Lost):
+    """Streams survive their worker."""
+
+
+@pytest.mark.full
 class TestPrefillDies(cases.PrefillDies):
     """A prefill worker is killed under load."""
 

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.drain.client import Oracle, Outcome, exchange_one
 from benchmarks.drain.trace import Ask
-from tests.drivers.scaled import names, settled
+from tests.drivers.scaled import command, names, settled
 from tests.drivers.served import Served, auntil
 
 pytestmark = pytest.mark.infra
@@ -94,3 +94,23 @@ async def test_a_stream_waits_for_the_only_worker_to_start_again() -> None:
         os.kill(served.pids()["VllmWorker"], signal.SIGKILL)
         await load
         assert outcomes == {"right": AT_ONCE}
+
+
+@pytest.mark.parametrize("how", ["drained too late", pytest.param("hung", marks=pytest.mark.full)])
+async def test_streams_of_a_worker_that_the_arbiter_ends_go_on(how: str) -> None:
+    """Past the deadline of its drain, and past the bound of its health."""
+    words = ("--VllmWorker.ServiceArgs.workers=2", "--Common.sim.speed=0.5", "--Host.health-bound-s=3")
+    with Served(*words, "--VllmWorker.ServiceArgs.drain-deadline-s=1") as served:
+        served.start()
+        outcomes: Counter[Outcome] = Counter()
+        enough = asyncio.Event()
+        enough.set()
+        load = asyncio.create_task(streamed(served, AT_ONCE, outcomes, enough))
+        await auntil(lambda: served.worker("VllmWorker")["load"].get("request_active_slots"), 30.0, what=served.status)
+        if how == "hung":
+            os.kill(served.pids()["VllmWorker"], signal.SIGSTOP)
+        else:
+            command(served, "drain", name="dynamo_VllmWorker")
+        await load
+        assert outcomes == {"right": AT_ONCE}
+        assert await migrations(served) > 0
