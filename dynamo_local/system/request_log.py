@@ -95,8 +95,9 @@ class OncePerSecond(logging.Formatter):
 
 def log_to_stderr(level: str) -> None:
     """Set up a worker process's log: everything from `level` on goes to stderr in `FORMAT`."""
-    # Fields that FORMAT does not show are not computed for each line (Python's logging howto, "Optimization").
-    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    # Fields that FORMAT does not show are not computed for each line (Python's logging howto, "Optimization"). The
+    # process's id stays: vLLM's own format wants a number there, and each line would become a traceback.
+    logging.logThreads = logging.logMultiprocessing = False
     logging._srcfile = None  # type: ignore[attr-defined]
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(RequestIdFilter())

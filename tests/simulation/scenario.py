@@ -74,10 +74,10 @@ class Scenario:
         """Start, let things happen, calm down, see that all came right, leave."""
         self.arbiter.crash_at, self.arbiter.crash_when = crash_at, crash_when
         await self.arbiter.foreground(self.arbiter.start())
-        spoiling = asyncio.ensure_future(mishaps(self.world)) if self.world.spares_wanted else None
         await self._wait(self.rng.choice((0.0, 0.3, 2.0)))
         if self.gentle:
-            await self._begin_gently()
+            await self._begin_gently()  # all spares are there once
+        spoiling = asyncio.ensure_future(mishaps(self.world)) if self.world.spares_wanted else None
         for _ in range(steps or self.rng.randint(3, 14)):
             if self.arbiter.dead:
                 await self._start_anew()
