@@ -80,7 +80,40 @@ def render(graph: Mapping[str, Any], *, colour: bool = False) -> str:
         if colour and n:
             cells[2] = click.style(cells[2], fg=traits_of(cells[2].rstrip()).colour)
         lines.append("  ".join(cells).rstrip())
-    return "\n".join([*head, "", *lines])
+    served = served_lines(graph.get("components"))
+    return "\n".join([*head, "", *lines, *(["", *served] if served else [])])
+
+
+SERVED_COLUMNS = ("LAST MINUTE", "REQUESTS/S", "TOKENS/S", "TTFT P50", "TTFT P95", "ITL P50", "ITL P95")
+
+
+def served_lines(components: Mapping[str, Mapping[str, Any] | None] | None) -> list[str]:
+    """A table of what each component served in the last minute; nothing where no component tells."""
+    if not components or not any(components.values()):
+        return []
+    rows = [SERVED_COLUMNS, *((name, *_served_cells(figures)) for name, figures in components.items())]
+    return ["  ".join((name, *(cell.strip().rjust(len(cell)) for cell in cells))) for name, *cells in aligned(rows)]
+
+
+def _served_cells(figures: Mapping[str, Any] | None) -> tuple[str, ...]:
+    if figures is None:
+        return ("-",) * (len(SERVED_COLUMNS) - 1)
+    rates = (_rate(figures["requests_per_s"]), _rate(figures["tokens_per_s"]))
+    return (*rates, *(_ms(figures[f"{name}_ms"][share]) for name in ("ttft", "itl") for share in ("p50", "p95")))
+
+
+def _rate(value: float) -> str:
+    """Three digits: `0.03`, `4.21`, `35.2`, `1,280`."""
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+
+
+def _ms(value: float | None) -> str:
+    """`8.4 ms`, `213 ms`, `12.4 s`."""
+    if value is None:
+        return "-"
+    if value >= 10_000:
+        return f"{value / 1000:.1f} s"
+    return f"{value:.{0 if value >= 100 else 1}f} ms"
 
 
 def note_line(note: Mapping[str, Any] | str) -> str:

@@ -25,7 +25,7 @@ from rich.text import Text
 
 from dynamo_local.cli.common import FiniteRange, ask_arbiter, find_paths, json_option, namespace_option
 from dynamo_local.cli.planner_words import decision_line, fixed_fleet_line, follow_line
-from dynamo_local.cli.status import drain_note, duration, gpus_of, note_line
+from dynamo_local.cli.status import drain_note, duration, gpus_of, note_line, served_lines
 from dynamo_local.core.fleet.states import Traits, traits_of
 from dynamo_local.core.traffic import kept_words
 from dynamo_local.errors import BadInput, NotRunning
@@ -269,7 +269,7 @@ def _running(load: Mapping[str, Any]) -> str:
 
 
 def _below(frame: Frame, width: int, marks: Marks) -> RenderableType:
-    """The lines below the table, each after a word that says what it is about."""
+    """The last minute of components, then lines that each begin with their subject."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, style="bold")
     grid.add_column(overflow="fold")
@@ -277,7 +277,8 @@ def _below(frame: Frame, width: int, marks: Marks) -> RenderableType:
     for about, text in _news(frame, width, marks):
         grid.add_row("" if about == previous else about, text)
         previous = about
-    return Group(Text(""), grid) if grid.row_count else Text("")
+    served = [Text(line, no_wrap=True, overflow="crop") for line in served_lines(frame.graph.get("components"))]
+    return Group(*([Text(""), *served] if served else []), Text(""), *([grid] if grid.row_count else []))
 
 
 def _news(frame: Frame, width: int, marks: Marks) -> Iterator[tuple[str, Text]]:
@@ -352,6 +353,7 @@ def view_as_json(frame: Frame) -> dict[str, Any]:
             for gpu in graph.get("gpus") or ()
         ],
         "workers": [_worker_json(worker) for worker in graph["workers"]],
+        "components": dict(graph.get("components") or {}),
         "prefill_queue": graph.get("prefill_queue"),
         "follow": graph.get("follow"),
         "planner": None if graph.get("planner") is None else {**graph["planner"], "words": list(frame.words)},

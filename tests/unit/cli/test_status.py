@@ -236,6 +236,26 @@ def test_dispatch_is_one_line_over_all_workers() -> None:
     assert "dispatch" not in render({**GRAPH, "workers": [idle]})
 
 
+SERVED = {
+    "seconds": 60.0,
+    "requests_per_s": 0.034,
+    "tokens_per_s": 1280.4,
+    "ttft_ms": {"p50": 213.4, "p95": 12_400.0},
+    "itl_ms": {"p50": 8.41, "p95": None},
+}
+
+
+def test_the_last_minute_of_each_component_is_a_table() -> None:
+    lines = render({**GRAPH, "components": {"VllmWorker": SERVED, "PrefillWorker": None}}).splitlines()
+    found = [" ".join(line.split()) for line in lines[-3:]]
+    assert found == [
+        "LAST MINUTE REQUESTS/S TOKENS/S TTFT P50 TTFT P95 ITL P50 ITL P95",
+        "VllmWorker 0.03 1,280 213 ms 12.4 s 8.4 ms -",
+        "PrefillWorker - - - - - -",
+    ]
+    assert render({**GRAPH, "components": {"VllmWorker": None}}) == render(GRAPH)
+
+
 # --- follow words
 # Tests what is said of the virtual connector in `dynamo status` and `dynamo planner status`: from JSON alone.
 

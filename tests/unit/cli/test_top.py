@@ -256,6 +256,16 @@ def test_shorten_keeps_beginning_and_end() -> None:
     assert all(len(shorten("AVeryLongComponentName_12", cells)) == cells for cells in range(2, 25))
 
 
+def test_the_last_minute_of_each_component_stands_below_the_workers() -> None:
+    share = {"p50": 12.3, "p95": None}
+    figures = {"seconds": 60.0, "requests_per_s": 4.2, "tokens_per_s": 1280.4, "ttft_ms": share, "itl_ms": share}
+    graph = _graph([], _worker("VllmWorker"), components={"VllmWorker": figures, "PrefillWorker": None})
+    lines = _shown(Frame(graph), 80)
+    assert _row(lines, "PrefillWorker") == "PrefillWorker - - - - - -"
+    assert _row(lines, "VllmWorker") == "VllmWorker 4.20 1,280 12.3 ms - 12.3 ms -"
+    assert view_as_json(Frame(graph))["components"] == graph["components"]
+
+
 # --- JSON --------------------------------------------------------------------------------------
 
 
