@@ -20,10 +20,10 @@ from dynamo_local.sdk.settings import accepted_names, validate_section
 from dynamo_local.system.key_files import ApiKeys
 
 
-def insecure(graph: LoadedGraph, config: Config) -> Config:
+def insecure(graph: LoadedGraph, sections: Mapping[str, Any]) -> dict[str, Any]:
     """Apply `--insecure` to the section of each Frontend."""
     overrides = {name: {"insecure": True} for name in graph.services if _options_of(graph, name) is not None}
-    return replace(config, sections=deep_merge(config.sections, overrides))
+    return deep_merge(sections, overrides)
 
 
 def check_access(

@@ -23,6 +23,7 @@ from dynamo_local.arbiter.request import Request, ServeOptions, understand
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.config.loading import Config
 from dynamo_local.core.gpus import GpuLedger, plan_on
+from dynamo_local.core.secrets import mask_config
 from dynamo_local.errors import EXIT_FAILED, EXIT_OK, DynamoError
 from dynamo_local.state.raw import prepare_folder
 from dynamo_local.system import collector
@@ -113,6 +114,7 @@ def plan_deployment(
         load_planner_flag=request.planner_flag,
         follow=request.follow,
         host=config.sections.get("Host", {}),
+        command_line=mask_config(request.command_line),
     )
     return deployment, pool
 

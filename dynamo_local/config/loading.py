@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -186,6 +186,31 @@ def _check_conflict(sections: Mapping[str, Any], path: Sequence[str], word: str)
         at = at[key]
 
 
+def leaves(sections: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The plain values of sections, each with its path: `("Frontend", "port"), 18030`."""
+    for key, value in sections.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def value_at(sections: Mapping[str, Any], path: Sequence[str]) -> Any:
+    """The value at that path; None where there is none."""
+    at: Any = sections
+    for key in path:
+        at = at.get(key) if isinstance(at, Mapping) else None
+    return at
+
+
+def without(sections: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
+    """A copy without the value at that path. Mappings that are empty then go, too."""
+    key, *rest = path
+    below = sections.get(key)
+    left = without(below, rest) if rest and isinstance(below, Mapping) else {}
+    return {name: left if name == key else value for name, value in sections.items() if name != key or left}
+
+
 DEPLOYMENT_ENV = "DYN_DEPLOYMENT_CONFIG"
 COMMON, HOST, PLANNER = "Common", "Host", "Planner"
 MODELS = "the plan for --model"
@@ -255,10 +280,12 @@ def load_config(
     overrides: Sequence[str] = (),
     base: str | None = None,
     more: Sequence[Path] = (),
+    kept: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Config:
     """Read the YAML of `path`, or of `DYN_DEPLOYMENT_CONFIG` in its place, and lay the command line's words over it.
 
     `more` files are laid over `path`, in order. `base`: YAML over which all of that is laid (`dynamo serve --model`).
+    `kept` are words that this run had before: `overrides` are laid over them.
 
     Raises `ConfigError`: one line that names the source, the section and the key.
     """
@@ -272,7 +299,7 @@ def load_config(
             source, below = f"{source}, {each}", deep_merge(normalise(below, source), over)
     else:
         source, below = "command line", {}
-    above = normalise(parse_overrides(overrides), "command line")
+    above = deep_merge(kept or {}, normalise(parse_overrides(overrides), "command line"))
     if base is not None:
         below = deep_merge(normalise(parse_yaml(base, MODELS), MODELS), normalise(below, source))
         source = MODELS if source == "command line" else f"{MODELS}, {source}"
