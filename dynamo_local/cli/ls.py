@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from dynamo_local.cli.common import DEFAULT_NAMESPACE, aligned, ask_arbiter, json_option
+from dynamo_local.core.fleet.states import traits_of
 from dynamo_local.core.types import namespace_fault
 from dynamo_local.errors import DynamoError, StateError
 from dynamo_local.state.raw import namespaces, read_raw
@@ -101,7 +102,7 @@ def _statefile(paths: Paths) -> Mapping[str, Any]:
 
 def of_status(graph: Mapping[str, Any]) -> Run:
     """From the arbiter's own answer."""
-    workers = graph["workers"]
+    workers = [each for each in graph["workers"] if not traits_of(each["state"]).gone]
     return Run(
         graph["namespace"],
         graph["state"],
@@ -119,6 +120,7 @@ def of_statefile(namespace: str, raw: Mapping[str, Any], state: str, note: str) 
     """From what a run has written of itself: nobody answers. How its workers are now is not known."""
     components = raw.get("components")
     entries = [entry for entry in (components or {}).values() if isinstance(entry, dict)]
+    entries = [entry for entry in entries if not traits_of(str(entry.get("state"))).gone]
     given = [(entry.get("resources") or {}).get("allocated_gpus") or [] for entry in entries]
     run_id, pid = raw.get("run_id"), raw.get("arbiter_pid")
     return Run(

@@ -76,7 +76,7 @@ def render(graph: Mapping[str, Any], *, colour: bool = False) -> str:
         head.append(f"GPU       {uuid} is quarantined: {why}")
     head += [f"note      {note_line(note)}" for note in graph.get("notes", ())]
     lines = []
-    for n, cells in enumerate(aligned([COLUMNS, *map(_row, graph["workers"])])):
+    for n, cells in enumerate(aligned([COLUMNS, *map(_row, present(graph["workers"]))])):
         if colour and n:
             cells[2] = click.style(cells[2], fg=traits_of(cells[2].rstrip()).colour)
         lines.append("  ".join(cells).rstrip())
@@ -114,6 +114,13 @@ def _ms(value: float | None) -> str:
     if value >= 10_000:
         return f"{value / 1000:.1f} s"
     return f"{value:.{0 if value >= 100 else 1}f} ms"
+
+
+def present(workers: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The workers without those that left, if their component has others: a restart or a drain leaves such a name."""
+    rows = list(workers)
+    here = {row["component"] for row in rows if not traits_of(row["state"]).gone}
+    return [row for row in rows if not traits_of(row["state"]).gone or row["component"] not in here]
 
 
 def note_line(note: Mapping[str, Any] | str) -> str:

@@ -25,7 +25,7 @@ from rich.text import Text
 
 from dynamo_local.cli.common import FiniteRange, ask_arbiter, find_paths, json_option, namespace_option
 from dynamo_local.cli.planner_words import decision_line, fixed_fleet_line, follow_line
-from dynamo_local.cli.status import drain_note, duration, gpus_of, note_line, served_lines
+from dynamo_local.cli.status import drain_note, duration, gpus_of, note_line, present, served_lines
 from dynamo_local.core.fleet.states import Traits, traits_of
 from dynamo_local.core.traffic import kept_words
 from dynamo_local.errors import BadInput, NotRunning
@@ -200,7 +200,8 @@ def _rows(graph: Graph) -> list[_Row]:
             listed.add(name)
             worker = workers.get(name) or {"watcher_name": name, "state": "gone"}
             rows.append(_Row(",".join(held[name]), worker["state"], worker))
-    rows += [_Row(gpus_of(worker), worker["state"], worker) for name, worker in workers.items() if name not in listed]
+    others = (worker for worker in present(graph["workers"]) if worker["watcher_name"] not in listed)
+    rows += [_Row(gpus_of(worker), worker["state"], worker) for worker in others]
     return rows
 
 

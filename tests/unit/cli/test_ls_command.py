@@ -28,6 +28,7 @@ ANSWER = {
         {"state": "ready", "gpus": ["10"]},
         {"state": "starting", "gpus": ["2"]},
         {"state": "ready", "gpus": []},
+        {"state": "exited", "gpus": []},
     ],
 }
 

@@ -236,6 +236,13 @@ def test_dispatch_is_one_line_over_all_workers() -> None:
     assert "dispatch" not in render({**GRAPH, "workers": [idle]})
 
 
+def test_a_worker_that_left_is_shown_only_while_its_component_has_no_other() -> None:
+    left = {**GRAPH["workers"][1], "watcher_name": "dynamo_VllmWorker_1", "state": "exited"}
+    alone = {**left, "component": "Router"}
+    lines = render({**GRAPH, "workers": [GRAPH["workers"][0], {**left, "component": "VllmWorker"}, alone]}).splitlines()
+    assert [line.split()[1:3] for line in lines[-2:]] == [["VllmWorker", "ready"], ["Router", "exited"]]
+
+
 SERVED = {
     "seconds": 60.0,
     "requests_per_s": 0.034,
