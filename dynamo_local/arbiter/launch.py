@@ -72,7 +72,7 @@ def plan_deployment(
     inventory, pool = _devices(request, environ)
     sample = pool.sample()
     if request.planner_starts:
-        check_profile(request.planner, spec, [device.name for device in sample.devices])
+        check_profile(request.planner, spec, [device.name for device in sample.devices], patient=True)
     ledger = GpuLedger.of(sample.devices, elsewhere=sample.elsewhere)
     etcd, nats = _servers(config, environ)
     factory = WatcherFactory(
@@ -180,7 +180,7 @@ def serve_with(
         request = replace(request, paths=hold.paths)
         log_file = request.paths.log_file(f"{request.graph.namespace}_arbiter")
         with _logging_to(log_file), closing(make_view(request.paths)) as view:
-            for line in options.reasons:
+            for line in (*options.reasons, *request.notes):
                 log.info("%s", line)
                 view.event(line)
             found = settle(hold.before, adopt=options.adopt, replace=options.replace, tell=_tell(view))

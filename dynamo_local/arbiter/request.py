@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dynamo_local.arbiter.checks import check_access, check_dispatch, check_engines, insecure, with_flips
+from dynamo_local.arbiter.checks import check_access, check_common, check_dispatch, check_engines, insecure, with_flips
 from dynamo_local.arbiter.deployment import Settings
 from dynamo_local.arbiter.profile_check import check_profile
 from dynamo_local.components.commands.graph import check_commands, with_commands
@@ -21,7 +21,7 @@ from dynamo_local.core.fleet.backoff import RestartPolicy
 from dynamo_local.core.types import GraphSpec
 from dynamo_local.core.virtual import Layout
 from dynamo_local.errors import BadInput, ConfigError
-from dynamo_local.sdk.loader import load_graph
+from dynamo_local.sdk.loader import LoadedGraph, load_graph
 from dynamo_local.system.gpus import pinning_disabled
 from dynamo_local.system.paths import Paths
 
@@ -98,6 +98,21 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, 
         base=options.base,
         kept=options.kept,
     )
+    try:
+        return _understood(options, environ, cwd, python, config, only_plan=only_plan)
+    except ConfigError as error:
+        raise config.located(error) from None
+
+
+def _understood(
+    options: ServeOptions,
+    environ: Mapping[str, str],
+    cwd: Path,
+    python: LoadedGraph | None,
+    config: Config,
+    *,
+    only_plan: bool,
+) -> Request:
     graph = with_commands(python, config, options.file)
     config = with_targets(graph, config, {"ttft": options.ttft_ms, "itl": options.itl_ms})
     said = _said(options)
@@ -110,7 +125,7 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, 
     if starts:
         planned_components(spec)
         check_planner(planner, spec)
-        check_profile(planner, spec)
+        check_profile(planner, spec, patient=True)
         if planner.history is not None:
             from dynamo_local.planner.choosing import history_of  # imports all policies
 
@@ -120,6 +135,7 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, 
     notes = (
         *([] if damaged is None else [damaged]),
         *check_engines(graph, spec, config, only_plan=only_plan),
+        *check_common(graph, config),
         *check_dispatch(graph, spec, config),
         *check_commands(graph, config, environ, only_plan=only_plan),
         *check_access(graph, spec, config, environ, only_plan=only_plan),

@@ -127,6 +127,8 @@ def deployment_of(
         target=target, file=file.resolve(), overrides=overrides, kept=before, namespace=state.namespace
     )
     request = understand(options, environ, folder)
+    for note in request.notes:
+        click.echo(f"dynamo: {note}", err=True)
     in_file = load_config(file.resolve(), env=environ, overrides=overrides).sections
     wish = DeploymentSpec(
         graph=request.graph,

@@ -257,7 +257,9 @@ def _note(worker: Mapping[str, Any]) -> str:
 
 
 def drain_note(drain: Mapping[str, Any] | None) -> str:
-    """`3 requests left (4120 tokens), about 12s, at most 9m48s`; "" if it does not drain. Unknown numbers are named.
+    """`3 requests left (4120 tokens), about 12s, at most 9m48s`; "" if it does not drain. An unknown count is named.
+
+    An estimate below a second is left out: it is a guess of a load that is a second old.
 
     `eta_s` is the estimate, `deadline_s` the time after which its session is ended; both in seconds from now.
     """
@@ -270,7 +272,7 @@ def drain_note(drain: Mapping[str, Any] | None) -> str:
     eta_s, deadline_s = drain.get("eta_s"), drain.get("deadline_s")
     parts = (
         left,
-        "" if eta_s is None else f"about {duration(eta_s)}",
+        "" if eta_s is None or eta_s < 1.0 else f"about {duration(eta_s)}",
         "" if deadline_s is None else f"at most {duration(max(0.0, deadline_s))}",
     )
     return ", ".join(part for part in parts if part)

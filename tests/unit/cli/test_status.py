@@ -110,7 +110,8 @@ def test_durations_are_short_and_unambiguous(seconds: float | None, text: str) -
             {"left_requests": 1, "left_tokens": 7, "eta_s": None, "deadline_s": -2},
             "1 request left (7 tokens), at most 0s",
         ),
-        ({"left_requests": 0, "left_tokens": 0, "eta_s": 0.0, "deadline_s": None}, "0 requests left, about 0s"),
+        ({"left_requests": 0, "left_tokens": 0, "eta_s": 0.0, "deadline_s": None}, "0 requests left"),
+        ({"left_requests": 12, "left_tokens": None, "eta_s": 0.4, "deadline_s": None}, "12 requests left"),
         (
             {"left_requests": None, "left_tokens": None, "eta_s": None, "deadline_s": 60},
             "unknown what is left, at most 1m00s",
