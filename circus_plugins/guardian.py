@@ -30,13 +30,15 @@ from dynamo_local.errors import NamespaceBusy, StateError
 from dynamo_local.system import collector
 from dynamo_local.system import liveness as living
 from dynamo_local.system import liveness as lock
-from dynamo_local.system.processes import is_alive
+from dynamo_local.system.processes import ended_how, exit_status, is_alive, oom_kills
 
 log = logging.getLogger("dynamo_local.guardian")
 
 LOCK_POLL_S = 0.02
 PRELOAD_AFTER_S = 5.0
 LOOK_AGAIN_S = 2.0
+OOM_LOOK_EVERY_S = 10.0
+"""An OOM kill within this time before the arbiter's death may have been the arbiter's."""
 
 
 class Guardian(CircusPlugin):  # type: ignore[misc]
@@ -51,6 +53,8 @@ class Guardian(CircusPlugin):  # type: ignore[misc]
         self.files = KeptFiles(Path(file) for file in self.guarded.files)
         self.arbiter_died = False
         self._pidfd: int | None = None
+        self._oom_kills = oom_kills()
+        self.death = ended_how(None, None, None)
 
     def handle_init(self) -> None:
         """Watch the arbiter, which may have died before we were up."""
@@ -65,15 +69,22 @@ class Guardian(CircusPlugin):  # type: ignore[misc]
         else:
             loop.add_handler(self._pidfd, lambda _fd, _events: self._arbiter_gone(), IOLoop.READ)
             loop.call_later(PRELOAD_AFTER_S, _preload)
+            loop.call_later(OOM_LOOK_EVERY_S, self._count_oom_kills)
             log.info("watching the arbiter, pid %d; policy: %s", self.guarded.arbiter_pid, self._policy)
 
     @property
     def _policy(self) -> str:
         return "keep" if self.guarded.keep else "end"
 
+    def _count_oom_kills(self) -> None:
+        self._oom_kills = oom_kills()
+        self.loop.call_later(OOM_LOOK_EVERY_S, self._count_oom_kills)
+
     def _arbiter_gone(self) -> None:
         self.arbiter_died = True
         if self._pidfd is not None:
+            status = exit_status(self.guarded.arbiter_pid, self._pidfd)
+            self.death = ended_how(status, self._oom_kills, oom_kills())
             self.loop.remove_handler(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = None
@@ -86,11 +97,11 @@ class Guardian(CircusPlugin):  # type: ignore[misc]
         """Wait until the arbiter is gone. Then end the run, or keep it."""
         super().start()  # closes its sockets when the loop is stopped
         if self.arbiter_died:
-            log.warning("the arbiter, pid %d, is gone; policy: %s", self.guarded.arbiter_pid, self._policy)
+            log.warning("the arbiter, pid %d, %s; policy: %s", self.guarded.arbiter_pid, self.death, self._policy)
             if self.guarded.keep:
-                Keeper(self.guarded, self.files).run()
+                Keeper(self.guarded, self.files, self.death).run()
             else:
-                end_run(self.guarded)
+                end_run(self.guarded, self.death)
 
 
 def _preload() -> None:
@@ -101,28 +112,29 @@ def _preload() -> None:
     importlib.import_module("dynamo_local.state.store")
 
 
-def end_run(guarded: GuardedRun) -> None:
-    """End what the arbiter left behind, unless a successor has begun to."""
+def end_run(guarded: GuardedRun, death: str) -> None:
+    """End what the arbiter left behind, unless a successor has begun to. `death` says how the arbiter ended."""
     held = _take_namespace(guarded)
     if held is None:
         return
     try:
-        began_s = time.monotonic()
+        began_s, wall_s = time.monotonic(), time.time()
+        workers = [worker.name for worker in leftovers.recorded(guarded.paths.statefile).workers]
         for what in leftovers.end_run(guarded.paths):
             log.warning("ended %s", what)
         log.info("nothing is left of run %s, after %.3f s", guarded.run_id, time.monotonic() - began_s)
-        _record_end(guarded)
+        _record_end(guarded, death, workers, wall_s)
     finally:
         lock.release(held)
 
 
-def _record_end(guarded: GuardedRun) -> None:
-    """For `dynamo events`. Imported last: a watching guardian stays small."""
+def _record_end(guarded: GuardedRun, death: str, workers: list[str], wall_s: float) -> None:
+    """For `dynamo events`, and for commands that find nothing. Imported last: a watching guardian stays small."""
     try:
         from dynamo_local.arbiter.event_log import EventLog, ended_in_its_place, event_log_path
 
         events = EventLog(event_log_path(guarded.paths.logs))
-        ended_in_its_place(events, guarded.namespace, guarded.run_id, guarded.arbiter_pid, time.time())
+        ended_in_its_place(events, guarded, death, workers, wall_s)
     except (ImportError, OSError, StateError) as error:
         log.warning("the end of the run is not in the event log: %s", error)
 
@@ -151,8 +163,9 @@ class Keeper:
     It leaves the statefile to the next arbiter.
     """
 
-    def __init__(self, guarded: GuardedRun, files: KeptFiles) -> None:
+    def __init__(self, guarded: GuardedRun, files: KeptFiles, death: str) -> None:
         self._guarded = guarded
+        self._death = death
         self._files = files
         self._poll = select.poll()
         self._watched: dict[int, RecordedProcess] = {}
@@ -175,7 +188,7 @@ class Keeper:
             starting = not self._watched and any(found.is_worker for found in marked(self._guarded.paths))
             if not self._watched and not starting:
                 log.warning("no worker lives any more: nothing is left to keep")
-                end_run(self._guarded)
+                end_run(self._guarded, self._death)
                 return
             for fd, _ in self._poll.poll(LOOK_AGAIN_S * 1000):
                 self._ended(fd, leftovers.recorded(self._guarded.paths.statefile))

@@ -194,6 +194,13 @@ class EngineInfo:
     max_num_batched_tokens: int | None = None
     dp_size: int = 1
 
+    def __str__(self) -> str:
+        """`sim-tiny on sim: 131,072 tokens long, KV for 945,024 tokens, 256 requests at once`; repr has all."""
+        return (
+            f"{self.model} on {self.engine}: {self.max_model_len:,} tokens long, KV for "
+            f"{self.num_gpu_blocks * self.block_size:,} tokens, {self.max_num_seqs} requests at once"
+        )
+
     def limits(self) -> dict[str, int | None]:
         """The figures that a planner sizes by, under the names of `transport.observation.LIMITS`."""
         return {

@@ -221,7 +221,8 @@ class State(_Model):
     (`transport.certificates`), or None. URLs with credentials are refused. `runtime_dir` and `log_dir`: sockets
     and logs, for shells with other variables. `arbiter_pid` and `arbiter_start_time` (seconds since boot) identify
     the arbiter.
-    `target`: the served `module:Service`. `gpus`: the option `--gpus` as given. `servers`: the embedded ones, by
+    `target`: the served `module:Service`. `gpus`: the option `--gpus` as given. `command_line`: the sections that
+    the command line says, over the file's; secrets are masked. `servers`: the embedded ones, by
     watcher name. `on_arbiter_death`: the guardian's action when the arbiter is killed. `planner`: None if never
     started.
     `follow`: another planner that scales the graph. `restarts`: those under way. `retired`: components that an apply
@@ -246,6 +247,7 @@ class State(_Model):
     log_dir: str | None = None
     target: str | None = None
     gpus: str | None = None
+    command_line: dict[str, Any] | None = None
     servers: dict[Name, ServerEntry] | None = None
     on_arbiter_death: Literal["end", "keep"] | None = None
     planner: PlannerEntry | None = None
@@ -262,6 +264,13 @@ class State(_Model):
             if "@" in urlsplit(url if "//" in url else f"//{url}").netloc:
                 raise ValueError("holds credentials; only host and port belong here")
         return urls
+
+    @field_validator("command_line")
+    @classmethod
+    def _says_no_secret(cls, sections: dict[str, Any] | None) -> dict[str, Any] | None:
+        if mask_config(sections) != sections:
+            raise ValueError("holds a secret in the clear; write it through core.secrets.mask_config")
+        return sections
 
     @model_validator(mode="after")
     def _entries_fit(self) -> State:

@@ -20,6 +20,7 @@ from dynamo_local.core.fleet.applying import outdated
 from dynamo_local.core.fleet.events import Apply
 from dynamo_local.core.fleet.fleet import Fleet
 from dynamo_local.core.fleet.step import step
+from dynamo_local.core.secrets import mask_config
 from dynamo_local.core.types import GraphSpec, Role
 from dynamo_local.errors import ConfigError, DynamoError, NotApplicable
 from dynamo_local.planner.loop import PlannerState
@@ -37,11 +38,13 @@ class _Plan:
     before: Fleet
     after: Fleet
     planner_goal: str | None
+    said_otherwise: bool
+    """The run's words change, and perhaps nothing else."""
 
     @property
     def is_due(self) -> bool:
         """Whether something differs, or an earlier apply stopped before all workers were renewed."""
-        return bool(self.differences.lines or outdated(self.before))
+        return bool(self.differences.lines or outdated(self.before) or self.said_otherwise)
 
 
 class ApplyCommand:
@@ -102,7 +105,8 @@ class ApplyCommand:
             reasons.append(str(error))
         if reasons:
             raise NotApplicable.because(reasons)
-        return _Plan(wanted, found, order, fleet, after, goal)
+        said = mask_config(wanted.command_line) != (parts.statefile.head.command_line or {})
+        return _Plan(wanted, found, order, fleet, after, goal, said)
 
     def _live(self) -> Live:
         parts = self._parts
@@ -146,6 +150,7 @@ class ApplyCommand:
         head.target = wanted.graph.target
         resources = head.environment.SYSTEM_RESOURCES
         head.environment = Environment(DYNAMO_SERVICE_CONFIG=wanted.masked_json, SYSTEM_RESOURCES=resources)
+        head.command_line = mask_config(wanted.command_line) or None
         parts.planning.reconfigure(wanted.graph, wanted.planner_config, policy)
         self._described = wanted.described
 

@@ -11,19 +11,22 @@ from dynamo_local.components.commands.http_server import HttpConfig
 from dynamo_local.components.commands.launch import HTTP
 from dynamo_local.components.engine_options import EngineConfig
 from dynamo_local.components.openai.settings import FrontendConfig
-from dynamo_local.config.loading import HOST, Config, deep_merge
+from dynamo_local.config.loading import COMMON, COMMON_CONFIGS, HOST, Config, deep_merge
+from dynamo_local.config.planner import LATENCY_ALIASES
 from dynamo_local.core.secrets import parse_source
 from dynamo_local.core.types import GraphSpec, Missing, Role, ServiceSpec
 from dynamo_local.errors import ConfigError, how_to_install
+from dynamo_local.sdk.checks import listing, nearest
 from dynamo_local.sdk.loader import LoadedGraph
+from dynamo_local.sdk.service_config import underscored
 from dynamo_local.sdk.settings import accepted_names, validate_section
 from dynamo_local.system.key_files import ApiKeys
 
 
-def insecure(graph: LoadedGraph, config: Config) -> Config:
+def insecure(graph: LoadedGraph, sections: Mapping[str, Any]) -> dict[str, Any]:
     """Apply `--insecure` to the section of each Frontend."""
     overrides = {name: {"insecure": True} for name in graph.services if _options_of(graph, name) is not None}
-    return replace(config, sections=deep_merge(config.sections, overrides))
+    return deep_merge(sections, overrides)
 
 
 def check_access(
@@ -64,6 +67,26 @@ def _options_of(graph: LoadedGraph, name: str) -> type[FrontendConfig] | None:
     """The options of a service that is a Frontend of ours, or a user's class with these options."""
     model: Any = graph.services[name].config_model
     return model if isinstance(model, type) and issubclass(model, FrontendConfig) else None
+
+
+def check_common(graph: LoadedGraph, config: Config) -> tuple[str, ...]:
+    """A note for each key of `Common` that no service gets. Raises `ConfigError` for one that looks misspelt."""
+    listed = {underscored(key) for section in config.sections.values() for key in section.get(COMMON_CONFIGS) or ()}
+    known: dict[str, list[str]] = {}
+    for name, service in graph.services.items():
+        for key in accepted_names(service.config_model) if service.config_model is not None else ():
+            known.setdefault(key, []).append(name)
+    notes = []
+    for key in config.sections.get(COMMON, {}):
+        if key in listed or key in LATENCY_ALIASES:
+            continue
+        spelt = key.replace("_", "-")
+        if key not in known and (near := nearest(spelt, [name.replace("_", "-") for name in known])):
+            raise ConfigError(f"{config.source}: {COMMON}: unknown key {spelt!r}{near}", at=(COMMON, key))
+        takers = f"; add it to those of {listing(known[key])}" if key in known else ""
+        where = config.place((COMMON, key)) or config.source
+        notes.append(f"{where}: {COMMON}: no common-configs lists {spelt!r}, so no service gets it{takers}")
+    return tuple(notes)
 
 
 def check_dispatch(graph: LoadedGraph, spec: GraphSpec, config: Config) -> tuple[str, ...]:
@@ -130,17 +153,19 @@ def _check_standby(service: ServiceSpec, options: Any) -> None:
 def check_engines(graph: LoadedGraph, spec: GraphSpec, config: Config, *, only_plan: bool = False) -> tuple[str, ...]:
     """Raises `ConfigError` that names the section and the key that vLLM refuses.
 
-    A wrong option must not cost a start on a GPU. With `only_plan` (`--dry-run`) a host without vLLM gives a note
-    instead: the plan is good for another host.
+    A wrong option must not cost a start on a GPU. With `only_plan` (`--dry-run`) a host without vLLM, or without the
+    model's folder, gives a note instead: the plan is good for another host.
     """
     from dynamo_local.engines.vllm.checks import VllmSection, is_installed, what_is_wrong
 
-    sections = {}
+    sections, notes = {}, dict[str, str]()
     for service in spec.components:
         model = graph.services[service.name].config_model
         if model is None or not hasattr(model, "vllm_options"):
             continue
         settings: Any = validate_section(model, f"{config.source}: {service.name}", service.config)
+        if (why := settings.why_no_model()) is not None:
+            notes[why] = service.name
         if settings.engine_name != "vllm":
             continue
         try:
@@ -150,17 +175,22 @@ def check_engines(graph: LoadedGraph, spec: GraphSpec, config: Config, *, only_p
         except ConfigError as error:
             raise ConfigError(f"{config.source}: {service.name}: {error}") from None
         sections[service.name] = VllmSection(tuple(arguments), tuple(accepted_names(model)))
+    if notes and not only_plan:
+        why, name = next(iter(notes.items()))
+        raise ConfigError(f"{config.source}: {name}: {why}", at=(name, "model"))
+    told = tuple(f"{name}: {why}" for why, name in notes.items())
     if not sections:
-        return ()
+        return told
     if not is_installed():
         named = ", ".join(sections)
         missing = f"{named}: the engine is vllm, which is not installed here"
+        how = f"{how_to_install('vllm')} (docs/vllm.md), or set engine: sim"
         if only_plan:
-            return (f"{missing}: its options were not checked",)
-        raise ConfigError(f"{missing}; {how_to_install('vllm')} (docs/vllm.md), or set engine: sim")
+            return (*told, f"{missing}, so its options were not checked; to serve here, {how}")
+        raise ConfigError(f"{missing}; {how}")
     for name, why in what_is_wrong(sections).items():
-        raise ConfigError(f"{config.source}: {name}: {why}")
-    return ()
+        raise ConfigError(f"{config.source}: {name}: {why}", at=(name,))
+    return told
 
 
 # Workers of two components can change roles if their engines are the same: model, GPUs per worker, engine and all of

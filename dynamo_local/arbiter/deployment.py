@@ -82,6 +82,8 @@ class Deployment:
     load_planner_flag: bool | None = None
     follow: Layout | None = None
     host: Mapping[str, Any] = field(default_factory=dict)
+    command_line: Mapping[str, Any] = field(default_factory=dict)
+    """Masked, too: the sections that the command line says."""
 
     def describe(self) -> dict[str, Any]:
         """For `--dry-run`: configuration, watchers, GPUs and environments, secrets masked."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgspec
@@ -41,6 +41,8 @@ class DeploymentSpec:
     planner_starts: bool
     file: str | None = None
     overrides: tuple[str, ...] = ()
+    command_line: dict[str, Any] = field(default_factory=dict)
+    """The run's words from now on, those of earlier commands included, as sections."""
 
     def as_json(self) -> dict[str, Any]:
         return dict(msgspec.to_builtins(asdict(self)))

@@ -21,6 +21,7 @@ from dynamo_local.system.json_lines import JsonLog, LogUnwritable, Record, parse
 
 if TYPE_CHECKING:
     from dynamo_local.arbiter.deployment import Deployment
+    from dynamo_local.arbiter.guarded_run import GuardedRun
     from dynamo_local.arbiter.servers import ServerEvent
 
 FILE_NAME = "events.jsonl"
@@ -221,6 +222,7 @@ class EventTail:
 
 ARBITER = "arbiter"
 RUN_STARTED, RUN_ADOPTED, RUN_NOT_ADOPTED, RUN_ENDED = "RunStarted", "RunAdopted", "RunNotAdopted", "RunEnded"
+BY_GUARDIAN = "guardian"
 RUN_EVENTS = frozenset({RUN_STARTED, RUN_ADOPTED, RUN_NOT_ADOPTED, RUN_ENDED})
 
 
@@ -283,27 +285,39 @@ class RunRecords:
         )
 
 
-def ended_in_its_place(events: EventLog, namespace: str, run_id: str, arbiter_pid: int, wall_s: float) -> None:
+def ended_in_its_place(
+    events: EventLog, guarded: GuardedRun, death: str, workers: Sequence[str], wall_s: float
+) -> None:
     """Write the end that a killed arbiter could not write. Raises `StateError`.
 
-    The caller holds the namespace's lock.
+    `death` says how the arbiter ended (`was killed by SIGKILL`). The caller holds the namespace's lock.
     """
     events.append(
         [
             {
                 "time": wall_s,
-                "watcher_name": arbiter_name(namespace),
+                "watcher_name": arbiter_name(guarded.namespace),
                 "component": ARBITER,
                 "event": RUN_ENDED,
                 "from": "ready",
                 "to": "",
-                "stimulus_id": "guardian",
-                "run_id": run_id,
-                "arbiter_pid": arbiter_pid,
-                "reason": "its arbiter was killed, and the guardian ended what it left",
+                "stimulus_id": BY_GUARDIAN,
+                "run_id": guarded.run_id,
+                "arbiter_pid": guarded.arbiter_pid,
+                "reason": f"its arbiter {death}, and the guardian ended what it left",
+                "death": death,
+                "workers": list(workers),
             }
         ]
     )
+
+
+def ended_by_death(log: Path, namespace: str) -> Record | None:
+    """The last record of the namespace's runs, if a guardian wrote it: the run ended with its arbiter's death."""
+    for last in read(log, last=1, of={arbiter_name(namespace)}):
+        if last["event"] == RUN_ENDED and last.get("stimulus_id") == BY_GUARDIAN and isinstance(last.get("death"), str):
+            return last
+    return None
 
 
 def _without_end(log: Path, namespace: str) -> int | None:

@@ -23,6 +23,7 @@ from dynamo_local.arbiter.request import Request, ServeOptions, understand
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.config.loading import Config
 from dynamo_local.core.gpus import GpuLedger, plan_on
+from dynamo_local.core.secrets import mask_config
 from dynamo_local.errors import EXIT_FAILED, EXIT_OK, DynamoError
 from dynamo_local.state.raw import prepare_folder
 from dynamo_local.system import collector
@@ -71,7 +72,7 @@ def plan_deployment(
     inventory, pool = _devices(request, environ)
     sample = pool.sample()
     if request.planner_starts:
-        check_profile(request.planner, spec, [device.name for device in sample.devices])
+        check_profile(request.planner, spec, [device.name for device in sample.devices], patient=True)
     ledger = GpuLedger.of(sample.devices, elsewhere=sample.elsewhere)
     etcd, nats = _servers(config, environ)
     factory = WatcherFactory(
@@ -113,6 +114,7 @@ def plan_deployment(
         load_planner_flag=request.planner_flag,
         follow=request.follow,
         host=config.sections.get("Host", {}),
+        command_line=mask_config(request.command_line),
     )
     return deployment, pool
 
@@ -178,7 +180,7 @@ def serve_with(
         request = replace(request, paths=hold.paths)
         log_file = request.paths.log_file(f"{request.graph.namespace}_arbiter")
         with _logging_to(log_file), closing(make_view(request.paths)) as view:
-            for line in options.reasons:
+            for line in (*options.reasons, *request.notes):
                 log.info("%s", line)
                 view.event(line)
             found = settle(hold.before, adopt=options.adopt, replace=options.replace, tell=_tell(view))

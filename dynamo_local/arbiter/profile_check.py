@@ -55,8 +55,12 @@ def with_nearest(config: PlannerConfig, graph: GraphSpec, devices: Iterable[GpuD
     return config.model_copy(update={"profile_results_dir": Path(name)})
 
 
-def check_profile(config: PlannerConfig, graph: GraphSpec, gpus: Iterable[str] | None = None) -> None:
+def check_profile(
+    config: PlannerConfig, graph: GraphSpec, gpus: Iterable[str] | None = None, *, patient: bool = False
+) -> None:
     """Raise `ConfigError` with all differences. `gpus` are the names of the devices, if known.
+
+    `patient`: the caller may wait some seconds for vLLM's defaults. The arbiter's loop may not.
 
     A profile without `profile.json` (Dynamo's own, and the shipped ones) does not say where it was measured.
     """
@@ -67,13 +71,18 @@ def check_profile(config: PlannerConfig, graph: GraphSpec, gpus: Iterable[str] |
     if document is None:
         return
     from dynamo_local.components.engine_facts import (
+        default_options,
         engine_version,
         engines_of,  # the workers' libraries need these devices
     )
 
     running = engines_of(graph)
     versions = {engine["engine"]: engine_version(engine["engine"]) for engine in running.values()}
-    found = differences(document, running, None if gpus is None else frozenset(gpus), versions)
+    names = None if gpus is None else frozenset(gpus)
+    found = differences(document, running, names, versions)
+    if found:  # engines are asked for their defaults only if these may matter
+        defaults = {engine: default_options(engine, patient=patient) for engine in versions}
+        found = differences(document, running, names, versions, defaults)
     if found:
         raise ConfigError(
             f"Planner: the profile {name} was measured of something else: {'; '.join(found)}. Measure these engines "

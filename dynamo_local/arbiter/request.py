@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from dynamo_local.arbiter.checks import check_access, check_dispatch, check_engines, insecure, with_flips
+from dynamo_local.arbiter.checks import check_access, check_common, check_dispatch, check_engines, insecure, with_flips
 from dynamo_local.arbiter.deployment import Settings
 from dynamo_local.arbiter.profile_check import check_profile
 from dynamo_local.components.commands.graph import check_commands, with_commands
 from dynamo_local.components.targets import with_targets
 from dynamo_local.config import resolve
-from dynamo_local.config.loading import Config, load_config
+from dynamo_local.config.loading import COMMON, Config, deep_merge, load_config, normalise, parse_overrides
 from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.config.resolve import check_planner, planned_components, planner_config, planner_starts
 from dynamo_local.core.fleet.backoff import RestartPolicy
 from dynamo_local.core.types import GraphSpec
 from dynamo_local.core.virtual import Layout
 from dynamo_local.errors import BadInput, ConfigError
-from dynamo_local.sdk.loader import load_graph
+from dynamo_local.sdk.loader import LoadedGraph, load_graph
 from dynamo_local.system.gpus import pinning_disabled
 from dynamo_local.system.paths import Paths
 
@@ -40,6 +41,8 @@ class ServeOptions:
     file: Path | None = None
     more_files: tuple[Path, ...] = ()
     overrides: tuple[str, ...] = ()
+    kept: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Sections of an earlier command line of this run, below `overrides`."""
     namespace: str | None = None
     gpus: str | None = None
     start_deadline_s: float = 300.0
@@ -75,6 +78,8 @@ class Request:
     planner_flag: bool | None
     follow: Layout | None = None
     notes: tuple[str, ...] = ()
+    command_line: Mapping[str, Any] = field(default_factory=dict)
+    """The sections that the command line says, `--ttft`, `--itl` and `--insecure` included."""
 
 
 def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, only_plan: bool = False) -> Request:
@@ -86,19 +91,41 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, 
         raise BadInput("--adopt takes the running workers back, --replace ends them: say one of the two")
     python = load_graph(options.target, base_dir=cwd) if options.target is not None else None
     config = load_config(
-        options.file, more=options.more_files, env=environ, overrides=options.overrides, base=options.base
+        options.file,
+        more=options.more_files,
+        env=environ,
+        overrides=options.overrides,
+        base=options.base,
+        kept=options.kept,
     )
+    try:
+        return _understood(options, environ, cwd, python, config, only_plan=only_plan)
+    except ConfigError as error:
+        raise config.located(error) from None
+
+
+def _understood(
+    options: ServeOptions,
+    environ: Mapping[str, str],
+    cwd: Path,
+    python: LoadedGraph | None,
+    config: Config,
+    *,
+    only_plan: bool,
+) -> Request:
     graph = with_commands(python, config, options.file)
     config = with_targets(graph, config, {"ttft": options.ttft_ms, "itl": options.itl_ms})
+    said = _said(options)
     if options.insecure:
-        config = insecure(graph, config)
+        said = insecure(graph, said)
+        config = replace(config, sections=insecure(graph, config.sections))
     spec = resolve(graph, config, namespace=options.namespace)
     planner, starts = planner_config(graph, config), planner_starts(graph, config, flag=options.planner)
     damaged = None
     if starts:
         planned_components(spec)
         check_planner(planner, spec)
-        check_profile(planner, spec)
+        check_profile(planner, spec, patient=True)
         if planner.history is not None:
             from dynamo_local.planner.choosing import history_of  # imports all policies
 
@@ -108,6 +135,7 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, 
     notes = (
         *([] if damaged is None else [damaged]),
         *check_engines(graph, spec, config, only_plan=only_plan),
+        *check_common(graph, config),
         *check_dispatch(graph, spec, config),
         *check_commands(graph, config, environ, only_plan=only_plan),
         *check_access(graph, spec, config, environ, only_plan=only_plan),
@@ -124,7 +152,14 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, 
         planner_flag=options.planner,
         follow=follow,
         notes=notes,
+        command_line=said,
     )
+
+
+def _said(options: ServeOptions) -> dict[str, Any]:
+    targets = {name: value for name, value in (("ttft", options.ttft_ms), ("itl", options.itl_ms)) if value is not None}
+    words = normalise(parse_overrides(options.overrides), "command line")
+    return deep_merge(deep_merge(options.kept, {COMMON: targets} if targets else {}), words)
 
 
 def _followed(options: ServeOptions, graph: GraphSpec, planner_starts: bool) -> Layout | None:

@@ -17,6 +17,7 @@ from dynamo_local.arbiter.kept_targets import KeptTargets
 from dynamo_local.arbiter.links import Links
 from dynamo_local.clock import Clock
 from dynamo_local.core.fleet.events import InfraSeen, LoadsHeard
+from dynamo_local.core.served import LastMinute
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import DynamoError
 from dynamo_local.ports import QueueDepth
@@ -68,6 +69,7 @@ class Sampling:
 
     def __init__(self, namespace: str, controller: FleetController, links: Links, clock: Clock) -> None:
         self.kept = KeptTargets()
+        self.last_minute = LastMinute()
         self._namespace = namespace
         self._controller = controller
         self._links = links
@@ -124,6 +126,8 @@ class Sampling:
         self._controller.feed(LoadsHeard(stimulus_id="sample", loads=loads, blameless=blameless))
         heard = {name: report.dispatch for name, report in reports.items() if report.dispatch is not None}
         self.kept.heard(heard, now_s)
+        served = {(report.component, name): report.served for name, report in reports.items() if report.served}
+        self.last_minute.heard(served, now_s)
         known = self._controller.fleet.workers
         self.dispatch = {name: each for name, each in {**self.dispatch, **heard}.items() if name in known}
         return LoadsSample({name: (report.load, now_s - report.age_s) for name, report in reports.items()}, failed)

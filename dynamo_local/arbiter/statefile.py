@@ -125,6 +125,7 @@ HEAD_FIELDS = (
     "retired",
     "target",
     "environment",
+    "command_line",
     "revoked",
     "spares",
 )
@@ -367,6 +368,7 @@ def head_of(deployment: Deployment) -> State:
         log_dir=str(deployment.paths.logs),
         target=deployment.graph.target,
         gpus=deployment.gpus_option,
+        command_line=dict(deployment.command_line) or None,
         environment=Environment(
             DYNAMO_SERVICE_CONFIG=deployment.state_config_json,
             SYSTEM_RESOURCES=SystemResources(

@@ -188,6 +188,10 @@ def run_status(parts: Parts, state: str, following: DecisionFollower | None) -> 
         "changes": [_change(plan) for plan in fleet.restarts],
         "planner": parts.planning.status(),
         "targets": parts.sampling.kept.status(),
+        "components": {
+            component: parts.sampling.last_minute.figures(component, now_s)
+            for component in dict.fromkeys(worker.component for worker in fleet.workers.values())
+        },
         "follow": None if following is None else following.status(),
         "spares": parts.prewarmed.status(),
         "lead_times": parts.lead_times.status(),

@@ -188,7 +188,9 @@ class Supervisor:
         """
         self.state = "adopting"
         parts, controller = self.parts, self.parts.controller
-        parts.statefile.head = found.state.model_copy(update={"components": {}, **arbiter_facts(self.deployment)})
+        said = dict(self.deployment.command_line) or None
+        facts = {**arbiter_facts(self.deployment), "command_line": said}
+        parts.statefile.head = found.state.model_copy(update={"components": {}, **facts})
         adoption = Adoption(found, cast(AdoptingHost, parts.host))  # only our own host is asked to
         parts.effects.env = adoption.env(self.deployment.nats_server)
         controller.fleet = adoption.workers(controller.fleet, self.clock.now_s())

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,8 @@ import click
 from dynamo_local.cli.common import ask_arbiter, find_paths, json_option, namespace_option
 from dynamo_local.cli.waiting import COMMIT_TIMEOUT_S
 from dynamo_local.core.fleet.states import traits_of
-from dynamo_local.errors import EXIT_FAILED, EXIT_OK, NotRunning, TimedOut
+from dynamo_local.core.secrets import MASK
+from dynamo_local.errors import EXIT_FAILED, EXIT_OK, BadInput, NotRunning, TimedOut
 from dynamo_local.system.paths import Paths
 
 if TYPE_CHECKING:
@@ -28,6 +29,12 @@ INTERRUPTED = 130
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
 @click.option("--file", "-f", type=click.Path(path_type=Path), required=True, help="Configuration, YAML.")
+@click.option(
+    "--unset",
+    multiple=True,
+    metavar="SERVICE.KEY",
+    help="Forget what an earlier command line said there: the file counts again. May be repeated.",
+)
 @click.option("--dry-run", is_flag=True, help="Show the difference and what would be done, and do nothing.")
 @click.option("--force", is_flag=True, help="Even if a component is without a ready worker for a while.")
 @click.option(
@@ -43,6 +50,7 @@ INTERRUPTED = 130
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 def apply(
     file: Path,
+    unset: tuple[str, ...],
     dry_run: bool,
     force: bool,
     timeout_s: float,
@@ -52,16 +60,17 @@ def apply(
 ) -> int:
     """Make the graph that runs what FILE says: options, worker counts, GPUs, components, the planner.
 
-    Takes the same `--Service.key=value` as `dynamo serve`. Only what differs is touched, one worker after the other;
-    what cannot be applied is said before anything happens. Ctrl-C stops the watching, not the work.
+    Takes the same `--Service.key=value` as `dynamo serve`. Those of `serve` and of earlier applies stay, until this
+    command says another value, or --unset. Only what differs is touched, one worker after the other; what cannot be
+    applied is said before anything happens. Ctrl-C stops the watching, not the work.
 
     Exit codes: 0 it is so now, 1 a worker failed (what was not replaced by then serves on), 2 refused, nothing was
     changed, 5 not done in time.
     """
     paths = find_paths(namespace)
-    deployment = deployment_of(paths, file, overrides)
+    deployment, kept = deployment_of(paths, file, overrides, unset)
     try:
-        return _applied(paths, deployment, dry_run, force, as_json, timeout_s)
+        return _applied(paths, deployment, kept, dry_run, force, as_json, timeout_s)
     except KeyboardInterrupt:
         if not dry_run:
             click.echo(f"\ndynamo: no longer watched; {GOES_ON}", err=True)
@@ -69,7 +78,13 @@ def apply(
 
 
 def _applied(
-    paths: Paths, deployment: dict[str, Any], dry_run: bool, force: bool, as_json: bool, timeout_s: float
+    paths: Paths,
+    deployment: dict[str, Any],
+    kept: Mapping[str, Any],
+    dry_run: bool,
+    force: bool,
+    as_json: bool,
+    timeout_s: float,
 ) -> int:
     """Have it applied, tell, and watch; the exit code."""
     reply = ask_arbiter(
@@ -77,25 +92,28 @@ def _applied(
     )
     reply = {key: value for key, value in reply.items() if key not in ("id", "status", "time")}
     if not as_json:
-        click.echo("\n".join(words(reply)))
+        click.echo("\n".join([*(kept_line(name, value) for name, value in kept.items()), *words(reply)]))
     failures: list[str] = []
     if _is_due(reply) and not dry_run:
         failures = _follow(paths, reply, timeout_s, quiet=as_json)
     if as_json:
-        click.echo(json.dumps({**reply, "failures": failures}))
+        click.echo(json.dumps({**reply, "kept": kept, "failures": failures}))
     for failure in failures:
         click.echo(f"dynamo: {failure}", err=True)
     return EXIT_FAILED if failures else EXIT_OK
 
 
-def deployment_of(paths: Paths, file: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
+def deployment_of(
+    paths: Paths, file: Path, overrides: tuple[str, ...], unset: tuple[str, ...] = ()
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The deployment that `dynamo serve` would make of this file and these words, for the running graph, in its folder.
 
-    Raises `NotRunning`, `StateError`, and all that `serve` refuses.
+    Second: what the run's earlier command lines say otherwise than the file, by name. Raises `NotRunning`,
+    `StateError`, and all that `serve` refuses.
     """
     from dynamo_local.arbiter.deployment_spec import DeploymentSpec
     from dynamo_local.arbiter.request import ServeOptions, understand
-    from dynamo_local.config.loading import DEPLOYMENT_ENV
+    from dynamo_local.config.loading import DEPLOYMENT_ENV, load_config
     from dynamo_local.state.store import load
 
     ask_arbiter(paths, "dynamo_status")  # nothing runs, or its arbiter was killed: said before anything is read
@@ -104,8 +122,14 @@ def deployment_of(paths: Paths, file: Path, overrides: tuple[str, ...]) -> dict[
     named = state.target is not None and ":" in state.target and not state.target.startswith("/")
     target = state.target if named else None  # a graph of commands has a file, or nothing, in its place
     environ = {name: value for name, value in os.environ.items() if name != DEPLOYMENT_ENV}
-    options = ServeOptions(target=target, file=file.resolve(), overrides=overrides, namespace=state.namespace)
+    before = kept_words(state.command_line or {}, overrides, unset)
+    options = ServeOptions(
+        target=target, file=file.resolve(), overrides=overrides, kept=before, namespace=state.namespace
+    )
     request = understand(options, environ, folder)
+    for note in request.notes:
+        click.echo(f"dynamo: {note}", err=True)
+    in_file = load_config(file.resolve(), env=environ, overrides=overrides).sections
     wish = DeploymentSpec(
         graph=request.graph,
         host=dict(request.config.sections.get("Host", {})),
@@ -114,8 +138,60 @@ def deployment_of(paths: Paths, file: Path, overrides: tuple[str, ...]) -> dict[
         planner_starts=request.planner_starts,
         file=str(file.resolve()),
         overrides=overrides,
+        command_line=dict(request.command_line),
     )
-    return wish.as_json()
+    return wish.as_json(), kept_values(before, in_file, overrides)
+
+
+def kept_words(said: Mapping[str, Any], overrides: tuple[str, ...], unset: tuple[str, ...]) -> dict[str, Any]:
+    """The sections that earlier command lines say, without those that this one takes back.
+
+    Raises `BadInput` for an `unset` that nobody said, and for a secret: it was not kept, so it must be said again.
+    """
+    from dynamo_local.config.loading import leaves, normalise, parse_overrides, value_at, without
+    from dynamo_local.sdk.checks import listing, nearest
+    from dynamo_local.sdk.service_config import underscored
+
+    paths = {path[:end] for path, _ in leaves(said) for end in range(1, len(path) + 1)}
+    names = {underscored(name_of(path)): path for path in paths}
+    for name in unset:
+        path = names.get(underscored(name))
+        if path is None:
+            known = [name_of(each) for each, _ in leaves(said)]
+            there = f"the run has {listing(known)}{nearest(name, known)}" if known else "the run has no such words"
+            raise BadInput(f"--unset {name}: no earlier command line said that; {there}")
+        said = without(said, path)
+    now = normalise(parse_overrides(overrides), "command line")
+    for path, value in leaves(said):
+        if MASK in str(value) and value_at(now, path) is None:
+            name = name_of(path)
+            raise BadInput(
+                f"{name} was said on an earlier command line. It is a secret, so it was not kept: say --{name}=… "
+                f"again, or --unset {name}"
+            )
+    return dict(said)
+
+
+def kept_values(before: Mapping[str, Any], in_file: Mapping[str, Any], overrides: tuple[str, ...]) -> dict[str, Any]:
+    """Values of earlier command lines that count, by name. Values that file or command say alike are left out."""
+    from dynamo_local.config.loading import leaves, normalise, parse_overrides, value_at
+
+    now = normalise(parse_overrides(overrides), "command line")
+    return {
+        name_of(path): value
+        for path, value in leaves(before)
+        if value_at(now, path) is None and value_at(in_file, path) != value
+    }
+
+
+def name_of(path: Sequence[str]) -> str:
+    """As files and commands spell it: `Frontend.served-model-name`. Deeper keys are as they were written."""
+    own = 3 if path[1:2] == ("ServiceArgs",) else 2
+    return ".".join((path[0], *(key.replace("_", "-") for key in path[1:own]), *path[own:]))
+
+
+def kept_line(name: str, value: Any) -> str:
+    return f"kept from the command line: {name}={_value(value)} (--unset {name} takes it back)"
 
 
 def _plans(request: Request) -> bool:

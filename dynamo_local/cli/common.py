@@ -9,6 +9,7 @@ import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 import click
@@ -155,9 +156,25 @@ def _killed(paths: Paths) -> str:
     )
 
 
+def death_words(record: Mapping[str, Any]) -> str:
+    """`its arbiter (pid 4711) was killed by SIGKILL at 2026-11-27 06:26:22, and its 3 workers were ended`, from the
+    guardian's record of a run's end."""
+    at = f"{datetime.fromtimestamp(record['time']).astimezone():%Y-%m-%d %H:%M:%S}"
+    workers = record.get("workers") or ()
+    left = f"its {len(workers)} worker{'s' * (len(workers) != 1)}, etcd and NATS" if workers else "all that it left"
+    return f"its arbiter (pid {record.get('arbiter_pid')}) {record['death']} at {at}, and the guardian ended {left}"
+
+
 def _nothing_runs(paths: Paths) -> str:
+    from dynamo_local.arbiter.event_log import arbiter_name, ended_by_death, event_log_path
     from dynamo_local.arbiter.marks import statefiles_elsewhere
 
+    if (dead := ended_by_death(event_log_path(paths.logs), paths.namespace)) is not None:
+        return (
+            f"nothing runs in namespace {paths.namespace!r} any more: {death_words(dead)}. The log is "
+            f"{paths.log_file(arbiter_name(paths.namespace))}, and `dynamo events -n {paths.namespace}` has the story. "
+            "`dynamo serve` starts it anew; with --on-arbiter-death keep workers survive their arbiter"
+        )
     elsewhere = "".join(
         f"; one that a shell with another DYN_LOCAL_STATE_DIR or HOME began has {path}: "
         f"say DYN_LOCAL_STATE_DIR={path.parent}"

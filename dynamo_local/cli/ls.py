@@ -5,31 +5,35 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
 import click
 
-from dynamo_local.cli.common import DEFAULT_NAMESPACE, aligned, ask_arbiter, json_option
+from dynamo_local.cli.common import DEFAULT_NAMESPACE, aligned, ask_arbiter, death_words, json_option
+from dynamo_local.core.fleet.states import traits_of
 from dynamo_local.core.types import namespace_fault
 from dynamo_local.errors import DynamoError, StateError
 from dynamo_local.state.raw import namespaces, read_raw
 from dynamo_local.state.run_id import began_at
 from dynamo_local.system.liveness import lives, who
-from dynamo_local.system.paths import Paths
+from dynamo_local.system.paths import Paths, log_root
 
 ANSWER_TIMEOUT_S = 2.0
+ENDED_SHOWN_S = 86_400.0
 COLUMNS = ("NAMESPACE", "STATE", "WORKERS", "GPUS", "SINCE", "FRONTEND", "NOTE")
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One namespace. `state` is the run's own (`ready`, `starting`, …), or one of the three below.
+    """One namespace. `state` is the run's own (`ready`, `starting`, …), or one of the four below.
 
     `not_answering`: somebody holds the namespace and says nothing. `kept`: the arbiter is dead, workers serve on.
-    `dead`: nothing runs, but a statefile is left. `since` is in seconds since 1970.
+    `dead`: nothing runs, but a statefile is left. `ended`: nothing is left, because the arbiter died. `since` is in
+    seconds since 1970.
     """
 
     namespace: str
@@ -48,7 +52,9 @@ class Run:
 @json_option
 def ls(as_json: bool) -> None:
     """List your graphs on this host: namespace, state, workers, GPUs, since when, frontend."""
-    runs = [run for namespace in begun(os.environ) if (run := look(Paths.found(namespace, os.environ))) is not None]
+    here = begun(os.environ)
+    runs = [run for namespace in here if (run := look(Paths.found(namespace, os.environ))) is not None]
+    runs += ended_lately(os.environ, but=here)
     if as_json:
         click.echo(json.dumps([asdict(run) for run in runs], indent=2 if sys.stdout.isatty() else None))
     elif runs:
@@ -63,6 +69,21 @@ def begun(env: Mapping[str, str]) -> list[str]:
     sockets = Paths.of(DEFAULT_NAMESPACE, env).runtime.parent.glob("*/ctl.sock")
     starting = {socket.parent.name for socket in sockets if namespace_fault(socket.parent.name) is None}
     return sorted(starting.union(namespaces(env)))
+
+
+def ended_lately(env: Mapping[str, str], but: Container[str]) -> list[Run]:
+    """Runs of the last day that ended with their arbiter's death, except in the namespaces `but`."""
+    from dynamo_local.arbiter.event_log import ended_by_death, event_log_path
+
+    found = []
+    for folder in sorted(log_root(env).glob("*/")):
+        name = folder.name
+        if name in but or namespace_fault(name) is not None:
+            continue
+        dead = ended_by_death(event_log_path(folder), name)
+        if dead is not None and 0 <= time.time() - dead["time"] < ENDED_SHOWN_S:
+            found.append(Run(name, "ended", str(dead.get("run_id")), note=death_words(dead)))
+    return found
 
 
 def look(paths: Paths) -> Run | None:
@@ -101,7 +122,7 @@ def _statefile(paths: Paths) -> Mapping[str, Any]:
 
 def of_status(graph: Mapping[str, Any]) -> Run:
     """From the arbiter's own answer."""
-    workers = graph["workers"]
+    workers = [each for each in graph["workers"] if not traits_of(each["state"]).gone]
     return Run(
         graph["namespace"],
         graph["state"],
@@ -119,6 +140,7 @@ def of_statefile(namespace: str, raw: Mapping[str, Any], state: str, note: str) 
     """From what a run has written of itself: nobody answers. How its workers are now is not known."""
     components = raw.get("components")
     entries = [entry for entry in (components or {}).values() if isinstance(entry, dict)]
+    entries = [entry for entry in entries if not traits_of(str(entry.get("state"))).gone]
     given = [(entry.get("resources") or {}).get("allocated_gpus") or [] for entry in entries]
     run_id, pid = raw.get("run_id"), raw.get("arbiter_pid")
     return Run(
@@ -144,7 +166,7 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def _row(run: Run) -> tuple[str, ...]:
-    answers = run.state not in ("not_answering", "kept", "dead")
+    answers = run.state not in ("not_answering", "kept", "dead", "ended")
     since = "-" if run.since is None else f"{datetime.fromtimestamp(run.since).astimezone():%Y-%m-%d %H:%M:%S}"
     return (
         run.namespace,

@@ -76,11 +76,51 @@ def render(graph: Mapping[str, Any], *, colour: bool = False) -> str:
         head.append(f"GPU       {uuid} is quarantined: {why}")
     head += [f"note      {note_line(note)}" for note in graph.get("notes", ())]
     lines = []
-    for n, cells in enumerate(aligned([COLUMNS, *map(_row, graph["workers"])])):
+    for n, cells in enumerate(aligned([COLUMNS, *map(_row, present(graph["workers"]))])):
         if colour and n:
             cells[2] = click.style(cells[2], fg=traits_of(cells[2].rstrip()).colour)
         lines.append("  ".join(cells).rstrip())
-    return "\n".join([*head, "", *lines])
+    served = served_lines(graph.get("components"))
+    return "\n".join([*head, "", *lines, *(["", *served] if served else [])])
+
+
+SERVED_COLUMNS = ("LAST MINUTE", "REQUESTS/S", "TOKENS/S", "TTFT P50", "TTFT P95", "ITL P50", "ITL P95")
+
+
+def served_lines(components: Mapping[str, Mapping[str, Any] | None] | None) -> list[str]:
+    """A table of what each component served in the last minute; nothing where no component tells."""
+    if not components or not any(components.values()):
+        return []
+    rows = [SERVED_COLUMNS, *((name, *_served_cells(figures)) for name, figures in components.items())]
+    return ["  ".join((name, *(cell.strip().rjust(len(cell)) for cell in cells))) for name, *cells in aligned(rows)]
+
+
+def _served_cells(figures: Mapping[str, Any] | None) -> tuple[str, ...]:
+    if figures is None:
+        return ("-",) * (len(SERVED_COLUMNS) - 1)
+    rates = (_rate(figures["requests_per_s"]), _rate(figures["tokens_per_s"]))
+    return (*rates, *(_ms(figures[f"{name}_ms"][share]) for name in ("ttft", "itl") for share in ("p50", "p95")))
+
+
+def _rate(value: float) -> str:
+    """Three digits: `0.03`, `4.21`, `35.2`, `1,280`."""
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+
+
+def _ms(value: float | None) -> str:
+    """`8.4 ms`, `213 ms`, `12.4 s`."""
+    if value is None:
+        return "-"
+    if value >= 10_000:
+        return f"{value / 1000:.1f} s"
+    return f"{value:.{0 if value >= 100 else 1}f} ms"
+
+
+def present(workers: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The workers without those that left, if their component has others: a restart or a drain leaves such a name."""
+    rows = list(workers)
+    here = {row["component"] for row in rows if not traits_of(row["state"]).gone}
+    return [row for row in rows if not traits_of(row["state"]).gone or row["component"] not in here]
 
 
 def note_line(note: Mapping[str, Any] | str) -> str:
@@ -217,7 +257,9 @@ def _note(worker: Mapping[str, Any]) -> str:
 
 
 def drain_note(drain: Mapping[str, Any] | None) -> str:
-    """`3 requests left (4120 tokens), about 12s, at most 9m48s`; "" if it does not drain. Unknown numbers are named.
+    """`3 requests left (4120 tokens), about 12s, at most 9m48s`; "" if it does not drain. An unknown count is named.
+
+    An estimate below a second is left out: it is a guess of a load that is a second old.
 
     `eta_s` is the estimate, `deadline_s` the time after which its session is ended; both in seconds from now.
     """
@@ -230,7 +272,7 @@ def drain_note(drain: Mapping[str, Any] | None) -> str:
     eta_s, deadline_s = drain.get("eta_s"), drain.get("deadline_s")
     parts = (
         left,
-        "" if eta_s is None else f"about {duration(eta_s)}",
+        "" if eta_s is None or eta_s < 1.0 else f"about {duration(eta_s)}",
         "" if deadline_s is None else f"at most {duration(max(0.0, deadline_s))}",
     )
     return ", ".join(part for part in parts if part)

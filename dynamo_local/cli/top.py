@@ -25,7 +25,7 @@ from rich.text import Text
 
 from dynamo_local.cli.common import FiniteRange, ask_arbiter, find_paths, json_option, namespace_option
 from dynamo_local.cli.planner_words import decision_line, fixed_fleet_line, follow_line
-from dynamo_local.cli.status import drain_note, duration, gpus_of, note_line
+from dynamo_local.cli.status import drain_note, duration, gpus_of, note_line, present, served_lines
 from dynamo_local.core.fleet.states import Traits, traits_of
 from dynamo_local.core.traffic import kept_words
 from dynamo_local.errors import BadInput, NotRunning
@@ -46,6 +46,9 @@ WIDE = 100
 KV_CELLS, RUNNING_CELLS, WAITING_CELLS = 4, 9, 7
 HISTORIES_MIN = 14
 """Cells of a row that the two histories keep however long the name is."""
+
+WAITING_TOP_MIN = 8.0
+"""So many waiting requests fill a bar, at least. All rows share one scale, that of the longest queue shown."""
 
 GPU_COLOURS = {"free": "bright_black", "quarantined": "red", "taken": "magenta"}
 LEFT_FROM_NAME = 6
@@ -84,6 +87,11 @@ class Histories:
         for key, value in now.items():
             self._values[key].append(value)
 
+    def most_waiting(self) -> float:
+        """The scale of all histories of waiting requests."""
+        known = (value for (_, what), values in self._values.items() if what == "waiting" for value in values)
+        return max([WAITING_TOP_MIN, *(value for value in known if value is not None)])
+
     def of(self, name: str, what: str) -> tuple[float | None, ...]:
         """`kv` or `waiting` of a worker, `queue` of "": oldest first; empty where nothing was seen."""
         return tuple(self._values.get((name, what), ()))
@@ -117,9 +125,8 @@ def _lines(part: RenderableType, width: int) -> int:
     return len(console.render_lines(part, console.options))
 
 
-def sparkline(values: Sequence[float | None], cells: int, top: float | None = None, marks: Marks = MARKS) -> str:
-    """The last values, one a character, right-aligned; blank where none is known. `top` is the highest bar's value
-    (None: the largest one shown).
+def sparkline(values: Sequence[float | None], cells: int, top: float, marks: Marks = MARKS) -> str:
+    """The last values, one a character, right-aligned; blank where none is known. `top` is the highest bar's value.
 
     >>> sparkline([0.0, 0.5, None, 1.0], 6, 1.0)
     '  ▁▅·█'
@@ -129,12 +136,11 @@ def sparkline(values: Sequence[float | None], cells: int, top: float | None = No
     known = [value for value in shown if value is not None]
     if not known:
         return " " * cells
-    most = max(known) if top is None else top
 
     def bar(value: float | None) -> str:
         if value is None:
             return marks.gap
-        share = value / most if most > 0 else 0.0
+        share = value / top
         return steps[min(len(steps) - 1, max(0, int(share * len(steps))))]
 
     return "".join(map(bar, shown)).rjust(cells)
@@ -200,7 +206,8 @@ def _rows(graph: Graph) -> list[_Row]:
             listed.add(name)
             worker = workers.get(name) or {"watcher_name": name, "state": "gone"}
             rows.append(_Row(",".join(held[name]), worker["state"], worker))
-    rows += [_Row(gpus_of(worker), worker["state"], worker) for name, worker in workers.items() if name not in listed]
+    others = (worker for worker in present(graph["workers"]) if worker["watcher_name"] not in listed)
+    rows += [_Row(gpus_of(worker), worker["state"], worker) for worker in others]
     return rows
 
 
@@ -244,7 +251,7 @@ def _cells(frame: Frame, row: _Row, kv_cells: int, waiting_cells: int, marks: Ma
     if row.worker is None:
         return [Text(row.gpus), Text(row.state, style=GPU_COLOURS.get(row.state, "")), *[Text("")] * 6]
     name, load = row.worker["watcher_name"], row.worker.get("load")
-    kv = _kv(load)
+    kv, waiting = _kv(load), frame.histories.of(name, "waiting")
     return [
         Text(row.gpus),
         Text(row.state, style=traits_of(row.state).colour),
@@ -252,7 +259,7 @@ def _cells(frame: Frame, row: _Row, kv_cells: int, waiting_cells: int, marks: Ma
         Text(sparkline(frame.histories.of(name, "kv"), kv_cells, 1.0, marks), style="cyan"),
         Text("-" if load is None else _running(load)),
         Text("-" if load is None else str(load["num_requests_waiting"])),
-        Text(sparkline(frame.histories.of(name, "waiting"), waiting_cells, None, marks), style="cyan"),
+        Text(sparkline(waiting, waiting_cells, frame.histories.most_waiting(), marks), style="cyan"),
         Text(duration(row.worker.get("uptime_s"))),
     ]
 
@@ -269,7 +276,7 @@ def _running(load: Mapping[str, Any]) -> str:
 
 
 def _below(frame: Frame, width: int, marks: Marks) -> RenderableType:
-    """The lines below the table, each after a word that says what it is about."""
+    """The last minute of components, then lines that each begin with their subject."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, style="bold")
     grid.add_column(overflow="fold")
@@ -277,7 +284,8 @@ def _below(frame: Frame, width: int, marks: Marks) -> RenderableType:
     for about, text in _news(frame, width, marks):
         grid.add_row("" if about == previous else about, text)
         previous = about
-    return Group(Text(""), grid) if grid.row_count else Text("")
+    served = [Text(line, no_wrap=True, overflow="crop") for line in served_lines(frame.graph.get("components"))]
+    return Group(*([Text(""), *served] if served else []), Text(""), *([grid] if grid.row_count else []))
 
 
 def _news(frame: Frame, width: int, marks: Marks) -> Iterator[tuple[str, Text]]:
@@ -309,7 +317,9 @@ def _queue(frame: Frame, cells: int, marks: Marks) -> Iterator[tuple[str, Text]]
         return
     shown = {name: "-" if value is None else value for name, value in queue.items()}
     text = Text(f"{shown['pending']} waiting ")
-    text.append(sparkline(frame.histories.of("", "queue"), cells, None, marks), style="cyan")
+    pending = frame.histories.of("", "queue")
+    most = max([WAITING_TOP_MIN, *(value for value in pending if value is not None)])
+    text.append(sparkline(pending, cells, most, marks), style="cyan")
     text.append(f"  {shown['outstanding']} outstanding")
     if queue["dead_letters"]:
         text.append(f"  {queue['dead_letters']} given up (dead letters)", style="red")
@@ -352,6 +362,7 @@ def view_as_json(frame: Frame) -> dict[str, Any]:
             for gpu in graph.get("gpus") or ()
         ],
         "workers": [_worker_json(worker) for worker in graph["workers"]],
+        "components": dict(graph.get("components") or {}),
         "prefill_queue": graph.get("prefill_queue"),
         "follow": graph.get("follow"),
         "planner": None if graph.get("planner") is None else {**graph["planner"], "words": list(frame.words)},

@@ -15,6 +15,7 @@ from dynamo_local.components.handoffs import HandoffTimes
 from dynamo_local.components.remote_prefill import DispatchCounts, RemotePrefill
 from dynamo_local.core.routing.estimates import Timing, Why
 from dynamo_local.core.routing.prefill_choice import DecodeSide
+from dynamo_local.core.served import Served
 from dynamo_local.errors import KvTransferError, NotContinuable, WorkerBusy
 from dynamo_local.ports import Engine, EngineOutput, EngineRequest
 
@@ -48,6 +49,7 @@ class DecodeService:
         self._engine = engine
         self._remote = remote
         self._max_num_waiting = max_num_waiting
+        self.served = Served()
 
     async def generate(self, payload: Any) -> AsyncGenerator[dict[str, Any], None]:
         """Wire items; the first is empty and says that the request was taken.
@@ -68,6 +70,7 @@ class DecodeService:
         if message.generated and (why := self._engine.why_not_continued(request)) is not None:
             raise NotContinuable(why)
         side, completed = self._side, False
+        taken_s, last_s = self._clock.now_s(), None
         self._tell_begin(request)
         try:
             params = await self._prefilled(request, message)
@@ -87,9 +90,15 @@ class DecodeService:
                                     request, output, self._clock.now_s() - began_s, away=params is not None
                                 )
                             )
-                            started = True
+                            started, now_s = True, self._clock.now_s()
                             if side is not None:
-                                side.tokens(name, len(output.token_ids), self._clock.now_s())
+                                side.tokens(name, len(output.token_ids), now_s)
+                            if count := len(output.token_ids):
+                                if last_s is None:
+                                    self.served.first(now_s - taken_s, count)
+                                else:
+                                    self.served.more(now_s - last_s, count)
+                                last_s = now_s
                             completed = completed or output.finish_reason in ("stop", "length")
                             item = messages.generate_item(output)
                             yield item if phases is None else {**item, "phases": phases}
@@ -100,6 +109,7 @@ class DecodeService:
                     self._give_up_handover(request, error)
                 request, params = replace(request, request_id=f"{name}-local"), None
         finally:
+            self.served.ended()
             if side is not None:
                 side.ended(name, completed=completed)
             if self._remote is not None:

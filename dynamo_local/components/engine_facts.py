@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
@@ -12,6 +13,8 @@ from dynamo_local.components.text.model import TINY_MODEL
 from dynamo_local.components.vllm_worker import VllmWorkerConfig
 from dynamo_local.core.prewarmed import engine_of
 from dynamo_local.core.types import GraphSpec, Role, ServiceSpec
+from dynamo_local.engines.sim.options import SimOptions
+from dynamo_local.engines.vllm import checks as vllm_checks
 from dynamo_local.sdk.service_config import underscored
 
 _THE_ENGINES = frozenset({"model", "max_model_len", "sim"})
@@ -67,6 +70,19 @@ def engine_version(engine: str) -> str:
         return metadata.version(_PACKAGES.get(engine, engine))
     except metadata.PackageNotFoundError:
         return "unknown"
+
+
+def default_options(engine: str, *, patient: bool) -> dict[str, Any]:
+    """The options that an engine has if none are given, named as in `engine_description`. Empty if they are unknown.
+
+    vLLM tells its own in a process that takes seconds: only a `patient` caller asks it. Raises `ConfigError` if an
+    installed vLLM cannot run.
+    """
+    if engine == "sim":
+        fields = {field.name: field.default for field in dataclasses.fields(SimOptions)}
+        return _flat({"sim": fields})
+    asked = patient and engine == "vllm" and vllm_checks.is_installed()
+    return _flat(vllm_checks.defaults()) if asked else {}
 
 
 def _flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

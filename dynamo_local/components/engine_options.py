@@ -82,12 +82,26 @@ class EngineConfig(BaseModel):
         if self.model == TINY_MODEL:
             raise ValueError(f"engine is vllm, but model is {TINY_MODEL}, which only the sim engine has; give a folder")
         if self.sim:
-            raise ValueError("sim: options of the sim engine have no effect with engine vllm; remove them")
+            if (why := self.why_no_model()) is not None:
+                raise ValueError(why)
+            raise ValueError(
+                "sim: options of the sim engine have no effect with engine vllm; remove them, or set engine: sim"
+            )
         try:
             self.vllm_options(0).arguments()
         except ConfigError as error:
             raise ValueError(str(error)) from error
         return self
+
+    def why_no_model(self) -> str | None:
+        """Why the model cannot be read on this host; None: it is a folder, or a name that only the engine knows."""
+        given = Path(self.model).expanduser()
+        if not self.model.startswith(("/", "./", "../", "~")) or given.is_dir():
+            return None
+        return (
+            f"model {self.model}: there is no such folder on this host; name one with a config.json, or download it: "
+            f"hf download ORGANISATION/NAME --local-dir {self.model}"
+        )
 
     @property
     def name(self) -> str:
@@ -226,4 +240,5 @@ async def start_engine(
         await engine.close()
         raise
     log.info("engine ready: %s", engine.info)
+    log.debug("engine ready: %r", engine.info)
     return engine

@@ -32,6 +32,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from dynamo_local.core.served import Served
 from dynamo_local.core.traffic import (
     HISTOGRAMS,
     HIT_RATE,
@@ -184,10 +185,12 @@ class RequestObserver:
             self._metrics.queued -= 1
             self._first_s = now_s
             series.ttft.observe(now_s - self._started_s)
+            self._metrics.served.first(now_s - self._started_s, count)
             if self._prompt_tokens is not None:
                 series.isl.observe(self._prompt_tokens)
         else:
             series.itl.observe((now_s - self._last_s) / count, count)
+            self._metrics.served.more(now_s - self._last_s, count)
         self._last_s = now_s
 
     def on_cached(self, cached_tokens: int) -> None:
@@ -240,6 +243,7 @@ class RequestObserver:
         if self._ended:
             return
         self._ended = True
+        self._metrics.served.ended()
         series = self._series
         series.inflight.dec()
         if self._last_s is None:
@@ -342,6 +346,8 @@ class HttpMetrics:
         """Requests of all models that still wait for their first token."""
         self.recent = RecentRequests()
         """The requests of all models, one by one."""
+        self.served = Served()
+        """The counts of all models that the arbiter hears."""
         model = ["model"]
         self.requests = Counter(
             f"{PREFIX}_requests",

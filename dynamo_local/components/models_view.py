@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -108,20 +108,26 @@ class Availability(enum.Enum):
 class ModelsView:
     """Updated with watch events by `follow`, read by the HTTP handlers.
 
-    `expected` is a model that counts as known before its first worker came (`served_model_name`). `prefix` is where
+    `expected` are models that count as known before their first worker came (`served_model_name`). `prefix` is where
     the keys are, by default `models_prefix(namespace)`.
     """
 
-    def __init__(self, namespace: str, expected: str | None = None, *, prefix: str | None = None) -> None:
+    def __init__(
+        self, namespace: str, expected: str | Sequence[str] | None = None, *, prefix: str | None = None
+    ) -> None:
         self._prefix = models_prefix(namespace) if prefix is None else prefix
         self._cards: dict[str, ModelCard] = {}
         self._models: dict[str, ServedModel] = {}
-        self._known: set[str] = {expected} if expected is not None else set()
+        self._known = {expected} if isinstance(expected, str) else set(expected or ())
         self._ready = asyncio.Event()
 
     def models(self) -> list[ServedModel]:
         """The models with a ready worker, by name."""
         return [self._models[name] for name in sorted(self._models)]
+
+    def absent(self) -> list[str]:
+        """Known models that nobody serves now, by name."""
+        return sorted(self._known - self._models.keys())
 
     def get(self, name: str) -> ServedModel | None:
         """The model of that name, if somebody serves it now."""

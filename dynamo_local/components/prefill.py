@@ -21,6 +21,7 @@ from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.components import messages
 from dynamo_local.components.handoffs import HandoffTimes
 from dynamo_local.core.routing.disagg import ASK_PREFILL
+from dynamo_local.core.served import Served
 from dynamo_local.errors import DynamoError, EngineError, InfraUnavailable, InvalidRequest, RequestCancelled, WorkerLost
 from dynamo_local.ports import Engine, EngineOutput, EngineRequest, PrefillQueue, PulledTask
 from dynamo_local.sdk.context import PrefillReplies
@@ -73,6 +74,8 @@ class Prefiller:
         self._serving: dict[asyncio.Task[None], str] = {}
         self.computing = 0
         self.counts = PrefillCounts()
+        self.served = Served()
+        """Its tokens are those of the prompts, its times to first token those of the engine."""
 
     @property
     def in_hand(self) -> int:
@@ -157,7 +160,7 @@ class Prefiller:
                     self._free_passes.release()
                 await self._reply(pulled, entry, result)
             await pulled.ack()
-            log.info("prefill %s is over", request_id)
+            log.debug("prefill %s is over", request_id)
         except InfraUnavailable as error:
             # It may or may not have arrived. The queue delivers it again, and a second reply is refused as unwanted.
             log.warning("prefill %s is left to the queue's redelivery: %s", request_id, error)
@@ -190,6 +193,8 @@ class Prefiller:
                 raise EngineError(f"the prefill of {pulled.task.request_id} ended without a result")
             prefill_s = self._clock.now_s() - began_s
             self._times.prefills.append(prefill_s)
+            self.served.first(prefill_s, len(entry.token_ids))
+            self.served.ended()
             self.counts.recomputed_tokens += max(0, entry.cached_tokens - (last.num_cached_tokens or 0))
             return entry, {**messages.prefill_reply(last), "prefill_s": prefill_s}
         except InvalidRequest as error:

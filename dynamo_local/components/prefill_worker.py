@@ -71,6 +71,7 @@ class PrefillWorker:
             await context.register_whole_key(engine_key(context.namespace, card.engine_id), card.encode())
         context.set_load_source(self._engine.load, self._engine.load_changed)
         context.set_dispatch_source(lambda: {"deferred": queue.deferred, "late_prefills": queue.late_pulled})
+        context.set_served_source(self._prefiller.served.counters)
         context.set_work_source(lambda: Work(self._prefiller.request_ids, self._prefiller.in_hand))
         context.on_drain(self._finished)
         context.on_resume(self._resumed)

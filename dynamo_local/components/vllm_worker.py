@@ -152,6 +152,7 @@ class VllmWorker:
             timing=config.judging_timing(),
         )
         context.set_dispatch_source(self._counts.status)
+        context.set_served_source(self._decoder.served.counters)
         context.set_load_source(self._engine.load, self._engine.load_changed)
         info = self._engine.info
         card = ModelCard(config.name, context.component, "generate", info.max_model_len, time.time(), engine_api(info))

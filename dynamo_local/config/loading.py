@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dynamo_local.config.schema import HostConfig
-from dynamo_local.config.yaml_text import parse_yaml
+from dynamo_local.config.yaml_text import Document, located_sections, parse_yaml
 from dynamo_local.core.secrets import mask_config
 from dynamo_local.errors import ConfigError
 from dynamo_local.sdk.checks import listing, nearest, parse_envs
@@ -186,10 +186,48 @@ def _check_conflict(sections: Mapping[str, Any], path: Sequence[str], word: str)
         at = at[key]
 
 
+def leaves(sections: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The plain values of sections, each with its path: `("Frontend", "port"), 18030`."""
+    for key, value in sections.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def value_at(sections: Mapping[str, Any], path: Sequence[str]) -> Any:
+    """The value at that path; None where there is none."""
+    at: Any = sections
+    for key in path:
+        at = at.get(key) if isinstance(at, Mapping) else None
+    return at
+
+
+def without(sections: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
+    """A copy without the value at that path. Mappings that are empty then go, too."""
+    key, *rest = path
+    below = sections.get(key)
+    left = without(below, rest) if rest and isinstance(below, Mapping) else {}
+    return {name: left if name == key else value for name, value in sections.items() if name != key or left}
+
+
 DEPLOYMENT_ENV = "DYN_DEPLOYMENT_CONFIG"
 COMMON, HOST, PLANNER = "Common", "Host", "Planner"
 MODELS = "the plan for --model"
 """Names the configuration that is made for models, in errors."""
+
+
+Places = Mapping[tuple[str, ...], str]
+"""Where each key stands (`a.yaml, line 12`), by its path, with underscores."""
+
+
+def _path(keys: Sequence[str | int]) -> tuple[str, ...]:
+    section, *below = map(str, keys)
+    return (section, *map(underscored, below))
+
+
+def _lines_of(document: Document, source: str) -> Places:
+    return {_path(path): f"{source}, line {line}" for path, line in document.lines.items() if path}
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +243,24 @@ class Config:
     source: str = "command line"
     planner_targets: Mapping[str, Any] = field(default_factory=dict)
     """`ttft` and `itl` in ms, for a planner without a section (`components.targets`)."""
+    places: Places = field(default_factory=dict)
+
+    def located(self, error: ConfigError) -> ConfigError:
+        """The error with the file and the line of its key in the place of `source`, if it names its key."""
+        path, text = error.details.get("at"), str(error)
+        place = None if path is None else self.place(path)
+        if place is None or not text.startswith(self.source):
+            return error
+        return type(error)(place + text.removeprefix(self.source), **error.details)
+
+    def place(self, path: Sequence[str | int]) -> str | None:
+        """Where the nearest key above that path stands; a service's key may stand in `Common`."""
+        section, *keys = _path(path)
+        for top in (section, COMMON):
+            for end in range(len(keys), 0, -1):
+                if (place := self.places.get((top, *keys[:end]))) is not None:
+                    return place
+        return self.places.get((section,))
 
     def service(self, name: str) -> dict[str, Any]:
         """A service's own options: values of `Common` that it lists, its own merged over them; no `ServiceArgs`."""
@@ -255,34 +311,46 @@ def load_config(
     overrides: Sequence[str] = (),
     base: str | None = None,
     more: Sequence[Path] = (),
+    kept: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Config:
     """Read the YAML of `path`, or of `DYN_DEPLOYMENT_CONFIG` in its place, and lay the command line's words over it.
 
     `more` files are laid over `path`, in order. `base`: YAML over which all of that is laid (`dynamo serve --model`).
+    `kept` are words that this run had before: `overrides` are laid over them.
 
     Raises `ConfigError`: one line that names the source, the section and the key.
     """
     text = env.get(DEPLOYMENT_ENV, "")
+    places: dict[tuple[str, ...], str] = {}
     if text.strip():
-        source, below = DEPLOYMENT_ENV, parse_yaml(text, DEPLOYMENT_ENV)
+        document = located_sections(text, DEPLOYMENT_ENV)
+        source, below = DEPLOYMENT_ENV, document.value
+        places |= _lines_of(document, DEPLOYMENT_ENV)
     elif path is not None:
-        source, below = str(path), parse_yaml(_read(path), str(path))
+        document = located_sections(_read(path), str(path))
+        source, below = str(path), document.value
+        places |= _lines_of(document, str(path))
         for each in more:
-            over = normalise(parse_yaml(_read(each), str(each)), str(each))
+            document = located_sections(_read(each), str(each))
+            over = normalise(document.value, str(each))
             source, below = f"{source}, {each}", deep_merge(normalise(below, source), over)
+            places |= _lines_of(document, str(each))
     else:
         source, below = "command line", {}
-    above = normalise(parse_overrides(overrides), "command line")
+    above = deep_merge(kept or {}, normalise(parse_overrides(overrides), "command line"))
     if base is not None:
         below = deep_merge(normalise(parse_yaml(base, MODELS), MODELS), normalise(below, source))
         source = MODELS if source == "command line" else f"{MODELS}, {source}"
+    places |= {_path(said): "command line" for said, _ in leaves(above)}
     sections = deep_merge(normalise(below, source), above)
     if above and below:
         source += " and the command line"
-    host = validate_section(HostConfig, f"{source}: {HOST}", sections.get(HOST, {}))
-    config = Config(sections=sections, host=host, source=source)
-    _check_common(config)
-    return config
+    config = Config(sections=sections, source=source, places=places)
+    try:
+        _check_common(config)
+        return replace(config, host=validate_section(HostConfig, f"{source}: {HOST}", sections.get(HOST, {})))
+    except ConfigError as error:
+        raise config.located(error) from None
 
 
 def _read(path: Path) -> str:
@@ -301,17 +369,20 @@ def _check_common(config: Config) -> None:
     common = config.sections.get(COMMON, {})
     for name, section in config.sections.items():
         if name in (COMMON, HOST) and (SERVICE_ARGS in section or COMMON_CONFIGS in section):
-            raise ConfigError(f"{config.source}: {name} is no service: it has neither ServiceArgs nor common-configs")
+            said = f"{config.source}: {name} is no service: it has neither ServiceArgs nor common-configs"
+            raise ConfigError(said, at=(name, SERVICE_ARGS if SERVICE_ARGS in section else COMMON_CONFIGS))
         listed = section.get(COMMON_CONFIGS)
         if listed is None:
             continue
         if not isinstance(listed, list) or not all(isinstance(key, str) for key in listed):
             raise ConfigError(
-                f"{config.source}: {name}: common-configs must be a list of keys of Common, not {listed!r}"
+                f"{config.source}: {name}: common-configs must be a list of keys of Common, not {listed!r}",
+                at=(name, COMMON_CONFIGS),
             )
         for key in listed:
             if underscored(key) not in common:
                 raise ConfigError(
                     f"{config.source}: {name}: common-configs lists {key!r}, which Common does not have. "
-                    f"Common has {listing(common)}{nearest(underscored(key), common)}"
+                    f"Common has {listing(common)}{nearest(underscored(key), common)}",
+                    at=(name, COMMON_CONFIGS),
                 )

@@ -95,8 +95,9 @@ def _sections(plan: GraphPlan) -> Iterator[tuple[str, dict[str, Any], str]]:
     frontend: dict[str, Any] = {"port": plan.port}
     if plan.api_key is not None:
         frontend["api-key"] = plan.api_key
-    if len(plan.models) == 1 and plan.models[0].name is not None and plan.engine is not None:
-        frontend["served-model-name"] = plan.models[0].name
+    names = [model.name for model in plan.models if model.name is not None]
+    if names and plan.engine is not None:
+        frontend["served-model-name"] = names if len(names) > 1 else names[0]
     yield "Frontend", frontend, "OpenAI's API, on 127.0.0.1 (docs/configuration.md#frontend)."
     if plan.engine is None:
         for at, model in enumerate(plan.models):

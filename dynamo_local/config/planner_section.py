@@ -61,7 +61,8 @@ def own_names(section: str, values: Mapping[str, Any], policy: str) -> dict[str,
     found: dict[str, Any] = {}
     for key, value in values.items():
         if underscored(key) in LATENCY_ALIASES and not has_targets:
-            raise ConfigError(f"{section}: {key!r} is a target, and the policy {policy!r} has none; remove one of them")
+            said = f"{section}: {key!r} is a target, and the policy {policy!r} has none; remove one of them"
+            raise ConfigError(said, at=("Planner", key))
         name = aliases.get(underscored(key), key)
         if name in found:
             raise ConfigError(f"{section}: {key!r} and another spelling of it are both given; keep one")

@@ -178,7 +178,8 @@ def _check_sections(graph: LoadedGraph, config: Config) -> None:
         declared = {dep.on.name for service in graph.services.values() for dep in service.depends.values()}
         why = "does not run in this graph (nothing links it)" if name in declared else "is no service of this graph"
         raise ConfigError(
-            f"{config.source}: the section {name!r} {why}; sections: {listing(known)}{nearest(name, known)}"
+            f"{config.source}: the section {name!r} {why}; sections: {listing(known)}{nearest(name, known)}",
+            at=(name,),
         )
 
     if SERVICE_ARGS in config.sections.get(PLANNER, {}) and PLANNER not in graph.services:
@@ -210,7 +211,7 @@ def _service_spec(service: DynamoService[Any], graph: LoadedGraph, config: Confi
         workers = service.workers if args.workers is None else parse_workers(args.workers)
         resources = parse_resources(args.resources, base=service.resources)
     except ValueError as error:
-        raise ConfigError(f"{where}.{SERVICE_ARGS}: {error}") from None
+        raise ConfigError(f"{where}.{SERVICE_ARGS}: {error}", at=(service.name, SERVICE_ARGS)) from None
     limit = _max_workers(service)
     if limit is not None and workers > limit:
         why = f" (a {service.role} has one port)" if ROLES[service.role].one_port else ""

@@ -120,11 +120,20 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"(?:{_FLOA
 
 def parse_yaml(text: str, source: str) -> dict[str, Any]:
     """The sections of a configuration. `source` names the text in errors. Raises `ConfigError` with the line."""
-    loaded = parse_mapping(text, source, what="one section per service")
-    for name, section in loaded.items():
+    sections: dict[str, Any] = located_sections(text, source).value
+    return sections
+
+
+def located_sections(text: str, source: str) -> Document:
+    """As `parse_yaml`, with the line of each key."""
+    found = located_mapping(text, source, what="one section per service")
+    for name, section in found.value.items():
         if section is not None and not isinstance(section, dict):
-            raise ConfigError(f"{source}: the section {name!r} must hold keys and values, not {_kind(section)}")
-    return {name: section or {} for name, section in loaded.items()}
+            line = found.lines[(name,)]
+            raise ConfigError(
+                f"{source}, line {line}: the section {name!r} must hold keys and values, not {_kind(section)}"
+            )
+    return Document({name: section or {} for name, section in found.value.items()}, found.lines)
 
 
 def parse_mapping(text: str, source: str, *, what: str) -> dict[str, Any]:

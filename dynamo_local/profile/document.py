@@ -157,14 +157,15 @@ def differences(
     running: Mapping[str, Mapping[str, Any]],
     gpus: frozenset[str] | None = None,
     versions: Mapping[str, str] | None = None,
+    defaults: Mapping[str, Mapping[str, Any]] = {},
 ) -> list[str]:
     """Differences between the running engines and the measured ones, in words. None: the profile fits.
 
     `running`: role -> what `described` returns. A role that was not measured never fits. `gpus`: names of the devices
-    (None: unknown). `versions`: of the engines.
+    (None: unknown). `versions` and `defaults` are those of the engines. An option that is not given has its default.
     """
     return [
-        *_engines(document, running),
+        *_engines(document, running, defaults),
         *_gpus(document, gpus),
         *(
             f"{engine} is {versions[engine]} here and was {version}"
@@ -174,7 +175,9 @@ def differences(
     ]
 
 
-def _engines(document: Document, running: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def _engines(
+    document: Document, running: Mapping[str, Mapping[str, Any]], defaults: Mapping[str, Mapping[str, Any]]
+) -> Iterator[str]:
     for role, here in running.items():
         if role not in document.engines:
             yield f"there are {role} engines here, and none was measured"
@@ -183,8 +186,10 @@ def _engines(document: Document, running: Mapping[str, Mapping[str, Any]]) -> It
         for name in ("engine", "gpus"):
             if there[name] != here[name]:
                 yield f"{role}: {name} is {here[name]} here and was {there[name]}"
+        old_defaults, new_defaults = defaults.get(there["engine"], {}), defaults.get(here["engine"], {})
         for name in sorted({*there["options"], *here["options"]}):
-            old, new = there["options"].get(name), here["options"].get(name)
+            old = there["options"].get(name, old_defaults.get(name))
+            new = here["options"].get(name, new_defaults.get(name))
             if old != new:
                 yield f"{role}: {name} is {_shown(new)} here and was {_shown(old)}"
 

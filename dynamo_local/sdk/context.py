@@ -170,6 +170,10 @@ class WorkerContext(Protocol):
         """Counters of how this worker dispatches requests; `dynamo status` and `/metrics` show them."""
         ...
 
+    def set_served_source(self, source: Callable[[], Mapping[str, float]]) -> None:
+        """Counters of what this worker served (`core.served`); `dynamo status` and `top` show the last minute."""
+        ...
+
     def set_sleeper(self, sleeper: EngineSleeper) -> None:
         """Register the object that puts this worker's engine to sleep. Without one, the worker cannot sleep."""
         ...

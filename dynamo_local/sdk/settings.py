@@ -5,6 +5,7 @@ Every refusal is one line that names the section, the key, what is allowed, and 
 
 from __future__ import annotations
 
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -22,6 +23,8 @@ from dynamo_local.sdk.service_config import ServiceConfig, underscored
 M = TypeVar("M", bound=BaseModel)
 
 _SHOWN_CHARACTERS = 60
+_UNKNOWN_KEY = re.compile("unknown key '([^']+)'")
+"""A model's own validator names the key in its text alone (`sdk.checks.unknown_key`)."""
 
 
 def load_settings(service: DynamoService[Any]) -> Any:
@@ -47,25 +50,34 @@ def validate_section(model: type[M], section: str, values: Mapping[str, Any]) ->
         name = underscored(key)
         if name not in names:
             if model.model_config.get("extra") != "allow":
-                raise ConfigError(f"{section}: {unknown_key(key, names)}")
+                raise ConfigError(f"{section}: {unknown_key(key, names)}", at=_at(section, key))
             given[key] = value
             continue
         field_name, feed = names[name]
         field = model.model_fields[field_name]
         if isinstance(value, bool) and not _takes_bool(field.annotation):
-            raise ConfigError(f"{section}: {key} must be {_allowed(field.annotation)}, given {value!r} (a boolean)")
+            said = f"{section}: {key} must be {_allowed(field.annotation)}, given {value!r} (a boolean)"
+            raise ConfigError(said, at=_at(section, key))
         if feed in given:
-            raise ConfigError(f"{section}: {key!r} and another spelling of it are both given; keep one")
+            said = f"{section}: {key!r} and another spelling of it are both given; keep one"
+            raise ConfigError(said, at=_at(section, key))
         given[feed] = value
     try:
         return model.model_validate(given)
     except ValidationError as error:
-        raise ConfigError(_explain(model, section, error)) from None
+        said = _explain(model, section, error)
+        loc = error.errors(include_url=False)[0]["loc"] or _UNKNOWN_KEY.findall(said)[:1]
+        raise ConfigError(said, at=_at(section, *loc)) from None
     except Exception as error:
         # A validator of the user's own may raise anything; the person needs the section, not our stack.
         raise ConfigError(
             f"{section}: {model.__name__} failed with {type(error).__name__}: {_one_line(error)}"
         ) from error
+
+
+def _at(section: str, *keys: str | int) -> tuple[str, ...]:
+    """The path of a key. `section` ends with the name: `a.yaml: VllmWorker.ServiceArgs`."""
+    return (*section.rpartition(": ")[2].split("."), *map(str, keys))
 
 
 def accepted_names(model: type[BaseModel]) -> dict[str, tuple[str, str]]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import fcntl
 import logging
 import os
 import signal
+import struct
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -39,6 +41,52 @@ def start_time_s(pid: int) -> float | None:
     if fields is None or fields[0] == "Z":
         return None
     return int(fields[19]) / _TICKS_PER_S
+
+
+_PIDFD_GET_INFO = 0xC040FF0B
+_PIDFD_INFO_EXIT = 1 << 3
+_PIDFD_INFO = struct.Struct("=QQ11Ii")
+"""`struct pidfd_info` of linux/pidfd.h in its first version: mask, cgroup, eleven ids, exit code."""
+
+
+def exit_status(pid: int, pidfd: int) -> int | None:
+    """The wait status of an ended process that need not be our child; None if the kernel does not tell.
+
+    A zombie shows it in /proc. Of a process that its parent has waited for, a pidfd tells it from Linux 6.15 on.
+    """
+    fields = _stat_fields(pid)
+    if fields is not None and fields[0] == "Z":
+        return int(fields[49])
+    try:
+        answer = fcntl.ioctl(pidfd, _PIDFD_GET_INFO, _PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13))
+    except OSError:
+        return None
+    mask, *_, status = _PIDFD_INFO.unpack(answer)
+    return int(status) if mask & _PIDFD_INFO_EXIT else None
+
+
+def oom_kills() -> int | None:
+    """How many processes of this host the kernel's OOM killer has killed since boot; None if unknown."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return None
+
+
+def ended_how(status: int | None, oom_before: int | None, oom_after: int | None) -> str:
+    """`was killed by SIGKILL`: a wait status in words, with the OOM killer where it was at work meanwhile."""
+    if status is None:
+        how = "was killed (by what is not known)"
+    elif os.WIFSIGNALED(status):
+        how = f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+    else:
+        return f"ended with exit code {os.waitstatus_to_exitcode(status)}"
+    by_oom = status is None or os.WTERMSIG(status) == signal.SIGKILL
+    if by_oom and oom_before is not None and oom_after is not None and oom_after > oom_before:
+        how += ", while the kernel's OOM killer was at work (`dmesg` names its victims)"
+    return how
 
 
 def parent_and_session(pid: int) -> tuple[int, int] | None:

@@ -17,6 +17,7 @@ import msgspec
 
 from dynamo_local.clock import AsyncioClock, Clock, Turns
 from dynamo_local.core.routing.choice import MIN_CHANGE_INTERVAL_S, PUBLISH_INTERVAL_S
+from dynamo_local.core.served import MAX_COUNTERS as MAX_SERVED
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import NatsUnavailable
 from dynamo_local.system.executors import ended
@@ -35,6 +36,8 @@ MAX_INSTANCES = 4096
 
 
 _CounterName = Annotated[str, msgspec.Meta(max_length=64, pattern="^[a-z_.]+$")]
+_ServedName = Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[a-z]+(\.[0-9]{1,3})?$")]
+_Count = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class WireLoad(msgspec.Struct):
@@ -63,6 +66,8 @@ class WireReport(msgspec.Struct):
     load: WireLoad
     dispatch: Annotated[dict[_CounterName, float], msgspec.Meta(max_length=MAX_COUNTERS)] | None = None
     """Only in answers: nobody picks a worker by it."""
+    served: Annotated[dict[_ServedName, _Count], msgspec.Meta(max_length=MAX_SERVED)] | None = None
+    """Only in answers, too: `core.served`."""
 
 
 _decoder = msgspec.json.Decoder(WireReport)
@@ -71,7 +76,7 @@ _decoder = msgspec.json.Decoder(WireReport)
 @dataclass(frozen=True, slots=True)
 class LoadReport:
     """One worker's load; `age_s` is seconds since the worker measured it. `dispatch` are counters of how it dispatches
-    requests, None where it told none."""
+    requests, `served` of what it served. They are None where it told none."""
 
     load: Load
     watcher_name: str
@@ -79,6 +84,7 @@ class LoadReport:
     instance_id: int
     age_s: float
     dispatch: Mapping[str, float] | None = None
+    served: Mapping[str, float] | None = None
 
 
 def load_subject(namespace: str, component: str | None = None) -> str:
@@ -90,7 +96,8 @@ class LoadPublisher:
     """Publishes one worker's load, and answers the scatter request.
 
     `lease_id_getter` gives the current instance id, which changes with a new lease. `source` gives the current load.
-    `changed()` returns when the load may have changed since the call. `dispatch` gives counters for load requests.
+    `changed()` returns when the load may have changed since the call. `dispatch` and `served` give
+    counters for load requests.
     """
 
     def __init__(
@@ -104,9 +111,11 @@ class LoadPublisher:
         changed: Callable[[], Awaitable[None]],
         clock: Clock | None = None,
         dispatch: Callable[[], Mapping[str, float] | None] = lambda: None,
+        served: Callable[[], Mapping[str, float] | None] = lambda: None,
     ) -> None:
         self._nats = nats
         self._dispatch = dispatch
+        self._served = served
         self._namespace = namespace
         self._component = component
         self._watcher_name = watcher_name
@@ -167,7 +176,7 @@ class LoadPublisher:
             self._once.warning("publish", "%s", error)
 
     async def _on_request(self, msg: Msg) -> None:
-        data = self._encode(with_dispatch=True)
+        data = self._encode(with_counters=True)
         if data is None or not msg.reply:
             return
         try:
@@ -176,17 +185,24 @@ class LoadPublisher:
         except NatsUnavailable as error:
             self._once.warning("answer", "%s", error)
 
-    def _encode(self, *, with_dispatch: bool = False) -> bytes | None:
+    def _encode(self, *, with_counters: bool = False) -> bytes | None:
         """None if the source fails: then nothing is published, and readers see the load as missing."""
         try:
             load = msgspec.convert(self._source().numbers(), WireLoad)
             instance_id = self._lease_id()
-            counters = self._dispatch() if with_dispatch else None
+            dispatch, served = (self._dispatch(), self._served()) if with_counters else (None, None)
         except Exception:  # the engine's code; a failing load must not end the worker
             self._once.exception("source", "the load of %s cannot be read; it will be missing", self._watcher_name)
             return None
-        dispatch = None if counters is None else dict(counters)
-        report = WireReport(self._watcher_name, self._component, instance_id, self._clock.wall_s(), load, dispatch)
+        report = WireReport(
+            self._watcher_name,
+            self._component,
+            instance_id,
+            self._clock.wall_s(),
+            load,
+            None if dispatch is None else dict(dispatch),
+            None if served is None else dict(served),
+        )
         return msgspec.json.encode(report)
 
 
@@ -347,4 +363,6 @@ def _decode(data: bytes, subject: str, wall_s: float, once: _LogOnce) -> LoadRep
     if report.load.gpu_cache_usage_perc is None:  # also what a NaN becomes in JSON
         facts["gpu_cache_usage_perc"] = Missing(f"{report.watcher_name} does not know its KV use")
     load = Load(**facts)
-    return LoadReport(load, report.watcher_name, report.component, report.instance_id, age_s, report.dispatch)
+    return LoadReport(
+        load, report.watcher_name, report.component, report.instance_id, age_s, report.dispatch, report.served
+    )

@@ -155,6 +155,7 @@ class Context:
         self.load_changed: Callback = _never
         self.work_source: Callable[[], Work] = Work
         self.dispatch_source: Callable[[], Mapping[str, float]] | None = None
+        self.served_source: Callable[[], Mapping[str, float]] | None = None
         self.more_endpoints: dict[str, tuple[Callable[[Any], Any], type]] = {}
         self._counters: Callable[[], Awaitable[Mapping[str, float]]] | None = None
         self._limits: Callable[[], Mapping[str, int | None]] = dict
@@ -197,6 +198,9 @@ class Context:
 
     def set_dispatch_source(self, source: Callable[[], Mapping[str, float]]) -> None:
         self.dispatch_source = source
+
+    def set_served_source(self, source: Callable[[], Mapping[str, float]]) -> None:
+        self.served_source = source
 
     def set_sleeper(self, sleeper: EngineSleeper) -> None:
         self.sleeper = sleeper

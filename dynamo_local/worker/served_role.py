@@ -161,6 +161,7 @@ class ServedRole:
             self.load,
             context.load_changed,
             dispatch=lambda: None if context.dispatch_source is None else context.dispatch_source(),
+            served=lambda: None if context.served_source is None else context.served_source(),
         )
         self._stack.push_async_callback(publisher.close)
         await together(

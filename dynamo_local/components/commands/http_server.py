@@ -160,6 +160,8 @@ class HttpDriver(UnroutedDriver):
         self._before: ServerNumbers | Missing = Missing("it was not asked yet")
         self._moved_s = time.monotonic()
         self.models: tuple[Model, ...] = ()
+        self.served: Mapping[str, float] = {}
+        """From its latest metrics; empty while they cannot be had."""
 
     @property
     def calls(self) -> ServerCalls:
@@ -204,8 +206,10 @@ class HttpDriver(UnroutedDriver):
         from dynamo_local.components.commands import metrics as http_metrics
 
         numbers: ServerNumbers | Missing = Missing("the server has no metrics URL (`metrics` in its section)")
+        self.served = {}
         if self._config.metrics is not None:
-            numbers = http_metrics.read(await self._scrape(self.base_url + self._config.metrics))
+            scrape = await self._scrape(self.base_url + self._config.metrics)
+            numbers, self.served = http_metrics.read(scrape), http_metrics.served_of(scrape)
         else:
             await get_ok(self.base_url + self._config.health)
         own = self.calls.streams.own()
@@ -256,6 +260,7 @@ class HttpWorker(CommandWorker):
         from dynamo_local.components.models_view import ModelCard, model_key_prefix, prefill_models_prefix
 
         context = self.context
+        context.set_served_source(lambda: self.driver.served)
         for model in self.driver.models:
             card = ModelCard(model.name, context.component, "generate", model.max_model_len, model.created_s)
             if self.config.role is Role.PREFILL:

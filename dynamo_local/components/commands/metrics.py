@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from dynamo_local.core import served
 from dynamo_local.core.types import Load, Missing
 
 RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
@@ -36,6 +37,11 @@ TOKENS = (
 ITL = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds", "sglang:inter_token_latency_seconds")
 
 
+ENDED = ("vllm:request_success_total", "sglang:num_requests_total")
+GENERATED = ("vllm:generation_tokens_total", "sglang:generation_tokens_total")
+FIRST = ("vllm:time_to_first_token_seconds", "sglang:time_to_first_token_seconds")
+
+
 class Scrape(Protocol):
     """`metrics_text.Metrics`."""
 
@@ -45,6 +51,10 @@ class Scrape(Protocol):
 
     def first(self, *names: str) -> float | None:
         """The mean of the first of these metrics that there is; None where there is none."""
+        ...
+
+    def buckets(self, name: str) -> list[tuple[float, float]]:
+        """A histogram's (upper bound, cumulative count), ascending; empty where there is none."""
         ...
 
     def label(self, label: str) -> str | None:
@@ -97,6 +107,17 @@ def read(scrape: Scrape) -> ServerNumbers:
         itl=_latency(scrape),
         tokens=_tokens(scrape),
     )
+
+
+def served_of(scrape: Scrape) -> dict[str, float]:
+    """The server's counts since its start, as `core.served` names them. Empty if it lacks requests or tokens."""
+    ended, generated = _sum(scrape, ENDED), _sum(scrape, GENERATED)
+    if ended is None or generated is None:
+        return {}
+    found = {served.REQUESTS: ended, served.TOKENS: generated}
+    for name, metrics in ((served.TTFT, FIRST), (served.ITL, ITL)):
+        found |= served.rebinned(name, next(filter(None, map(scrape.buckets, metrics)), []))
+    return found
 
 
 def in_flight(numbers: ServerNumbers | Missing, own: OwnRequests, quiet_s: float, *, hands_over: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -36,6 +37,15 @@ class Metrics:
             if values:
                 return sum(values) / len(values)
         return None
+
+    def buckets(self, name: str) -> list[tuple[float, float]]:
+        """A histogram's (upper bound, cumulative count), ascending, over all its label values; empty where absent."""
+        found: dict[float, float] = {}
+        for sample in self._samples.get(f"{name}_bucket", ()):
+            with contextlib.suppress(KeyError, ValueError):
+                bound = float(sample.labels["le"])
+                found[bound] = found.get(bound, 0.0) + float(sample.value)
+        return sorted(found.items())
 
     def label(self, label: str) -> str | None:
         """The value that samples give to this label, where they all give the same; None where none has it."""

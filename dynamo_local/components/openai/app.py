@@ -173,7 +173,8 @@ class _Views:
             return _json(model_object(model))
         if self._deps.models.availability(name) is Availability.GONE:
             raise api_errors.model_unavailable(name)
-        raise api_errors.model_not_found(name, [each.name for each in self._deps.models.models()])
+        served = [each.name for each in self._deps.models.models()]
+        raise api_errors.model_not_found(name, served, self._deps.models.absent())
 
     async def health(self, _: Request) -> Response:
         """200 while a model is served and requests are taken, else 503: for load balancers and scripts."""

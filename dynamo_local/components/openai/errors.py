@@ -116,11 +116,16 @@ def unauthorized(*, shown: bool) -> ApiError:
     return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": challenge})
 
 
-def model_not_found(model: str, served: Sequence[str] = ()) -> ApiError:
-    """404 for a model that nobody here has ever served. `served`: the names of those that are served now."""
+def model_not_found(model: str, served: Sequence[str] = (), absent: Sequence[str] = ()) -> ApiError:
+    """404 for a model that nobody here has ever served. `served` names those that are served now, `absent` those that
+    are known and have no worker."""
     shown = shortened(model, MAX_MODEL_SHOWN)  # a name of the client's, known to nobody
-    names = ", ".join(f"`{name}`" for name in served[:MODELS_SHOWN])
-    there = f"served now: {names}" if names else "GET /v1/models lists those that are served now"
+    parts = [
+        f"{what}: {', '.join(f'`{name}`' for name in names[:MODELS_SHOWN])}"
+        for what, names in (("served now", served), ("without a ready worker now", absent))
+        if names
+    ]
+    there = "; ".join(parts) or "GET /v1/models lists those that are served now"
     message = f"The model `{shown}` does not exist here; {there}."
     return ApiError(404, message, param="model", code="model_not_found")
 

@@ -508,6 +508,7 @@ class Serving:
         context.set_load_source(deps.load)
         if deps.settings.targets.given:
             context.set_dispatch_source(deps.metrics.against_targets)
+        context.set_served_source(deps.metrics.served.counters)
 
         async def counters() -> Mapping[str, float]:
             return deps.metrics.counters()

@@ -299,7 +299,8 @@ class ModelRoute(ABC, Generic[R]):
             request = await run_by_size(len(body), self.parse, body, scope)
             availability = deps.models.availability(request.model)
             if availability is Availability.UNKNOWN:
-                raise api_errors.model_not_found(request.model, [each.name for each in deps.models.models()])
+                served = [each.name for each in deps.models.models()]
+                raise api_errors.model_not_found(request.model, served, deps.models.absent())
             if availability is Availability.GONE:
                 raise api_errors.model_unavailable(request.model)
             if deps.activity.admitted >= deps.settings.max_inflight:

@@ -12,6 +12,7 @@ from dynamo_local.components.targets import LatencyTargets
 from dynamo_local.core.secrets import parse_source
 from dynamo_local.core.traffic import MAX_INFLIGHT, REQUEST_TIMEOUT_S
 
+_Name = Annotated[str, Field(min_length=1)]
 _ORIGIN = re.compile(r"\*|https?://(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(:\d{1,5})?", re.IGNORECASE)
 
 
@@ -50,11 +51,10 @@ class FrontendConfig(LatencyTargets):
         description="Address to listen on. One that others can reach wants `api-key`, or `insecure: true`.",
     )
     port: int = Field(default=8000, ge=0, le=65535, description="TCP port; 0 takes any free one, shown by the status.")
-    served_model_name: str | None = Field(
+    served_model_name: _Name | list[_Name] | None = Field(
         default=None,
-        min_length=1,
-        description="The model expected here: while no worker serves it, requests for it get 503 (come back) "
-        "rather than 404 (no such model).",
+        description="The model expected here, or a list: while no worker serves it, requests for it get 503 (come "
+        "back) rather than 404 (no such model).",
     )
     plain_requests: Literal["engine", "light"] = Field(
         default="light",

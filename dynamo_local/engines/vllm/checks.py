@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dynamo_local.engines.vllm import engine_resources
 from dynamo_local.errors import ConfigError
@@ -30,6 +31,13 @@ _CODE = (
     "import sys\n"
     "from dynamo_local.engines.vllm.arguments import explain_all\n"
     f"print({MARK!r} + explain_all(sys.stdin.read()))\n"
+)
+_DEFAULTS_CODE = (
+    "import dataclasses, json\n"
+    "from vllm.engine.arg_utils import AsyncEngineArgs\n"
+    "plain = (str, int, float, bool)\n"
+    "found = {f.name: f.default for f in dataclasses.fields(AsyncEngineArgs) if isinstance(f.default, plain)}\n"
+    f"print({MARK!r} + json.dumps(found, default=str))\n"
 )
 
 
@@ -53,11 +61,30 @@ def what_is_wrong(sections: Mapping[str, VllmSection]) -> dict[str, str]:
     passed = engine_resources.cache_root(os.environ) / "checked" / _digest(question)
     if passed.exists():
         return {}
+    found: Sequence[str | None] = json.loads(_asked(_CODE, question))
+    wrong = {name: why for name, why in zip(sections, found, strict=True) if why is not None}
+    if not wrong:
+        try:
+            passed.parent.mkdir(parents=True, exist_ok=True)
+            passed.touch()
+        except OSError as error:
+            log.info("vLLM's parser checks the graph again at the next start: %s", error)
+    return wrong
+
+
+def defaults() -> dict[str, Any]:
+    """The plain values that vLLM's options have if they are not given, by name. Raises `ConfigError`."""
+    found: dict[str, Any] = json.loads(_asked(_DEFAULTS_CODE, ""))
+    return found
+
+
+def _asked(code: str, question: str) -> str:
+    """The answer of a process with vLLM. Raises `ConfigError` if vLLM cannot run."""
     # The check must not touch any GPU.
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _CODE],
+            [sys.executable, "-c", code],
             input=question,
             capture_output=True,
             text=True,
@@ -72,15 +99,7 @@ def what_is_wrong(sections: Mapping[str, VllmSection]) -> dict[str, str]:
     answers = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
     if done.returncode != 0 or not answers:
         raise ConfigError(f"vLLM is installed, but cannot be imported: {_last_line(done.stderr)}")
-    found: Sequence[str | None] = json.loads(answers[-1])
-    wrong = {name: why for name, why in zip(sections, found, strict=True) if why is not None}
-    if not wrong:
-        try:
-            passed.parent.mkdir(parents=True, exist_ok=True)
-            passed.touch()
-        except OSError as error:
-            log.info("vLLM's parser checks the graph again at the next start: %s", error)
-    return wrong
+    return answers[-1]
 
 
 def _digest(question: str) -> str:

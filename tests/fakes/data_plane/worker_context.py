@@ -115,6 +115,7 @@ class FakeWorkerContext:
         self._cluster = cluster
         self.work_source: Callable[[], Work] = Work
         self.dispatch_source: Callable[[], Mapping[str, float]] | None = None
+        self.served_source: Callable[[], Mapping[str, float]] | None = None
         self.vital_tasks: list[asyncio.Task[None]] = []
         self.ready_callbacks: list[Callable[[], Awaitable[None]]] = []
         self._drain_callbacks: list[Callable[[], Awaitable[None]]] = []
@@ -137,6 +138,9 @@ class FakeWorkerContext:
 
     def set_dispatch_source(self, source: Callable[[], Mapping[str, float]]) -> None:
         self.dispatch_source = source
+
+    def set_served_source(self, source: Callable[[], Mapping[str, float]]) -> None:
+        self.served_source = source
 
     def set_sleeper(self, sleeper: EngineSleeper) -> None:
         self.sleeper = sleeper

@@ -215,6 +215,11 @@ def test_a_second_run_begins_its_logs_anew_and_the_first_one_s_are_still_shown()
         first = served.status()
         served.kill_arbiter()
         until(lambda: not served.paths.statefile.exists(), 30.0, what=served.processes)
+        for command in ("status", "down"):
+            said = served.cli(command).stderr
+            assert f"its arbiter (pid {first['arbiter_pid']}) was killed by SIGKILL at " in said
+            assert f"the guardian ended its {len(first['workers'])} workers, etcd and NATS. The log is /" in said
+        assert "ended" in served.cli("ls").stdout
         served.start()
         second = served.status()
         lines = served.cli("logs", "VllmWorker", "-l", "1000").stdout.splitlines()
@@ -226,7 +231,7 @@ def test_a_second_run_begins_its_logs_anew_and_the_first_one_s_are_still_shown()
     assert written.count("ready: lease") == 1
     assert told == [
         f"---- run {before} begins: graphs.agg:Frontend, arbiter pid {killed} ----",
-        f"---- run {before} ends: its arbiter was killed, and the guardian ended what it left, "
+        f"---- run {before} ends: its arbiter was killed by SIGKILL, and the guardian ended what it left, "
         f"arbiter pid {killed} ----",
         f"---- run {run} begins: graphs.agg:Frontend, arbiter pid {pid} ----",
         f"---- run {run} ends: dynamo down, arbiter pid {pid} ----",

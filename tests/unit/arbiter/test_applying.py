@@ -117,6 +117,16 @@ async def test_the_new_deployment_is_what_runs_from_then_on() -> None:
         await run.apply()
 
 
+async def test_the_words_of_the_command_line_are_kept_for_the_next_apply_although_nothing_else_differs() -> None:
+    run, words = Run(), {"Frontend": {"port": 18030}, "VllmWorker": {"api_key": "s3cret"}}
+    assert (await run.apply(command_line=words, dry_run=True))["changes"] == []
+    assert run.head.command_line is None
+    assert (await run.apply(command_line=words))["changes"] == []
+    assert run.head.command_line == {"Frontend": {"port": 18030}, "VllmWorker": {"api_key": "****"}}
+    await run.apply()
+    assert run.head.command_line is None
+
+
 async def test_a_dry_run_says_the_same_and_does_nothing() -> None:
     run, wanted = Run(), (FRONTEND, replace(DECODE, config={"speed": 2}, workers=3))
     factory, workers = run.launcher.factory, run.fleet.workers

@@ -20,6 +20,7 @@ from tests.tools.pages import ROOT
 FOR_RECORDS_ONLY = {
     "circus_plugins/arbiter.py": "circus wants a wall time for its own `started`, and in the events that it publishes",
     "circus_plugins/guardian.py": "the time of a record, for people",
+    "dynamo_local/cli/ls.py": "whether a run ended in the last day, for people",
     "dynamo_local/cli/top.py": "the time of a decision, for people",
     "dynamo_local/cli/doctor/host.py": "whether the clock was set since the boot: that is what it looks for",
     "dynamo_local/clock.py": "it is the clock",

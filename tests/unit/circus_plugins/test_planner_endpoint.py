@@ -16,11 +16,12 @@ import pytest
 from circus.commands import get_commands
 from circus.exc import ArgumentError
 
-from dynamo_local.arbiter.event_log import event_log_path, read
+from dynamo_local.arbiter.event_log import ended_by_death, event_log_path, read
 from dynamo_local.arbiter.guarded_run import GuardedRun
 from dynamo_local.circus_plugins import planner_commands as commands
 from dynamo_local.circus_plugins.circusd_plugin import DynamoPlugin, deployment_options
 from dynamo_local.circus_plugins.guardian import end_run
+from dynamo_local.cli.common import death_words
 from dynamo_local.errors import EXIT_BAD_INPUT, BadInput, ConfigError
 from dynamo_local.system.paths import Paths
 
@@ -240,9 +241,14 @@ def guarded(tmp_path: Path) -> GuardedRun:
 
 
 def test_the_end_of_a_run_is_an_event_though_its_arbiter_could_not_write_it(guarded: GuardedRun) -> None:
-    end_run(guarded)
+    worker = {"watcher_name": "test_W", "component": "W", "pid": 2**22 + 1, "pid_start_time": 1.0}
+    guarded.paths.statefile.write_text(json.dumps({"run_id": "01J", "components": {"test_W": worker}}))
+    end_run(guarded, "was killed by SIGKILL")
     (ended,) = read(event_log_path(guarded.paths.logs))
     assert (ended["event"], ended["run_id"], ended["arbiter_pid"]) == ("RunEnded", "01J", 4711)
+    assert "its arbiter (pid 4711) was killed by SIGKILL at 20" in death_words(ended)
+    assert "the guardian ended its 1 worker, etcd and NATS" in death_words(ended)
+    assert ended_by_death(event_log_path(guarded.paths.logs), "test") == ended
     assert not guarded.paths.runtime.exists()
 
 
@@ -250,6 +256,6 @@ def test_a_log_that_cannot_be_written_ends_the_run_all_the_same(
     guarded: GuardedRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     event_log_path(guarded.paths.logs).mkdir()
-    end_run(guarded)
+    end_run(guarded, "was killed by SIGKILL")
     assert not guarded.paths.runtime.exists()
     assert "the end of the run is not in the event log" in caplog.text

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from dynamo_local.cli import apply
-from dynamo_local.errors import EXIT_FAILED, EXIT_NOT_RUNNING, EXIT_OK, EXIT_TIMED_OUT, NotRunning
+from dynamo_local.errors import EXIT_FAILED, EXIT_NOT_RUNNING, EXIT_OK, EXIT_TIMED_OUT, BadInput, NotRunning
 from tests.fakes.arbiter.scripted_arbiter import dynamo
 from tests.fakes.arbiter.supervisor import status_row
 
 NAME = "dynamo_VllmWorker"
 CAUSE = "apply:1f0c9a3e"
+KEPT = {"Frontend.port": 18030}
+KEPT_LINE = "kept from the command line: Frontend.port=18030 (--unset Frontend.port takes it back)"
 SAID: dict[str, Any] = {
     "status": "ok",
     "dry_run": False,
@@ -63,7 +65,7 @@ def worker(name: str = NAME, state: str = "ready", **more: Any) -> dict[str, Any
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(apply, "POLL_S", 0.0)
-    monkeypatch.setattr(apply, "deployment_of", lambda paths, file, overrides: {"overrides": list(overrides)})
+    monkeypatch.setattr(apply, "deployment_of", lambda paths, file, words, unset: ({"overrides": list(words)}, KEPT))
 
     def run(arbiter: Arbiter, *words: str) -> int:
         monkeypatch.setattr(apply, "ask_arbiter", arbiter.ask)
@@ -81,6 +83,7 @@ def test_each_worker_is_told_of_until_all_is_done(run: Any, capsys: pytest.Captu
     )
     assert run(arbiter, "--VllmWorker.sim.speed=2") == EXIT_OK
     assert capsys.readouterr().out.splitlines() == [
+        KEPT_LINE,
         "~ VllmWorker.sim.speed: 1.0 -> 2.0",
         f"{NAME} gets a new process",
         f"{NAME}: ready with its old configuration",
@@ -102,6 +105,7 @@ def test_a_dry_run_is_not_waited_for(run: Any, capsys: pytest.CaptureFixture[str
     said = {**SAID, "dry_run": True, "changes": changes, "workers": {"start": ["dynamo_A"], "leave": [], "renew": []}}
     assert run(Arbiter({**said, "notes": ["the planner decides that"]}, None), "--dry-run") == EXIT_OK
     assert capsys.readouterr().out.splitlines() == [
+        KEPT_LINE,
         "+ A: 1 worker",
         "- B.x: [1]",
         "dynamo_A starts",
@@ -112,12 +116,12 @@ def test_a_dry_run_is_not_waited_for(run: Any, capsys: pytest.CaptureFixture[str
 def test_nothing_that_differs_is_said(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     nobody = {"start": [], "leave": [], "renew": []}
     assert run(Arbiter({**SAID, "changes": [], "workers": nobody}, None)) == EXIT_OK
-    assert capsys.readouterr().out == "nothing differs: nothing to do\n"
+    assert capsys.readouterr().out == f"{KEPT_LINE}\nnothing differs: nothing to do\n"
 
 
 def test_what_an_earlier_apply_left_is_gone_on_with(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(Arbiter({**SAID, "changes": []}, graph(worker()))) == EXIT_OK
-    assert capsys.readouterr().out.splitlines() == [f"{NAME} gets a new process", f"{NAME}: ready"]
+    assert capsys.readouterr().out.splitlines() == [KEPT_LINE, f"{NAME} gets a new process", f"{NAME}: ready"]
 
 
 @pytest.mark.parametrize(
@@ -155,3 +159,39 @@ def test_a_file_that_is_not_there_is_one_line(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert dynamo(monkeypatch, "apply", "-f", "none.yaml") == EXIT_NOT_RUNNING
     assert "nothing runs in namespace" in capsys.readouterr().err
+
+
+# --- words of earlier command lines
+SAID_BEFORE = {
+    "Frontend": {"port": 18030, "served_model_name": "m"},
+    "VllmWorker": {"sim": {"speed": 2.0}, "ServiceArgs": {"envs": {"HF_TOKEN": "****"}}},
+}
+SECRET = "VllmWorker.ServiceArgs.envs.HF_TOKEN"
+
+
+def test_words_of_serve_stay_until_another_value_or_unset_takes_them_back() -> None:
+    words = ("--Frontend.port=18031", f"--{SECRET}=x")
+    kept = apply.kept_words(SAID_BEFORE, words, ("VllmWorker.sim",))
+    assert kept == {**SAID_BEFORE, "VllmWorker": {"ServiceArgs": {"envs": {"HF_TOKEN": "****"}}}}
+    in_file = {"Frontend": {"port": 8000, "served_model_name": "n"}}
+    assert apply.kept_values(kept, in_file, words) == {"Frontend.served-model-name": "m"}
+    assert apply.kept_values(kept, {"Frontend": {"served_model_name": "m"}}, words) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "unset", "told"),
+    [
+        ((), (), rf"{SECRET} was said .* not kept: say --{SECRET}=… again, or --unset {SECRET}"),
+        (
+            (),
+            (SECRET, "Frontend.prot"),
+            "no earlier command line said that; the run has .*did you mean 'Frontend.port'",
+        ),
+    ],
+)
+def test_a_secret_is_said_again_and_a_misspelt_unset_is_refused(
+    words: tuple[str, ...], unset: tuple[str, ...], told: str
+) -> None:
+    with pytest.raises(BadInput, match=told):
+        apply.kept_words(SAID_BEFORE, words, unset)
+    assert apply.kept_words(SAID_BEFORE, (), (SECRET, "Frontend.served-model-name"))["Frontend"] == {"port": 18030}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dynamo_local.arbiter.event_log import EventLog, ended_in_its_place, event_log_path
+from dynamo_local.arbiter.guarded_run import GuardedRun
 from dynamo_local.cli import ls
-from dynamo_local.errors import EXIT_OK, NotRunning
+from dynamo_local.errors import EXIT_NOT_RUNNING, EXIT_OK, NotRunning
 from dynamo_local.state.run_id import new_run_id
 from dynamo_local.system.liveness import acquire, release
 from dynamo_local.system.paths import Paths
@@ -28,6 +31,7 @@ ANSWER = {
         {"state": "ready", "gpus": ["10"]},
         {"state": "starting", "gpus": ["2"]},
         {"state": "ready", "gpus": []},
+        {"state": "exited", "gpus": []},
     ],
 }
 
@@ -100,6 +104,24 @@ def test_each_namespace_is_listed_with_what_became_of_it(
     assert "a worker lives on" in runs["kept"]["note"]
     assert f"pid {os.getpid()} (`dynamo serve`)" in runs["silent"]["note"]
     assert "is not valid JSON" in runs["torn"]["note"]
+
+
+def test_a_run_that_ended_with_its_arbiter_is_listed_for_a_day_and_explained(
+    host: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for namespace, age_s in (("lately", 60.0), ("long-ago", 2 * 86_400.0)):
+        logs = paths(namespace).logs
+        guarded = GuardedRun(namespace, RUN_ID, "", "", str(logs), 4711, 1.0, keep=False)
+        death = "was killed by SIGKILL"
+        ended_in_its_place(EventLog(event_log_path(logs)), guarded, death, ["a", "b"], time.time() - age_s)
+    (run,) = listed(monkeypatch, capsys)
+    assert (run["namespace"], run["state"], run["run_id"]) == ("lately", "ended", RUN_ID)
+    assert "its arbiter (pid 4711) was killed by SIGKILL at " in run["note"]
+    for command in ("status", "down"):
+        assert dynamo(monkeypatch, command, "-n", "lately") == EXIT_NOT_RUNNING
+        said = capsys.readouterr().err
+        assert "the guardian ended its 2 workers, etcd and NATS" in said
+        assert str(paths("lately").logs / "lately_arbiter.log") in said
 
 
 def _answer(asked: Paths) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from dynamo_local.cli import serve_models
 from dynamo_local.config.loading import load_config
@@ -97,6 +98,8 @@ def test_two_models_share_a_port_and_the_gpus(
     answer = Asked(monkeypatch, capsys, *words, "--gpus", "sim:5", "--dry-run", "--json").json
     assert [(one["name"], one["engines"]) for one in answer["models"]] == [("a", 3), ("b", 2)]
     assert answer["graph"] == "dynamo_local.components.graphs:models_2"
+    frontend = yaml.safe_load(answer["configuration"])["Frontend"]
+    assert frontend["served-model-name"] == ["a", "b"], "each gets 503 until its first worker is there"
 
 
 def test_a_command_behind_is_a_server_of_its_own(

@@ -110,7 +110,8 @@ def test_durations_are_short_and_unambiguous(seconds: float | None, text: str) -
             {"left_requests": 1, "left_tokens": 7, "eta_s": None, "deadline_s": -2},
             "1 request left (7 tokens), at most 0s",
         ),
-        ({"left_requests": 0, "left_tokens": 0, "eta_s": 0.0, "deadline_s": None}, "0 requests left, about 0s"),
+        ({"left_requests": 0, "left_tokens": 0, "eta_s": 0.0, "deadline_s": None}, "0 requests left"),
+        ({"left_requests": 12, "left_tokens": None, "eta_s": 0.4, "deadline_s": None}, "12 requests left"),
         (
             {"left_requests": None, "left_tokens": None, "eta_s": None, "deadline_s": 60},
             "unknown what is left, at most 1m00s",
@@ -234,6 +235,33 @@ def test_dispatch_is_one_line_over_all_workers() -> None:
     ) in render({**GRAPH, "workers": told}).splitlines()
     idle = {**GRAPH["workers"][0], "dispatch": {"refused": 0.0, "correction.itl": 1.0}}
     assert "dispatch" not in render({**GRAPH, "workers": [idle]})
+
+
+def test_a_worker_that_left_is_shown_only_while_its_component_has_no_other() -> None:
+    left = {**GRAPH["workers"][1], "watcher_name": "dynamo_VllmWorker_1", "state": "exited"}
+    alone = {**left, "component": "Router"}
+    lines = render({**GRAPH, "workers": [GRAPH["workers"][0], {**left, "component": "VllmWorker"}, alone]}).splitlines()
+    assert [line.split()[1:3] for line in lines[-2:]] == [["VllmWorker", "ready"], ["Router", "exited"]]
+
+
+SERVED = {
+    "seconds": 60.0,
+    "requests_per_s": 0.034,
+    "tokens_per_s": 1280.4,
+    "ttft_ms": {"p50": 213.4, "p95": 12_400.0},
+    "itl_ms": {"p50": 8.41, "p95": None},
+}
+
+
+def test_the_last_minute_of_each_component_is_a_table() -> None:
+    lines = render({**GRAPH, "components": {"VllmWorker": SERVED, "PrefillWorker": None}}).splitlines()
+    found = [" ".join(line.split()) for line in lines[-3:]]
+    assert found == [
+        "LAST MINUTE REQUESTS/S TOKENS/S TTFT P50 TTFT P95 ITL P50 ITL P95",
+        "VllmWorker 0.03 1,280 213 ms 12.4 s 8.4 ms -",
+        "PrefillWorker - - - - - -",
+    ]
+    assert render({**GRAPH, "components": {"VllmWorker": None}}) == render(GRAPH)
 
 
 # --- follow words

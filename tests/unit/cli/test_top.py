@@ -79,10 +79,22 @@ def test_each_gpu_has_its_worker_with_its_load(width: int) -> None:
     histories.add(graph)
     lines = _shown(Frame(graph, histories, at="14:05:09"), width)
     assert lines[0] == "dynamo  ready  1 of 2 GPUs held  http://127.0.0.1:8000  14:05:09"
-    assert _row(lines, "0").startswith("0 VllmWorker ready 63% ▆ 12/256 3 █")
+    assert _row(lines, "0").startswith("0 VllmWorker ready 63% ▆ 12/256 3 ▄")
     assert _row(lines, "1") == "1 free"
     assert _row(lines, "-").startswith("- Frontend ready - - -")  # not known, and no 0
     assert ("3m07s" in _row(lines, "0")) is (width == 120)
+
+
+def test_all_rows_show_their_waiting_requests_on_one_scale() -> None:
+    few, many = ({**LOAD, "num_requests_waiting": count} for count in (2, 16))
+    lonely = _graph([], _worker("VllmWorker", load=few))
+    histories = Histories()
+    histories.add(lonely)
+    assert _row(_shown(Frame(lonely, histories), 80), "-").endswith(" 2 ▃"), "two are not a full block"
+    both = _graph([], _worker("VllmWorker", load=few), _worker("VllmWorker_1", load=many))
+    histories.add(both)
+    rows = [line.split() for line in _shown(Frame(both, histories), 80) if line.startswith("-")]
+    assert [row[-2:] for row in rows] == [["2", "▂▂"], ["16", "█"]]
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -219,10 +231,10 @@ def test_when_the_arbiter_is_gone_the_last_picture_stays_and_says_so() -> None:
 
 def test_a_sparkline_ends_with_now_and_shows_a_gap_where_nothing_is_known() -> None:
     assert sparkline([0.0, 0.5, None, 1.0], 6, 1.0) == "  ▁▅·█"
-    assert sparkline([1, 2, 3, 4, 5, 6], 3) == "▆▇█"
-    assert sparkline([0, 0], 3) == " ▁▁"
-    assert sparkline([None, None], 3) == "   "
-    assert sparkline([], 3) == "   "
+    assert sparkline([1, 2, 3, 4, 5, 6], 3, 6.0) == "▆▇█"
+    assert sparkline([0, 0], 3, 8.0) == " ▁▁"
+    assert sparkline([None, None], 3, 8.0) == "   "
+    assert sparkline([], 3, 8.0) == "   "
     assert sparkline([0.2, 7.0], 2, 1.0) == "▂█"  # above the top is the top
 
 
@@ -254,6 +266,16 @@ def test_shorten_keeps_beginning_and_end() -> None:
     assert shorten("VllmWorker_1", 12) == "VllmWorker_1"
     assert shorten("AVeryLongComponentName_12", 16) == "AVeryLong…ame_12"
     assert all(len(shorten("AVeryLongComponentName_12", cells)) == cells for cells in range(2, 25))
+
+
+def test_the_last_minute_of_each_component_stands_below_the_workers() -> None:
+    share = {"p50": 12.3, "p95": None}
+    figures = {"seconds": 60.0, "requests_per_s": 4.2, "tokens_per_s": 1280.4, "ttft_ms": share, "itl_ms": share}
+    graph = _graph([], _worker("VllmWorker"), components={"VllmWorker": figures, "PrefillWorker": None})
+    lines = _shown(Frame(graph), 80)
+    assert _row(lines, "PrefillWorker") == "PrefillWorker - - - - - -"
+    assert _row(lines, "VllmWorker") == "VllmWorker 4.20 1,280 12.3 ms - 12.3 ms -"
+    assert view_as_json(Frame(graph))["components"] == graph["components"]
 
 
 # --- JSON --------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ class Named:
 
 
 def by_model() -> Any:
-    models, adapters = ModelsView("dynamo"), ModelsView("dynamo", prefix="dynamo/adapters/")
+    models, adapters = ModelsView("dynamo", ("a", "late")), ModelsView("dynamo", prefix="dynamo/adapters/")
     for at, (view, model, component) in enumerate(
         [(models, "a", "VllmWorker"), (models, "b", "VllmWorker2"), (adapters, "b-lora", "Processor2")]
     ):
@@ -77,6 +77,14 @@ async def test_a_request_goes_to_its_models_processor(model: str, answers: str) 
 
 
 async def test_a_model_that_nobody_serves_is_answered_with_those_that_are_there() -> None:
-    with pytest.raises(ApiError, match="`c` does not exist here; served now: `a`, `b`") as refused:
+    said = r"`c` does not exist here; served now: `a`, `b`; without a ready worker now: `late`"
+    with pytest.raises(ApiError, match=said) as refused:
         await by_model().call({"model": "c"})
     assert (refused.value.status, refused.value.code) == (404, "model_not_found")
+
+
+async def test_a_model_whose_first_worker_is_not_there_yet_is_to_be_asked_for_again() -> None:
+    with pytest.raises(ApiError, match="`late` has no ready worker") as refused:
+        await by_model().call({"model": "late"})
+    assert refused.value.status == 503
+    assert int(refused.value.headers["Retry-After"]) > 0

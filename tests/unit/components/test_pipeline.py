@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -74,6 +75,14 @@ def answer(items: list[dict[str, Any]]) -> tuple[str, str, int]:
     return "".join(item["text"] for item in items), items[-1]["finish_reason"], usage["completion_tokens"]
 
 
+def served_of(worker: FakeWorker) -> Counter[str]:
+    """The worker's counters of `core.served`; those of a latency are added up."""
+    found: Counter[str] = Counter()
+    for name, count in worker.context.served_source().items():
+        found[name.partition(".")[0]] += count
+    return found
+
+
 async def ask_many(cluster: FakeCluster, count: int, prompt_tokens: int = 40, max_tokens: int = 24) -> None:
     """`count` different prompts at once; every answer must be exactly right."""
 
@@ -86,7 +95,7 @@ async def ask_many(cluster: FakeCluster, count: int, prompt_tokens: int = 40, ma
 
 
 async def test_chat_streams_the_expected_text(cluster: FakeCluster) -> None:
-    await start_decode(cluster)
+    decode = await start_decode(cluster)
     await start_processor(cluster)
     messages = [{"role": "user", "content": "hello"}]
     prompt = TINY.encode_chat(messages)
@@ -101,6 +110,9 @@ async def test_chat_streams_the_expected_text(cluster: FakeCluster) -> None:
     assert answer(items) == expected(prompt, 30)
     assert items[-1]["usage"]["prompt_tokens"] == len(prompt)
     assert items[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    tokens = items[-1]["usage"]["completion_tokens"]
+    served = served_of(decode)
+    assert (served["requests"], served["tokens"], served["ttft"]) == (1, tokens, 1)
 
 
 async def test_200_concurrent_aggregated_requests_are_all_right(cluster: FakeCluster) -> None:
@@ -118,6 +130,7 @@ async def test_200_concurrent_disaggregated_requests_are_all_right(cluster: Fake
     await start_processor(cluster)
     await ask_many(cluster, 200)
     assert (await prefill.instance.status())["done"] == 200
+    assert served_of(prefill)["requests"] == 200
     await prefill.drain()  # what is acked last is acked after the reply
     assert not cluster.queue_server.entries
 

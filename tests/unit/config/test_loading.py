@@ -203,3 +203,16 @@ def test_further_files_are_laid_over_the_first_in_order(tmp_path: Path) -> None:
     assert config.source == f"{paths[0]}, {paths[1]}, {paths[2]} and the command line"
     with pytest.raises(ConfigError, match=r"no configuration file .*none\.yaml"):
         load_config(paths[0], more=[tmp_path / "none.yaml"], env={})
+
+
+def test_an_error_names_the_file_and_the_line_of_its_key(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text("Host:\n  gpus: all\nA:\n  x: 1\n")
+    second.write_text("Host:\n  restart:\n    failures-max: 3\n    frist-s: 1\n")
+    with pytest.raises(ConfigError, match=r"/b\.yaml, line 2: Host: unknown key 'restart\.frist-s'"):
+        load_config(first, env={}, more=(second,))
+    with pytest.raises(ConfigError, match=r"^command line: Host: unknown key 'gpsu'; did you mean 'gpus'"):
+        load_config(first, env={}, overrides=["--Host.gpsu=all"])
+    first.write_text("Host: {}\nA:\n  common-configs: [model]\n")
+    with pytest.raises(ConfigError, match=r"/a\.yaml, line 3: A: common-configs lists 'model'"):
+        load_config(first, env={})

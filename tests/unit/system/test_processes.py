@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import textwrap
@@ -35,6 +36,34 @@ def family() -> Iterator[tuple[int, int]]:
         child = int(leader.stdout.readline())
         yield leader.pid, child
         leader.kill()
+
+
+def test_the_end_of_a_process_is_told_to_those_who_are_not_its_parent() -> None:
+    with subprocess.Popen(["sleep", "600"]) as process:
+        pidfd = os.pidfd_open(process.pid)
+        assert processes.exit_status(process.pid, pidfd) is None, "it runs"
+        process.kill()
+        os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
+        zombie = processes.exit_status(process.pid, pidfd)
+    told = processes.exit_status(process.pid, pidfd)  # its parent has waited for it: Linux 6.15 still tells
+    os.close(pidfd)
+    assert zombie == signal.SIGKILL
+    assert told in (signal.SIGKILL, None)
+
+
+@pytest.mark.parametrize(
+    ("status", "oom_kills", "words"),
+    [
+        (9, (3, 3), "was killed by SIGKILL"),
+        (9, (None, 4), "was killed by SIGKILL"),
+        (9, (3, 4), "was killed by SIGKILL, while the kernel's OOM killer was at work (`dmesg` names its victims)"),
+        (11, (3, 4), "was killed by SIGSEGV"),
+        (0x100, (3, 4), "ended with exit code 1"),
+        (None, (3, 3), "was killed (by what is not known)"),
+    ],
+)
+def test_the_end_of_a_process_in_words(status: int | None, oom_kills: tuple[int | None, int], words: str) -> None:
+    assert processes.ended_how(status, *oom_kills) == words
 
 
 async def test_the_whole_session_is_ended(family: tuple[int, int]) -> None:

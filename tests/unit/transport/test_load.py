@@ -224,22 +224,28 @@ async def test_counters_go_to_those_who_ask_alone(nats: RecordingNats, clock: Ma
         worker.changed,
         clock,  # type: ignore[arg-type]
         dispatch=lambda: {"refused": 2.0},
+        served=lambda: {"requests": 1.0, "ttft.57": 1.0},
     )
     await publisher.start()
     await settle()
-    assert nats.published[-1][2]["dispatch"] is None
+    assert (nats.published[-1][2]["dispatch"], nats.published[-1][2]["served"]) == (None, None)
     await nats.callbacks["ns.load"](SimpleNamespace(reply="inbox"))
     await publisher.close()
     message = nats.published[-1][2]
     view = LoadView(nats, "ns", "W", clock)  # type: ignore[arg-type]
     await view.start()
+    assert message["served"] == {"requests": 1.0, "ttft.57": 1.0}
     for told, believed in (
-        ({"refused": 2.0}, True),
-        ({"Rm -rf": 1.0}, False),
-        ({"a" * n: 0 for n in range(70)}, False),
+        ({"dispatch": {"refused": 2.0}}, True),
+        ({"dispatch": {"Rm -rf": 1.0}}, False),
+        ({"dispatch": {"a" * n: 0 for n in range(70)}}, False),
+        ({"served": {"ttft.57": 1}}, True),
+        ({"served": {"ttft.57": -1}}, False),
+        ({"served": {"ttft.x": 1}}, False),
+        ({"served": {f"ttft.{n}": 1 for n in range(600)}}, False),
     ):
         view.forget(7)
-        data = json.dumps({**message, "dispatch": told}).encode()
+        data = json.dumps({**message, **told}).encode()
         await nats.callbacks["ns.load.W"](SimpleNamespace(data=data, subject="s"))
         assert isinstance(view.get(7), Missing) is not believed
     await view.close()

@@ -64,11 +64,24 @@ def test_the_engines_that_were_measured_are_taken(folder):
     check_profile(config(folder), here, ["H200"])
 
 
+def test_a_default_that_was_written_out_is_no_difference(tmp_path, monkeypatch):
+    write_npz(tmp_path)
+    write_document(tmp_path, of(graph(sim={"speed": 1.0, "max-num-seqs": 256})))
+    check_profile(config(tmp_path), graph())
+    monkeypatch.setattr("dynamo_local.engines.vllm.checks.is_installed", lambda: True)
+    monkeypatch.setattr("dynamo_local.engines.vllm.checks.defaults", lambda: {"block_size": 16, "seed": 0})
+    measured, here = ({"engine": "vllm", "model": "/m", **more} for more in ({"block-size": 16}, {"seed": 0}))
+    write_document(tmp_path, of(graph(**measured)))
+    check_profile(config(tmp_path), graph(**here), patient=True)
+    with pytest.raises(ConfigError, match=r"agg: block_size is not set here and was 16\.0; agg: seed is 0\.0 here"):
+        check_profile(config(tmp_path), graph(**here))
+
+
 @pytest.mark.parametrize(
     ("here", "gpus", "said"),
     [
         (graph(sim={"speed": 1}), None, "agg: sim.speed is 1.0 here and was 10.0"),
-        (graph(), None, "agg: sim.speed is not set here and was 10.0"),
+        (graph(), None, "agg: sim.speed is 1.0 here and was 10.0"),
         (graph(sim={"speed": 10}), ["H100"], "GPUs are H100 here and were H200"),
         (graph(engine="vllm", model="/m"), None, "agg: engine is vllm here and was sim"),
     ],

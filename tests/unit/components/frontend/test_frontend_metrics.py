@@ -237,3 +237,6 @@ def test_requests_are_remembered_one_by_one_with_their_own_lengths():
     assert [(each.isl, each.osl, each.ttft_s) for each in told.answered] == [(100, 5, 0.5), (7, 1, 0.5)]
     assert told.answered[0].itl_s == pytest.approx(0.1)
     assert told.answered[1].itl_s is None
+    served = metrics.served.counters()
+    assert (served["requests"], served["tokens"]) == (3, 9)
+    assert {name.partition(".")[0]: count for name, count in served.items() if "." in name} == {"ttft": 3, "itl": 2}

@@ -63,6 +63,8 @@ def test_a_model_comes_with_its_first_worker_and_goes_with_its_last(serve_model:
 
 def test_an_expected_model_is_known_before_its_first_worker():
     assert ModelsView("dynamo", expected="m").availability("m") is Availability.GONE
+    several = ModelsView("dynamo", expected=("n", "m"))
+    assert (several.availability("n"), several.absent()) == (Availability.GONE, ["m", "n"])
 
 
 def test_a_snapshot_is_the_whole_truth(serve_model: Serve):

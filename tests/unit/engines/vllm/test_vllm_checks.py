@@ -28,7 +28,9 @@ def check(*overrides: str, only_plan: bool = False) -> tuple[str, ...]:
     return check_engines(graph, resolve(graph, config, namespace=None), config, only_plan=only_plan)
 
 
-WORDS = ("--VllmWorker.model=/models/llama", "--VllmWorker.block-size=32", "--PrefillWorker.model=/models/llama")
+WORDS = (f"--VllmWorker.model={EXAMPLE}", "--VllmWorker.block-size=32", f"--PrefillWorker.model={EXAMPLE}")
+NOWHERE = "--VllmWorker.model=/models/nope"
+NO_FOLDER = "VllmWorker: model /models/nope: there is no such folder on this host; name one with a config.json"
 
 
 def test_the_simulation_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,6 +44,23 @@ def test_a_host_without_vllm_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         check(*WORDS)
     (note,) = check(*WORDS, only_plan=True)
     assert "its options were not checked" in note
+
+
+@pytest.mark.parametrize("engine", ["--VllmWorker.engine=sim", "--VllmWorker.engine=vllm"])
+def test_a_model_folder_that_is_not_there_is_a_note_of_a_plan_and_refuses_a_start(
+    monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    monkeypatch.setattr(checking, "is_installed", lambda: True)
+    monkeypatch.setattr(checking, "what_is_wrong", lambda sections: {})
+    (note,) = check(NOWHERE, engine, only_plan=True)
+    assert note.startswith(NO_FOLDER)
+    with pytest.raises(ConfigError, match=NO_FOLDER):
+        check(NOWHERE, engine)
+
+
+def test_options_of_the_sim_engine_are_not_the_complaint_where_the_folder_is_missing() -> None:
+    with pytest.raises(ConfigError, match=NO_FOLDER):
+        check(NOWHERE, '--VllmWorker.sim={"speed": 2}', only_plan=True)
 
 
 def test_what_vllm_refuses_is_named_with_its_section(monkeypatch: pytest.MonkeyPatch) -> None:

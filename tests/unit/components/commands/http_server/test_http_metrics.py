@@ -7,8 +7,17 @@ from dataclasses import replace
 import pytest
 
 from dynamo_local.components.commands import metrics as http_metrics
-from dynamo_local.components.commands.metrics import QUIET_S, OwnRequests, ServerNumbers, in_flight, load_of, read
+from dynamo_local.components.commands.metrics import (
+    QUIET_S,
+    OwnRequests,
+    ServerNumbers,
+    in_flight,
+    load_of,
+    read,
+    served_of,
+)
 from dynamo_local.components.commands.metrics_text import Metrics
+from dynamo_local.core.served import BOUNDS_S
 from dynamo_local.core.types import Load, Missing
 
 VLLM = """
@@ -29,6 +38,8 @@ vllm:generation_tokens_total{engine="0",model_name="m"} 900.0
 vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="400"} 1.0
 # TYPE vllm:inter_token_latency_seconds histogram
 vllm:inter_token_latency_seconds_sum{engine="0",model_name="m"} 4.0
+vllm:inter_token_latency_seconds_bucket{engine="0",le="0.01",model_name="m"} 0.0
+vllm:inter_token_latency_seconds_bucket{engine="0",le="0.025",model_name="m"} 200.0
 vllm:inter_token_latency_seconds_bucket{engine="0",le="+Inf",model_name="m"} 200.0
 vllm:inter_token_latency_seconds_count{engine="0",model_name="m"} 200.0
 """
@@ -63,6 +74,20 @@ def test_vllms_metrics_as_a_load() -> None:
         remaining_tokens=77,
         itl_ms=None,
     )
+
+
+def test_vllms_counts_are_those_of_what_it_served() -> None:
+    assert served_of(Metrics(VLLM)) == {}, "without requests nothing is known"
+    text = (
+        VLLM
+        + """vllm:request_success_total{engine="0",finished_reason="stop"} 7.0
+vllm:request_success_total{engine="0",finished_reason="length"} 2.0
+"""
+    )
+    found = served_of(Metrics(text))
+    gaps = {BOUNDS_S[int(name.removeprefix("itl."))] for name in found if name.startswith("itl.")}
+    assert (found["requests"], found["tokens"]) == (9.0, 900.0)
+    assert 0.01 < min(gaps) < max(gaps) < 0.029
 
 
 def test_sglangs_metrics_as_a_load() -> None:
