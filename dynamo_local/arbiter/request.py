@@ -159,6 +159,7 @@ def _settings(options: ServeOptions, config: Config, environ: Mapping[str, str])
         pin_gpus=not pinning_disabled(environ),
         keep_on_arbiter_death=options.on_arbiter_death == "keep",
         health_bound_s=config.host.health_bound_s,
+        unread_bound_s=config.host.unread_bound_s,
         restart_revoked=config.host.on_foreign_revoke == "restart",
         restart=RestartPolicy(**config.host.restart.model_dump()),
         metrics_port=config.host.metrics_port,

@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from dynamo_local.components.openai.errors import ApiError
 from dynamo_local.components.openai.http_io import CONNECTION
 from dynamo_local.errors import ConfigError, StartTimedOut
+from dynamo_local.system.unread import UnreadWatch
 
 # --- uvicorn's HTTP protocol, with bounds on what a connection may send before, beside and behind a request's body.
 #
@@ -51,6 +52,14 @@ nobody reads."""
 LINGER_S: Final = 2.0
 """After a refusal what the client still sends is dropped: closing at once would reset the connection before the client
 has read the answer."""
+
+
+TCP_NOTSENT_LOWAT: Final = 25
+"""Linux's; Python's socket module has no name for it."""
+
+UNSENT_MAX_BYTES: Final = 128 * 1024
+"""What the kernel takes for a client beyond that client's window. It would take up to 4 MiB, and a slow client would
+seem to read nothing until a third of that is gone."""
 
 
 class Client:
@@ -85,6 +94,9 @@ class Client:
         cycle = self.cycle
         return cycle is not None and not cycle.flow.write_paused and cycle.transport.get_write_buffer_size() == 0
 
+    def unread_s(self) -> float | None:
+        return self._protocol.unread.unread_s(self._protocol.loop.time())
+
     def cut(self) -> None:
         """Close the connection; what is unsent is lost."""
         self._protocol.transport.abort()
@@ -108,15 +120,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._overhead_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self.on_lost: Callable[[], None] | None = None
+        self.unread = UnreadWatch()
 
     # --- the connection ---
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, UNSENT_MAX_BYTES)
         self._expect_within(SILENCE_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect_within(None)
+        self.unread.end()
         super().connection_lost(exc)
         if (left := self.on_lost) is not None:
             left()
@@ -132,6 +149,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         # The size of a field's parts is seen when it ends. A field that does not end counts with all its bytes.
         if self._overhead_bytes > MAX_HEAD_BYTES and not self._refused and not self.transport.is_closing():
             self._refuse(_too_large())
+
+    def pause_writing(self) -> None:
+        self.unread.begin(self.transport, self.loop.time())
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self.unread.end()
+        super().resume_writing()
 
     def shutdown(self) -> None:
         if self._refused:
