@@ -58,7 +58,7 @@ TCP_NOTSENT_LOWAT: Final = 25
 """Linux's; Python's socket module has no name for it."""
 
 UNSENT_MAX_BYTES: Final = 128 * 1024
-"""What the kernel takes for a client beyond that client's window. It would take up to 4 MiB, and a slow client would
+"""The kernel takes so much for a client beyond that client's window. It would take up to 4 MiB, and a slow client would
 seem to read nothing until a third of that is gone."""
 
 
