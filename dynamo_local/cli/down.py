@@ -40,7 +40,12 @@ def down(namespace: str | None, now: bool, timeout_s: float) -> None:
     if arbiter_is_dead(paths, timeout_s):
         end_leftovers(paths, now=now)
     else:
-        _leave(paths, now=now, deadline_s=deadline_s, timeout_s=timeout_s)
+        try:
+            _leave(paths, now=now, deadline_s=deadline_s, timeout_s=timeout_s)
+        except NotRunning:
+            for lock in (paths.lock, paths.runtime_lock):  # of a start that was killed before it had begun anything
+                living.forget_dead_owner(lock)
+            raise
     click.echo(f"{paths.namespace}: down")
 
 
