@@ -7,7 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynamo_local.arbiter.checks import check_access, check_dispatch, check_engines, insecure, with_flips
+from dynamo_local.arbiter.checks import (
+    check_access,
+    check_dispatch,
+    check_engines,
+    check_sim_profiles,
+    insecure,
+    with_flips,
+)
 from dynamo_local.arbiter.deployment import Settings
 from dynamo_local.arbiter.profile_check import check_profile
 from dynamo_local.components.commands.graph import check_commands, with_commands
@@ -105,6 +112,8 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, 
             _, damaged = history_of(planner)
     follow = _followed(options, spec, starts)
     spec = with_flips(graph, spec, config)
+    if only_plan:
+        check_sim_profiles(graph, spec, config)
     notes = (
         *([] if damaged is None else [damaged]),
         *check_engines(graph, spec, config, only_plan=only_plan),
