@@ -15,7 +15,9 @@ from dynamo_local.config.loading import COMMON, COMMON_CONFIGS, HOST, Config, de
 from dynamo_local.config.planner import LATENCY_ALIASES
 from dynamo_local.core.secrets import parse_source
 from dynamo_local.core.types import GraphSpec, Missing, Role, ServiceSpec
+from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.errors import ConfigError, how_to_install
+from dynamo_local.profile.reading import read_profile, shipped_profiles
 from dynamo_local.sdk.checks import listing, nearest
 from dynamo_local.sdk.loader import LoadedGraph
 from dynamo_local.sdk.service_config import underscored
@@ -148,6 +150,24 @@ def _check_standby(service: ServiceSpec, options: Any) -> None:
         why = NIXL
     if why is not None:
         raise ConfigError(f"ServiceArgs.standby cannot be: {why}; remove it")
+
+
+def check_sim_profiles(graph: LoadedGraph, spec: GraphSpec, config: Config) -> None:
+    """Raises `ConfigError` for a sim engine's own profile that cannot be read. For `--dry-run`: the reader needs numpy,
+    which an arbiter does without. In a real start, the worker says the same."""
+    for service in spec.components:
+        model = graph.services[service.name].config_model
+        if not isinstance(model, type) or not issubclass(model, EngineConfig):
+            continue
+        settings: Any = validate_section(model, f"{config.source}: {service.name}", service.config)
+        if settings.engine_name != "sim":
+            continue
+        profile = SimOptions.from_mapping(settings.sim).profile
+        try:
+            if profile not in shipped_profiles():
+                read_profile(profile)
+        except ConfigError as error:
+            raise ConfigError(f"{config.source}: {service.name}: sim.profile: {error}") from None
 
 
 def check_engines(graph: LoadedGraph, spec: GraphSpec, config: Config, *, only_plan: bool = False) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from dynamo_local.core.fleet.fleet import Template, Worker
 from dynamo_local.core.fleet.states import ROLES
 from dynamo_local.core.gpus import DEFAULT_VRAM_SHARE, GpuAsk, GpuDevice, GpuLedger, cuda_visible_devices
 from dynamo_local.core.secrets import allowed_env, mask_env
+from dynamo_local.core.traffic import UNREAD_BOUND_S
 from dynamo_local.core.types import GraphSpec, Role, ServiceSpec, watcher_name
 from dynamo_local.core.virtual import Layout, root
 from dynamo_local.errors import ConfigError
@@ -43,6 +44,7 @@ class Settings:
     pin_gpus: bool = True
     keep_on_arbiter_death: bool = False
     health_bound_s: float = 30.0
+    unread_bound_s: float = UNREAD_BOUND_S
     restart_revoked: bool = False
     restart: RestartPolicy = DEFAULT_POLICY
     metrics_port: int = 0
@@ -238,6 +240,7 @@ class WatcherFactory:
                 "DYN_WORKER_GPUS": str(spec.resources.gpu),
                 "DYN_STATEFILE": str(self.paths.statefile),
                 "DYN_LEASE_TTL_S": str(self.settings.lease_ttl_s),
+                "DYN_UNREAD_BOUND_S": str(self.settings.unread_bound_s),
                 "DYNAMO_SERVICE_CONFIG": self.service_config_json,
                 "DYN_START_DEADLINE_S": str(self.start_deadline_s(spec)),
                 "PYTHONUNBUFFERED": "1",

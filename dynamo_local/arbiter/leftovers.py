@@ -29,6 +29,7 @@ from dynamo_local.core.fleet.states import STAGES
 from dynamo_local.core.types import watcher_name
 from dynamo_local.errors import ConfigError, DynamoError, StateError
 from dynamo_local.state.raw import StateMissing, read_raw
+from dynamo_local.system.liveness import forget_dead_owner
 from dynamo_local.system.paths import Paths
 from dynamo_local.system.processes import is_alive, is_resource_tracker, send_signal, sessions, start_time_s
 from dynamo_local.transport.access import EtcdAccess
@@ -270,6 +271,7 @@ def clear(paths: Paths, run: RecordedRun) -> None:
     except StateError as error:
         log.warning("the statefile was not removed: %s", error)
     shutil.rmtree(paths.runtime, ignore_errors=True)
+    forget_dead_owner(paths.runtime_lock)
 
 
 def end_run(paths: Paths) -> list[str]:

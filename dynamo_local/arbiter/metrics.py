@@ -208,9 +208,16 @@ class ArbiterMetrics:
             ["component"],
             registry=self.registry,
         )
+        self.requests_abandoned = Counter(
+            f"{PREFIX}_requests_abandoned",
+            "Requests ended by leaving workers because their clients did not read",
+            ["component"],
+            registry=self.registry,
+        )
         for component in components:
             self.restarts.labels(component)
             self.requests_cut.labels(component)
+            self.requests_abandoned.labels(component)
             for outcome in filter(None, (traits.drain_outcome for traits in TRAITS.values())):
                 self.drains.labels(component, outcome)
 
@@ -221,6 +228,7 @@ class ArbiterMetrics:
             self.restarts.labels(component).inc()
         if isinstance(cut, int):
             self.requests_cut.labels(component).inc(cut)
+        self.requests_abandoned.labels(component).inc(transition.details.get("requests_abandoned", 0))
         outcome = TRAITS[transition.after].drain_outcome if TRAITS[transition.before].drains else None
         if outcome is not None:
             self.drains.labels(component, outcome).inc()

@@ -8,7 +8,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dynamo_local.arbiter.checks import check_access, check_common, check_dispatch, check_engines, insecure, with_flips
+from dynamo_local.arbiter.checks import (
+    check_access,
+    check_common,
+    check_dispatch,
+    check_engines,
+    check_sim_profiles,
+    insecure,
+    with_flips,
+)
 from dynamo_local.arbiter.deployment import Settings
 from dynamo_local.arbiter.profile_check import check_profile
 from dynamo_local.components.commands.graph import check_commands, with_commands
@@ -132,6 +140,8 @@ def _understood(
             _, damaged = history_of(planner)
     follow = _followed(options, spec, starts)
     spec = with_flips(graph, spec, config)
+    if only_plan:
+        check_sim_profiles(graph, spec, config)
     notes = (
         *([] if damaged is None else [damaged]),
         *check_engines(graph, spec, config, only_plan=only_plan),
@@ -194,6 +204,7 @@ def _settings(options: ServeOptions, config: Config, environ: Mapping[str, str])
         pin_gpus=not pinning_disabled(environ),
         keep_on_arbiter_death=options.on_arbiter_death == "keep",
         health_bound_s=config.host.health_bound_s,
+        unread_bound_s=config.host.unread_bound_s,
         restart_revoked=config.host.on_foreign_revoke == "restart",
         restart=RestartPolicy(**config.host.restart.model_dump()),
         metrics_port=config.host.metrics_port,

@@ -18,7 +18,7 @@ import secrets
 import shlex
 import shutil
 import signal
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -28,10 +28,12 @@ from dynamo_local.arbiter.deployment import Deployment
 from dynamo_local.arbiter.statefile import without_credentials
 from dynamo_local.clock import Clock
 from dynamo_local.core.types import how_it_ended, watcher_name
-from dynamo_local.errors import ConfigError, InfraUnavailable, how_to_install
+from dynamo_local.errors import ConfigError, EtcdUnavailable, InfraUnavailable, NatsUnavailable, how_to_install
 from dynamo_local.state.schema import ServerEntry, State
+from dynamo_local.system.executors import ended
+from dynamo_local.system.host_errors import advice_in
 from dynamo_local.system.host_leases import LOOPBACK, PortLease
-from dynamo_local.system.log_files import set_aside
+from dynamo_local.system.log_files import log_tail, set_aside
 from dynamo_local.system.paths import Paths, write_private
 from dynamo_local.system.process_host import LaunchSpec, ProcessHost
 from dynamo_local.system.processes import aend_session, start_time_s, wait_exit
@@ -302,6 +304,8 @@ RESTART_DELAY_MAX_S = 10.0
 The actual wait is drawn from the upper half of the delay. So servers of several graphs that were killed together do not
 start together.
 """
+START_FAILURES = 4
+"""A run whose server has failed so often before it ever answered does not start. This takes some two seconds."""
 RAN_WELL_S = 30.0
 """After this time of running, a server's failures are forgotten and its delay is the shortest again."""
 STOP_TIMEOUT_S = 5.0
@@ -368,6 +372,7 @@ class EmbeddedServers:
         self._ports: list[PortLease] = []
         self._servers: dict[str, _Server] = {}
         self._leaving = False
+        self._hopeless = asyncio.Event()
         self.origins: list[str] = []
         self.certificates: Certificates | None = None
         self._certificate_files: dict[Path, str] = {}
@@ -491,6 +496,8 @@ class EmbeddedServers:
         delay_s = bound_s * (0.5 + self._unit() / 2)
         server.failures += 1
         server.reason = reason
+        if server.failures >= START_FAILURES:
+            self._hopeless.set()
         server.next_try_s = self._clock.now_s() + delay_s
         log.warning("%s %s (failure %d); starting it again in %.1f s", name, reason, server.failures, delay_s)
         before = "running" if event == "ServerDied" else "restarting"
@@ -511,6 +518,39 @@ class EmbeddedServers:
                 else:
                     log.error("%s runs again, but its new pid could not be recorded: %s", name, error)
         server.restarting = None
+
+    async def while_starting(self, connecting: Coroutine[Any, Any, None]) -> None:
+        """Await `connecting` to the servers that have just been started.
+
+        Raises `InfraUnavailable` with the end of a server's log: at once when a server has failed `START_FAILURES`
+        times, otherwise when `connecting` gives up.
+        """
+        task, hopeless = asyncio.create_task(connecting), asyncio.create_task(self._hopeless.wait())
+        try:
+            await asyncio.wait((task, hopeless), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                failed = [name for name, server in self._servers.items() if server.failures]
+                raise InfraUnavailable(f"the run cannot start: {self._failures(failed)}")
+            try:
+                task.result()
+            except InfraUnavailable as error:
+                kind = {EtcdUnavailable: "etcd", NatsUnavailable: "nats"}.get(type(error))
+                asked = [name for name, each in self._servers.items() if each.failures or _kind(each.spec) == kind]
+                why = self._failures(asked)
+                raise type(error)(f"{error}; {why}" if why else str(error)) from error
+        finally:
+            await ended(task, hopeless)
+
+    def _failures(self, names: Iterable[str]) -> str:
+        """Each of these servers, how often it failed, and the end of its log."""
+        found = []
+        for name in names:
+            server = self._servers[name]
+            times = f"{name} {server.reason} ({server.failures} times); " if server.failures else f"{name}: "
+            quoted = log_tail(self._paths.log_file(name))
+            advice = advice_in(f"{server.reason} {quoted}")
+            found.append(f"{times}{f'{advice}; ' if advice else ''}{quoted}")
+        return "; ".join(found)
 
     async def stop(self) -> None:
         """End NATS, then etcd, each by SIGTERM and then SIGKILL. Remove their data."""

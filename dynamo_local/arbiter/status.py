@@ -107,14 +107,17 @@ def _drain_status(worker: Worker, fleet: Fleet, now_s: float) -> dict[str, Any] 
     deadline_s = (
         None if worker.leave.requested_at_s is None else round(worker.leave.requested_at_s + allowed_s - now_s, 3)
     )
-    left = drains.left(worker.load)
-    if isinstance(left, Missing):
+    load = worker.load
+    left = drains.left(load)
+    if isinstance(load, Missing) or isinstance(left, Missing):
         return {"left_requests": None, "left_tokens": None, "eta_s": None, "deadline_s": deadline_s}
     return {
         "left_requests": left.running + left.waiting,
         "left_tokens": left.tokens,
         "eta_s": None if isinstance(left.eta_s, Missing) else left.eta_s,
         "deadline_s": deadline_s,
+        "unread": load.unread,
+        "unread_s": load.unread_s,
     }
 
 

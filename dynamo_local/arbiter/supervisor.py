@@ -179,7 +179,7 @@ class Supervisor:
         parts.controller.feed(StartAll(stimulus_id="serve"))
         await asyncio.gather(*(parts.servers.spawn(name) for name in servers))
         self._show_logs(from_end=False)
-        await self._unless_stopped(self._connect())
+        await self._unless_stopped(parts.servers.while_starting(self._connect()))
         await self._unless_stopped(self._all_ready())
 
     async def _take_back(self, found: Found) -> None:

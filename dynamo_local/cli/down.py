@@ -11,6 +11,7 @@ import click
 
 from dynamo_local.arbiter.marks import guarded_arbiter, marked
 from dynamo_local.cli.common import SECONDS, ask_arbiter, await_socket, find_paths, namespace_option
+from dynamo_local.cli.status import unread_note
 from dynamo_local.core.fleet.states import traits_of
 from dynamo_local.errors import DynamoError, NotRunning, TimedOut
 from dynamo_local.state.raw import prepare_folder
@@ -39,7 +40,12 @@ def down(namespace: str | None, now: bool, timeout_s: float) -> None:
     if arbiter_is_dead(paths, timeout_s):
         end_leftovers(paths, now=now)
     else:
-        _leave(paths, now=now, deadline_s=deadline_s, timeout_s=timeout_s)
+        try:
+            _leave(paths, now=now, deadline_s=deadline_s, timeout_s=timeout_s)
+        except NotRunning:
+            for lock in (paths.lock, paths.runtime_lock):  # of a start that was killed before it had begun anything
+                living.forget_dead_owner(lock)
+            raise
     click.echo(f"{paths.namespace}: down")
 
 
@@ -125,10 +131,11 @@ def _show_progress(paths: Paths, printed: set[str]) -> None:
         load = row.get("load") or {}
         active = load.get("request_active_slots")
         left = f", {active} in flight" if active else ""
-        line = f"{row['watcher_name']}: {row['state']}{left}"
-        if traits_of(row["state"]).drains and line not in printed:
-            printed.add(line)
-            click.echo(line)
+        key = f"{row['watcher_name']}: {row['state']}{left}, {load.get('unread') or 0}"
+        if traits_of(row["state"]).drains and key not in printed:
+            printed.add(key)
+            unread = unread_note(load)
+            click.echo(f"{row['watcher_name']}: {row['state']}{left}{f': {unread}' if unread else ''}")
 
 
 def _too_long(namespace: str, timeout_s: float, who: str) -> TimedOut:

@@ -272,10 +272,20 @@ def drain_note(drain: Mapping[str, Any] | None) -> str:
     eta_s, deadline_s = drain.get("eta_s"), drain.get("deadline_s")
     parts = (
         left,
+        unread_note(drain),
         "" if eta_s is None or eta_s < 1.0 else f"about {duration(eta_s)}",
         "" if deadline_s is None else f"at most {duration(max(0.0, deadline_s))}",
     )
     return ", ".join(part for part in parts if part)
+
+
+def unread_note(reported: Mapping[str, Any]) -> str:
+    """`5 answers that no client reads, the oldest for 42s`, of a drain or a load; "" where all are read."""
+    unread = reported.get("unread")
+    if not unread:
+        return ""
+    what = f"{unread} answer{'s' * (unread != 1)} that no client reads"
+    return f"{what}, {'the oldest ' * (unread != 1)}for {duration(reported['unread_s'])}"
 
 
 def _of(load: Mapping[str, Any] | None, part: str, whole: str) -> str:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from dynamo_local.core.secrets import parse_source
+from dynamo_local.core.traffic import UNREAD_BOUND_S
 from dynamo_local.core.types import SECONDS_MAX
 
 Seconds = Annotated[float, Field(gt=0, le=SECONDS_MAX, allow_inf_nan=False)]
@@ -131,6 +132,8 @@ class HostConfig(BaseModel):
     """Names or globs of variables that workers inherit beyond the allow-list of `core.secrets`."""
     health_bound_s: Seconds = 30.0
     """A worker that answers nothing for so long, while etcd and NATS do, is hung and treated as crashed."""
+    unread_bound_s: Seconds = UNREAD_BOUND_S
+    """A stream of which the client has taken no byte for so long, while its worker leaves, is ended."""
     on_foreign_revoke: Literal["leave", "restart"] = "leave"
     """The action after a worker has left because somebody else revoked its lease."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0

@@ -164,3 +164,6 @@ MAX_NUM_WAITING: Final = 8192
 
 REQUEST_TIMEOUT_S: Final = 600.0
 """From a request's first byte to its answer's last: the default of OpenAI's clients, too."""
+
+UNREAD_BOUND_S: Final = 30.0
+"""While a worker leaves, an answer of which the client has taken no byte for so long is ended."""

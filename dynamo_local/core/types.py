@@ -147,6 +147,8 @@ class Load:
     or in a worker (None: unknown).
     `remaining_tokens` counts the tokens that running requests may still generate (an upper bound),
     `itl_ms` is the live inter-token latency (None before the first).
+    `unread` answers wait for a reader that has taken nothing for a while, the longest for `unread_s`. `abandoned`
+    counts such answers that the worker has ended because it leaves.
     """
 
     request_active_slots: int = 0
@@ -159,6 +161,9 @@ class Load:
     remaining_tokens: int = 0
     itl_ms: float | None = None
     prefills_waiting: int | None = None
+    unread: int = 0
+    unread_s: float = 0.0
+    abandoned: int = 0
 
     def numbers(self) -> dict[str, float | None]:
         """Its fields by name, as they travel and as `dynamo status` shows them: None for what is not known."""

@@ -25,12 +25,15 @@ class Work:
     """Requests of a component that did not come through its endpoints.
 
     `requests`: their ids. `pulled`: how many of them came out of a queue. `unnamed`: requests whose ids are
-    unknown here.
+    unknown here. `unread_s`: for how long each answer has waited for a client that reads nothing. `abandoned`: such
+    answers that were ended.
     """
 
     requests: tuple[str, ...] = ()
     pulled: int = 0
     unnamed: int = 0
+    unread_s: tuple[float, ...] = ()
+    abandoned: int = 0
 
 
 class PrefillReplies(Protocol):
@@ -176,6 +179,11 @@ class WorkerContext(Protocol):
 
     def set_sleeper(self, sleeper: EngineSleeper) -> None:
         """Register the object that puts this worker's engine to sleep. Without one, the worker cannot sleep."""
+        ...
+
+    @property
+    def unread_bound_s(self) -> float:
+        """While the worker leaves, an answer of which the client has taken no byte for so long is ended."""
         ...
 
     def set_work_source(self, source: Callable[[], Work]) -> None:

@@ -56,6 +56,13 @@ def host_refused(error: BaseException, what: str | None = None) -> HostRefused |
     return HostRefused(": ".join(part for part in parts if part) + (f"; {advice}" if advice else ""))
 
 
+def advice_in(text: str) -> str | None:
+    """The advice for a refusal of the host that a program's log, or its end by a signal, names; None: it names none."""
+    named = (number for number in _ADVICE if os.strerror(number).lower() in text.lower())
+    number = errno.EFBIG if "SIGXFSZ" in text else next(named, None)
+    return None if number is None else f"{os.strerror(number)}: {_ADVICE[number]}"
+
+
 @contextmanager
 def telling(what: str) -> Iterator[None]:
     """Turn an OS error raised in the block into `HostRefused`; our own errors pass unchanged."""

@@ -83,6 +83,12 @@ def holder(lock: Path) -> str:
         return "another process"
 
 
+def forget_dead_owner(lock: Path) -> None:
+    """Remove the text of an owner that was killed: nobody holds the lock any more."""
+    if not is_held(lock):
+        _info_file(lock).unlink(missing_ok=True)
+
+
 def is_held(lock: Path) -> bool:
     """True while an arbiter lives. Leaves nothing behind."""
     if not lock.exists():

@@ -8,6 +8,7 @@ not answer is absent, never a load of zero.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
@@ -54,6 +55,9 @@ class WireLoad(msgspec.Struct):
     remaining_tokens: int
     itl_ms: float | None
     prefills_waiting: int | None = None
+    unread: int = 0
+    unread_s: float = 0.0
+    abandoned: int = 0
 
 
 class WireReport(msgspec.Struct):
@@ -126,6 +130,7 @@ class LoadPublisher:
         self._once = _LogOnce()
         self._subscription: Subscription | None = None
         self._loop_task: asyncio.Task[None] | None = None
+        self._answered = asyncio.Event()
 
     async def start(self) -> None:
         """Raises `NatsUnavailable`."""
@@ -184,6 +189,15 @@ class LoadPublisher:
                 await self._nats.publish(msg.reply, data)
         except NatsUnavailable as error:
             self._once.warning("answer", "%s", error)
+        self._answered.set()
+
+    async def until_asked(self, timeout_s: float) -> bool:
+        """Whether somebody asks for the load within that time, and gets it."""
+        self._answered.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                return await self._answered.wait()
+        return False
 
     def _encode(self, *, with_counters: bool = False) -> bytes | None:
         """None if the source fails: then nothing is published, and readers see the load as missing."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_local.core.passes import ForwardPass
-from dynamo_local.core.traffic import Recent
+from dynamo_local.core.traffic import UNREAD_BOUND_S, Recent
 from dynamo_local.core.types import Load, lease_hex
 from dynamo_local.errors import ConfigError
 from dynamo_local.ports import EndpointClient, KeyValueStore, PrefillQueue
@@ -60,6 +60,7 @@ class Identity:
     nats_access: NatsAccess
     lease_ttl_s: int
     start_deadline_s: float
+    unread_bound_s: float = UNREAD_BOUND_S
     gpus: int = 0
     flips_to: str | None = None
     standby: bool = False
@@ -96,6 +97,7 @@ class Identity:
             nats_access=NatsAccess.of(env),
             lease_ttl_s=int(env.get("DYN_LEASE_TTL_S", "10")),
             start_deadline_s=float(env.get("DYN_START_DEADLINE_S", "300")),
+            unread_bound_s=float(env.get("DYN_UNREAD_BOUND_S", UNREAD_BOUND_S)),
             gpus=int(env.get("DYN_WORKER_GPUS", "0")),
             flips_to=env.get("DYN_FLIPS_TO") or None,
             standby=env.get("DYN_STANDBY") == "1",
@@ -141,6 +143,7 @@ class Context:
         self.watcher_name = identity.watcher_name
         self.run_id = identity.run_id
         self.siblings_folder = identity.siblings_folder
+        self.unread_bound_s = identity.unread_bound_s
         self.gpus = identity.gpus
         self.standby = identity.standby
         self.sleeper: EngineSleeper | None = inherited.get(SLEEPER)

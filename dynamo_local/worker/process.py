@@ -391,6 +391,7 @@ class WorkerProcess:
 
     async def finish(self) -> None:
         await run_all("the drain", [*self._role.until_finished(), self._roles.finish])
+        await self._role.until_reported()
 
     async def end_standby(self) -> None:
         await self._sleeping.close()

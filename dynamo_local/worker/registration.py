@@ -25,6 +25,7 @@ from dynamo_local.ports import KeyValueStore
 from dynamo_local.sdk.context import COLOCATED
 from dynamo_local.sdk.service import DynamoService
 from dynamo_local.system.executors import together
+from dynamo_local.system.unread import LOOK_EVERY_S
 from dynamo_local.transport.discovery import instance_to_value, make_instance, subject_for
 from dynamo_local.transport.lease import LeaseKeeper
 from dynamo_local.transport.requests.frames import decoder_of
@@ -37,7 +38,7 @@ from dynamo_local.worker.context import Context, Identity
 log = logging.getLogger("dynamo_local.worker")
 
 LOAD_ENDPOINT = "load_metrics"
-IDLE_LOG_EVERY_S = 60.0
+IDLE_LOG_EVERY_LOOKS = 60
 
 
 class Endpoints:
@@ -102,8 +103,8 @@ class Endpoints:
             server.resume_accepting()
 
     def until_idle(self) -> list[Callable[[], Awaitable[None]]]:
-        """For each endpoint, a function that returns once its requests have ended."""
-        return [partial(_until_idle, server) for _component, server in self._served]
+        """For each endpoint, a function that returns once its requests have ended, or nobody reads their answers."""
+        return [partial(_until_idle, server, self._identity.unread_bound_s) for _component, server in self._served]
 
     @property
     def in_flight(self) -> int:
@@ -113,6 +114,15 @@ class Endpoints:
     def in_flight_ids(self) -> list[str]:
         """Their request ids."""
         return [request_id for _component, server in self._served for request_id in server.in_flight_ids()]
+
+    def unread_s(self) -> list[float]:
+        """For how long each answer that waits for its reader has done so."""
+        return [seconds for _component, server in self._served for seconds in server.unread_s()]
+
+    @property
+    def abandoned(self) -> int:
+        """Answers that were ended because nobody read them."""
+        return sum(server.abandoned for _component, server in self._served)
 
     def keys(self, lease_id: int) -> list[str]:
         """The etcd keys that register the endpoints under a lease."""
@@ -167,9 +177,13 @@ def adapted(handler: Callable[..., Any], model: Any) -> Handler:
     return validated
 
 
-async def _until_idle(server: EndpointServer) -> None:
-    while not await server.wait_idle(IDLE_LOG_EVERY_S):
-        log.info("%s: %d requests left", server.name, server.in_flight)
+async def _until_idle(server: EndpointServer, unread_bound_s: float) -> None:
+    looks = 0
+    while not await server.wait_idle(LOOK_EVERY_S):
+        server.end_unread(unread_bound_s)
+        looks += 1
+        if looks % IDLE_LOG_EVERY_LOOKS == 0:
+            log.info("%s: %d requests left", server.name, server.in_flight)
 
 
 REVOKE_TIMEOUT_S = 5.0

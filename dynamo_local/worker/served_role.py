@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dynamo_local.core.types import Load, lease_hex
@@ -21,6 +23,7 @@ from dynamo_local.sdk.loader import LoadedGraph
 from dynamo_local.sdk.service import DynamoService
 from dynamo_local.sdk.settings import load_settings, validate_section
 from dynamo_local.system.executors import together
+from dynamo_local.system.unread import LOOK_EVERY_S
 from dynamo_local.transport.control import ControlServer
 from dynamo_local.transport.load import LoadPublisher
 from dynamo_local.transport.requests.client import DependencyClient
@@ -37,6 +40,11 @@ from dynamo_local.worker.context import (
 from dynamo_local.worker.registration import Endpoints, Registration, Touch
 
 log = logging.getLogger("dynamo_local.worker")
+
+UNREAD_SHOWN_S = 2.0
+"""An answer that waits for its reader for a shorter time is no news: back-pressure is usual."""
+REPORTED_WITHIN_S = 3.0
+"""The arbiter asks for loads once a second."""
 
 Operations = Mapping[str, Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]]
 
@@ -97,6 +105,8 @@ class ServedRole:
         self._colocated = ColocatedComponents(host, identity, self.draining, self._stack)
         self._control: ControlServer | None = None
         self._publisher: LoadPublisher | None = None
+        self._unread_at_s = -math.inf
+        self._unread_found: dict[str, Any] = {}
 
     # --- coming ----------------------------------------------------------------------------------
 
@@ -226,12 +236,36 @@ class ServedRole:
     def load(self) -> Load:
         """The engine's load. Without an engine: the number of requests."""
         source = self.context.load_source if self.context is not None else None
-        return source() if source is not None else Load(request_active_slots=self.endpoints.in_flight)
+        load = source() if source is not None else Load(request_active_slots=self.endpoints.in_flight)
+        return replace(load, **self._unread())
+
+    def _unread(self) -> dict[str, Any]:
+        """Its part of the load: looked at once a second, because loads are also published at every change."""
+        now_s = time.monotonic()
+        if now_s - self._unread_at_s >= LOOK_EVERY_S:
+            self._unread_at_s = now_s
+            work = self.work()
+            unread_s = [seconds for seconds in work.unread_s if seconds >= UNREAD_SHOWN_S]
+            longest_s = max(unread_s, default=0.0)
+            self._unread_found = {"unread": len(unread_s), "unread_s": longest_s, "abandoned": work.abandoned}
+        return self._unread_found
+
+    async def until_reported(self) -> None:
+        """If answers were ended because nobody read them: return when the arbiter has heard of it, or had the time."""
+        if self._publisher is not None and self.work().abandoned:
+            self._unread_at_s = -math.inf
+            await self._publisher.until_asked(REPORTED_WITHIN_S)
 
     def work(self) -> Work:
         """The component's unfinished work, its endpoints' requests included."""
         work = Work() if self.context is None else self.context.work_source()
-        return Work((*self.endpoints.in_flight_ids(), *work.requests), work.pulled, work.unnamed)
+        return Work(
+            (*self.endpoints.in_flight_ids(), *work.requests),
+            work.pulled,
+            work.unnamed,
+            (*self.endpoints.unread_s(), *work.unread_s),
+            self.endpoints.abandoned + work.abandoned,
+        )
 
     def load_or_none(self) -> Load | None:
         """The load that the component itself tells; None where it tells none, or cannot now."""

@@ -109,6 +109,10 @@ class Connection(Protocol):
         """Whether nothing waits here for the client to read it: what is written now is taken at once."""
         ...
 
+    def unread_s(self) -> float | None:
+        """For how long the client has taken nothing of what waits for it. None: nothing does."""
+        ...
+
     def cut(self) -> None:
         """Close it now, whatever of the answer is unread."""
         ...

@@ -501,10 +501,13 @@ class Serving:
         async def drained() -> None:
             # The socket stays open until the shutdown: the drain may be taken back.
             await port.leave()
-            await _quiet(deps.activity, port)
+            await _quiet(deps.activity, port, context.unread_bound_s)
 
         context.on_drain(drained)
-        context.set_work_source(lambda: Work(deps.activity.request_ids))
+        activity = deps.activity
+        context.set_work_source(
+            lambda: Work(activity.request_ids, unread_s=activity.unread_s(), abandoned=activity.abandoned)
+        )
         context.set_load_source(deps.load)
         if deps.settings.targets.given:
             context.set_dispatch_source(deps.metrics.against_targets)
@@ -540,8 +543,12 @@ def _siblings(context: WorkerContext) -> Siblings | None:
         return None
 
 
-async def _quiet(activity: Activity, port: SharedPort) -> None:
+async def _quiet(activity: Activity, port: SharedPort, unread_bound_s: float) -> None:
     """Return when nothing is under way, and connections that clients have kept had their time."""
-    await activity.wait_idle()
-    await port.kept_connections()
-    await activity.wait_idle()
+    ending = asyncio.create_task(activity.end_unread(unread_bound_s), name="unread-answers")
+    try:
+        await activity.wait_idle()
+        await port.kept_connections()
+        await activity.wait_idle()
+    finally:
+        await ended(ending)

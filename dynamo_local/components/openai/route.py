@@ -28,6 +28,7 @@ from dynamo_local.components.openai.errors import ApiError
 from dynamo_local.components.openai.http_io import (
     SEND_TIMEOUT_S,
     ClientGone,
+    Connection,
     Reply,
     Whole,
     connection_of,
@@ -41,6 +42,7 @@ from dynamo_local.core.types import Load
 from dynamo_local.errors import DynamoError
 from dynamo_local.system.key_files import ApiKeys
 from dynamo_local.system.request_log import fit_for_logs, x_request_id
+from dynamo_local.system.unread import LOOK_EVERY_S
 
 # --- Where a burst of requests waits: a request that has begun is passed on before another begins.
 #
@@ -92,7 +94,8 @@ class Activity:
     """How many requests this Frontend has: for the limit, and for a drain to wait for."""
 
     def __init__(self) -> None:
-        self._open: set[str] = set()
+        self._open: dict[str, Connection | None] = {}
+        self.abandoned = 0
         self._admitted = 0
         self._body_bytes = 0
         self._idle = asyncio.Event()
@@ -113,15 +116,34 @@ class Activity:
         """Requests that are being served."""
         return self._admitted
 
+    def unread_s(self) -> tuple[float, ...]:
+        """For how long each client that takes nothing of its answer has done so."""
+        found = (each.unread_s() for each in self._open.values() if each is not None)
+        return tuple(seconds for seconds in found if seconds is not None)
+
+    async def end_unread(self, bound_s: float) -> None:
+        """For ever: end the answers of which the client has taken no byte for `bound_s` since this was called."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        while True:
+            await asyncio.sleep(min(LOOK_EVERY_S, bound_s))
+            for request_id, connection in list(self._open.items()):
+                unread_s = None if connection is None else connection.unread_s()
+                if connection is None or unread_s is None or min(unread_s, loop.time() - began_s) < bound_s:
+                    continue
+                self.abandoned += 1
+                logger.warning("request %s: ended, as its client has read nothing for %.0f s", request_id, unread_s)
+                connection.cut()
+
     @contextmanager
-    def exchange(self, request_id: str) -> Iterator[None]:
-        """While this is open, the Frontend has the request of that id."""
-        self._open.add(request_id)
+    def exchange(self, request_id: str, connection: Connection | None = None) -> Iterator[None]:
+        """While this is open, the Frontend has the request of that id, and its client waits on the connection."""
+        self._open[request_id] = connection
         self._idle.clear()
         try:
             yield
         finally:
-            self._open.discard(request_id)
+            del self._open[request_id]
             if not self._open:
                 self._idle.set()
 
@@ -231,7 +253,7 @@ class ModelRoute(ABC, Generic[R]):
         # A client may send the same id twice at once, and what is inside needs one of its own. An engine names its
         # request after ours, so its log has the client's id, too.
         request_id = f"{x_request_id()}-{secrets.token_hex(4)}"
-        with self._deps.activity.exchange(request_id):
+        with self._deps.activity.exchange(request_id, connection_of(scope)):
             try:
                 with self._deps.activity.body(BODIES_AT_ONCE * self._deps.settings.max_body_bytes) as take:
                     await self._serve(scope, receive, reply, request_id, take)

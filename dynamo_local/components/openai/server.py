@@ -8,6 +8,8 @@ import errno
 import logging
 import socket
 import ssl
+import time
+from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +18,14 @@ from typing import Any, Final, cast
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn._types import ASGISendEvent
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 from dynamo_local.components.openai.errors import ApiError
 from dynamo_local.components.openai.http_io import CONNECTION
 from dynamo_local.errors import ConfigError, StartTimedOut
+from dynamo_local.system.unread import UnreadWatch
 
 # --- uvicorn's HTTP protocol, with bounds on what a connection may send before, beside and behind a request's body.
 #
@@ -48,9 +53,29 @@ MESSAGE_TIMEOUT_S: Final = 60.0
 """For the body, from the end of the head. A reader gives up earlier, with 408. This ends connections whose body
 nobody reads."""
 
+UNWANTED_TIMEOUT_S: Final = 10.0
+UNWANTED_MAX_BYTES: Final = 64 * 1024 * 1024
+"""A client that sends on after its answer, such as a 413, is read for so long or so much. Many clients read an answer
+only when they have sent their whole body. Past one of these bounds the connection is closed."""
+
+PARSE_PASS_S: Final = 0.010
+"""Parsing takes so much of one pass of the event loop. Thousands of connections may send a request at the same moment,
+and a body may have a chunk for each byte (8.3 million of them held the loop for 330 ms)."""
+
+SLICE_BYTES: Final = 16 * 1024
+"""Bytes of a head or of a chunked body that are parsed at once: some 8 ms if each chunk has one byte."""
+
 LINGER_S: Final = 2.0
 """After a refusal what the client still sends is dropped: closing at once would reset the connection before the client
 has read the answer."""
+
+
+TCP_NOTSENT_LOWAT: Final = 25
+"""Linux's; Python's socket module has no name for it."""
+
+UNSENT_MAX_BYTES: Final = 128 * 1024
+"""The kernel takes so much for a client beyond that client's window. It would take up to 4 MiB, and a slow client would
+seem to read nothing until a third of that is gone."""
 
 
 class Client:
@@ -85,6 +110,9 @@ class Client:
         cycle = self.cycle
         return cycle is not None and not cycle.flow.write_paused and cycle.transport.get_write_buffer_size() == 0
 
+    def unread_s(self) -> float | None:
+        return self._protocol.unread.unread_s(self._protocol.loop.time())
+
     def cut(self) -> None:
         """Close the connection; what is unsent is lost."""
         self._protocol.transport.abort()
@@ -97,8 +125,85 @@ class Client:
         return self.cycle is not None and not self.cycle.disconnected
 
 
+class Parsing:
+    """Shares the passes of the event loop among the connections of a server that have something to be parsed.
+
+    A turn is one slice of one connection. It returns whether nothing is left. Connections take turns.
+    """
+
+    def __init__(self, now_s: Callable[[], float] = time.perf_counter) -> None:
+        self._now_s = now_s
+        self._waiting: deque[Callable[[], bool]] = deque()
+        self._spent_s = 0.0
+        self._pass_ends = False
+
+    def add(self, turn: Callable[[], bool]) -> bool:
+        """Take turns as long as this pass has time and nobody waits. False: the rest comes in later passes."""
+        while not self._waiting and self._spent_s < PARSE_PASS_S:
+            if self._timed(turn):
+                return True
+        self._waiting.append(turn)
+        self._follow_pass()
+        return False
+
+    def _timed(self, turn: Callable[[], bool]) -> bool:
+        self._follow_pass()
+        began_s = self._now_s()
+        try:
+            return turn()
+        finally:
+            self._spent_s += self._now_s() - began_s
+
+    def _follow_pass(self) -> None:
+        if not self._pass_ends:
+            self._pass_ends = True
+            asyncio.get_running_loop().call_soon(self._next_pass)
+
+    def _next_pass(self) -> None:
+        self._pass_ends, self._spent_s = False, 0.0
+        while self._waiting and self._spent_s < PARSE_PASS_S:
+            turn = self._waiting.popleft()
+            if not self._timed(turn):
+                self._waiting.append(turn)
+
+
+class _Flow(FlowControl):
+    """uvicorn's, which may be held: nothing is read until `release`, whoever resumes."""
+
+    _held = False
+
+    def hold(self) -> None:
+        """Read nothing until `release`."""
+        if not self._held:
+            self._held = True
+            if not self.read_paused:
+                self._transport.pause_reading()
+
+    def release(self) -> None:
+        """Read again, unless the application has paused it."""
+        if self._held:
+            self._held = False
+            if not self.read_paused and not self._transport.is_closing():
+                self._transport.resume_reading()
+
+    def pause_reading(self) -> None:
+        if self._held:
+            self.read_paused = True
+        else:
+            super().pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._held:
+            self.read_paused = False
+        else:
+            super().resume_reading()
+
+
 class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection. Refused requests never reach the application."""
+
+    flow: _Flow
+    server_state: _ServerState
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -106,17 +211,27 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_head = self._silent = True
         self._field_bytes = 0
         self._overhead_bytes = 0
+        self._unwanted_bytes = 0
+        self._chunked = False
+        self._unparsed = b""
         self._timer: asyncio.TimerHandle | None = None
         self.on_lost: Callable[[], None] | None = None
+        self.unread = UnreadWatch()
 
     # --- the connection ---
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _Flow(transport)
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, UNSENT_MAX_BYTES)
         self._expect_within(SILENCE_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect_within(None)
+        self.unread.end()
+        self._unparsed = b""
         super().connection_lost(exc)
         if (left := self.on_lost) is not None:
             left()
@@ -127,11 +242,36 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._timer is None or self._silent:  # another request on a connection that was kept, or its first
             self._silent = False
             self._expect_within(HEAD_TIMEOUT_S)
-        self._overhead_bytes += len(data)
-        super().data_received(data)
-        # The size of a field's parts is seen when it ends. A field that does not end counts with all its bytes.
-        if self._overhead_bytes > MAX_HEAD_BYTES and not self._refused and not self.transport.is_closing():
-            self._refuse(_too_large())
+        if self._unparsed:
+            self._unparsed += data
+            return
+        self._unparsed = data
+        if not self.server_state.parsing.add(self._parse):
+            self.flow.hold()
+
+    def _parse(self) -> bool:
+        """One slice. Returns whether nothing is left. A body that has its length costs one call, whatever its size."""
+        if not self._refused and not self.transport.is_closing():
+            size = SLICE_BYTES if self._in_head or self._chunked else len(self._unparsed)
+            data, self._unparsed = self._unparsed[:size], self._unparsed[size:]
+            self._overhead_bytes += len(data)
+            super().data_received(data)
+            # The size of a field's parts is seen when it ends. A field that does not end counts with all its bytes.
+            if self._overhead_bytes > MAX_HEAD_BYTES and not self._refused and not self.transport.is_closing():
+                self._refuse(_too_large())
+            if self._unparsed:
+                return False
+        self._unparsed = b""
+        self.flow.release()
+        return True
+
+    def pause_writing(self) -> None:
+        self.unread.begin(self.transport, self.loop.time())
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self.unread.end()
+        super().resume_writing()
 
     def shutdown(self) -> None:
         if self._refused:
@@ -166,7 +306,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(ApiError(429, f"At most {MAX_PIPELINED} requests may wait on one connection."))
         else:
             self._in_head = False
-            self._overhead_bytes = 0
+            self._chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
+            self._overhead_bytes = self._unwanted_bytes = 0
             self._expect_within(MESSAGE_TIMEOUT_S)
             client = Client(self)
             cast(dict[str, Any], self.scope)["extensions"] = {CONNECTION: client}
@@ -178,7 +319,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         if not self._refused:
             self._overhead_bytes = max(0, self._overhead_bytes - (1 + MAX_OVERHEAD_PER_BYTE) * len(body))
-            super().on_body(body)
+            if self.cycle is not None and self.cycle.response_complete:
+                self._drop(len(body))
+            else:
+                super().on_body(body)
 
     def on_message_complete(self) -> None:
         if not self._refused:
@@ -188,6 +332,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     # --- bounds ---
+
+    def _drop(self, size: int) -> None:
+        """Part of a body whose request has its answer."""
+        if self._unwanted_bytes == 0:
+            self._expect_within(UNWANTED_TIMEOUT_S)
+        self._unwanted_bytes += size
+        if self._unwanted_bytes > UNWANTED_MAX_BYTES:
+            self.transport.abort()
 
     def _expect_within(self, timeout_s: float | None) -> None:
         if self._timer is not None:
@@ -248,7 +400,7 @@ def _answer(error: ApiError) -> bytes:
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE_ALONE = 64
+AT_ONCE_ALONE = 16
 AT_ONCE_SHARED = 2
 """Connections that are taken before the loop does something else. A process with a free loop comes back first. So
 the burst of a hundred clients is spread over those that share the socket, and the least busy one takes more."""
@@ -434,6 +586,14 @@ class _Connections(set[Any]):
             self.none.set()
 
 
+class _ServerState(ServerState):
+    """uvicorn's, and what the connections share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parsing = Parsing()
+
+
 class _Server(uvicorn.Server):
     """Leaves the process's signals alone, and tells when it listens. `idle`: without uvicorn's ten ticks a second.
     With an `acceptor` this takes the connections."""
@@ -441,6 +601,7 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, *, idle: bool, acceptor: Acceptor | None) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
+        self.server_state = _ServerState()
         self.open_connections = self.server_state.connections = _Connections()
         self._acceptor = acceptor
         self._idle = idle

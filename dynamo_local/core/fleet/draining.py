@@ -72,7 +72,9 @@ def left(load: Load | Missing) -> Left | Missing:
     if isinstance(load, Missing):
         return load
     most_s = _seconds(load, load.remaining_tokens)
-    return Left(load.request_active_slots, load.num_requests_waiting, load.remaining_tokens, eta_s(load), most_s)
+    # An engine is through with an answer before its client has read it.
+    running = max(load.request_active_slots, load.unread)
+    return Left(running, load.num_requests_waiting, load.remaining_tokens, eta_s(load), most_s)
 
 
 def eta_s(load: Load | Missing) -> float | Missing:
@@ -82,10 +84,12 @@ def eta_s(load: Load | Missing) -> float | Missing:
     Exact if all running requests end together. The last one may take longer than this mean: at most
     `remaining_tokens × itl_ms / 1000` (`Left.at_most_s`, one request has all of them), and less if they stop before
     their limit. Requests that wait are not in it: their tokens are not published. Missing if the load is, if no
-    token was generated yet (no ITL), or if requests wait and none runs.
+    token was generated yet (no ITL), if requests wait and none runs, or while clients do not read.
     """
     if isinstance(load, Missing):
         return load
+    if load.unread:
+        return Missing(f"no client reads {load.unread} of the answers")
     if load.num_requests_waiting and not load.request_active_slots:
         return Missing(f"{load.num_requests_waiting} requests wait and none runs")
     return _seconds(load, load.remaining_tokens / max(1, load.request_active_slots))

@@ -67,7 +67,8 @@ class TransitionKind(enum.StrEnum):
     DRAIN_CANCELLED = "DrainCancelled"
     """The drain was taken back, and the worker has registered again."""
     PROCESS_EXITED = "ProcessExited"
-    """The process is gone. `exit_code` is negative for a signal, None where nobody could collect it."""
+    """The process is gone. `exit_code` is negative for a signal, None where nobody could collect it.
+    `requests_abandoned`: requests that it ended in its drain because their clients did not read, if any."""
     HEALTH_FAILED = "HealthFailed"
     """It lives and does not answer (`reason`): it counts as crashed, its session is being ended. Or it has died so."""
     START_DEADLINE_PASSED = "StartDeadlinePassed"

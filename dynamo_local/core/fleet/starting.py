@@ -31,6 +31,7 @@ from dynamo_local.core.fleet.fleet import Exit, Failure, GpusPendingRelease, Int
 from dynamo_local.core.fleet.lifecycle import TransitionKind as K
 from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.notes import Ailing, Elsewhere
+from dynamo_local.core.types import Missing
 from dynamo_local.core.types import WorkerState as S
 
 RETURN_DEADLINE_S = 30.0
@@ -174,6 +175,16 @@ def ended_unseen(builder: StepBuilder, name: str) -> None:
 def _ended(builder: StepBuilder, worker: Worker, code: int | None, cause: str, failure: Failure) -> None:
     """Apply the end of the process, a `failure` unless the worker was to leave. Its leases are revoked."""
     left, reason = was_leaving(worker, code), why_it_ended(worker, code)
+    abandoned = 0 if isinstance(worker.load, Missing) else worker.load.abandoned
+    details: dict[str, Any] = {"exit_code": code}
+    if abandoned:
+        details["requests_abandoned"] = abandoned
+        builder.do(
+            Tell(
+                f"{worker.name} left {abandoned} request{'s' * (abandoned != 1)} whose clients did not read: "
+                "their answers were ended (`Host: unread-bound-s`)"
+            )
+        )
     builder.process_ended(worker.name, code)
     if left and worker.leave.lease_gone and worker.leave.requested_at_s is None and worker.intent is Intent.STEADY:
         builder.revoked_outside(worker)
@@ -181,7 +192,7 @@ def _ended(builder: StepBuilder, worker: Worker, code: int | None, cause: str, f
         builder.apply(worker.name, K.HEALTH_FAILED, {"reason": reason or UNHEARD}, by=leaving.HEALTH)
     counts = not left or comes_back_unasked(worker)
     ended: dict[str, Any] = {"failure": failure if counts else None, "reason": reason}
-    builder.apply(worker.name, K.PROCESS_EXITED, {"exit_code": code}, by=cause, **ended)
+    builder.apply(worker.name, K.PROCESS_EXITED, details, by=cause, **ended)
     # First those of what is behind it: requests are still sent there.
     for lease in (*worker.other_leases, worker.lease):
         if lease is not None:

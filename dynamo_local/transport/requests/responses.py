@@ -9,6 +9,7 @@ from typing import Final, cast
 
 from dynamo_local import errors
 from dynamo_local.errors import StreamGap
+from dynamo_local.system.unread import UnreadWatch
 from dynamo_local.transport.requests.frames import (
     FrameDecoder,
     FrameKind,
@@ -60,6 +61,7 @@ class ResponseSender(asyncio.Protocol):
         self._finished = False
         self._room: asyncio.Future[None] | None = None
         self._writable = True
+        self._unread = UnreadWatch()
         self._transport: asyncio.Transport | None = None
         self.go: asyncio.Future[bytes | None] = self._loop.create_future()
         self.lost: asyncio.Future[None] = self._loop.create_future()
@@ -74,6 +76,10 @@ class ResponseSender(asyncio.Protocol):
     def finished(self) -> bool:
         """Whether nothing more can be sent: the stream has ended, or its connection."""
         return self._finished
+
+    def unread_s(self) -> float | None:
+        """For how long the caller has taken nothing of what waits for it. None: nothing does."""
+        return self._unread.unread_s(self._loop.time())
 
     # --- the socket's side ---
 
@@ -109,6 +115,7 @@ class ResponseSender(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._finished = True
+        self._unread.end()
         self._pending.clear()
         self._pending_bytes = 0
         for future in (self.go, self.lost, self._room):
@@ -118,9 +125,12 @@ class ResponseSender(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._writable = False
+        if self._transport is not None:
+            self._unread.begin(self._transport, self._loop.time())
 
     def resume_writing(self) -> None:
         self._writable = True
+        self._unread.end()
         self._flush()
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
@@ -179,6 +189,8 @@ class ResponseSender(asyncio.Protocol):
             kept.begin(rest + frame(FrameKind.END_KEPT, self._sent), self._handed_over)
         else:
             self._transport.write(rest + frame(FrameKind.END, self._sent))
+        if self._transport is not None:
+            self._unread.begin(self._transport, self._loop.time())  # the caller closes when it has read all
 
     def _kept_by(self) -> KeptConnection | None:
         if self.keep is None or self._transport is None or self._bytes > KEEP_BYTES:
@@ -187,6 +199,7 @@ class ResponseSender(asyncio.Protocol):
 
     def _handed_over(self) -> None:
         self._transport = None
+        self._unread.end()
         if not self.lost.done():
             self.lost.set_result(None)
 

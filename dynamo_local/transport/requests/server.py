@@ -85,6 +85,10 @@ class Exchange:
         """The buffered part of its answer that is not yet sent."""
         return 0 if self._sender is None else self._sender.pending_bytes
 
+    def unread_s(self) -> float | None:
+        """For how long its caller has taken nothing of the answer. None: nothing waits for that."""
+        return None if self._sender is None else self._sender.unread_s()
+
     def fail(self, error: errors.DynamoError) -> None:
         """Tell the caller `error` now, without waiting for the handler, which is cancelled."""
         if self._sender is not None:
@@ -228,7 +232,8 @@ CLOSE_TIMEOUT_S: Final = 2.0
 class EndpointServer:
     """Serves `handler` on `subject`. Every request ends with an answer, an error or a refusal.
 
-    `late_accepted` counts requests that were served after `stop_accepting`, in the linger window.
+    `late_accepted` counts requests that were served after `stop_accepting`, in the linger window. `abandoned` counts
+    answers that nobody read, and that `end_unread` has ended.
     `max_inflight` bounds how many handlers run at once; more are refused with `WorkerBusy`. `decode` makes what the
     handler gets from the bytes of a payload.
     """
@@ -257,8 +262,10 @@ class EndpointServer:
         self._kept = CallersConnections(self._on_request)
         self._handlers_running = 0
         self._accept_until_s: float | None = None
+        self._stopped_s = 0.0
         self._closed = False
         self._changed = asyncio.Event()
+        self.abandoned = 0
 
     # --- life ---
 
@@ -280,7 +287,8 @@ class EndpointServer:
 
         The caller is told of each refusal, and sends the request to another worker.
         """
-        self._accept_until_s = self._clock.now_s() + linger_s
+        self._stopped_s = self._clock.now_s()
+        self._accept_until_s = self._stopped_s + linger_s
         self._changed.set()
 
     def resume_accepting(self) -> None:
@@ -319,6 +327,25 @@ class EndpointServer:
     def in_flight_ids(self) -> tuple[str, ...]:
         """Their request ids, in no order."""
         return tuple(exchange.context.request_id for exchange in self._exchanges)
+
+    def unread_s(self) -> list[float]:
+        """For how long the caller of each answer has taken nothing of it, where something waits for that."""
+        return [seconds for each in self._exchanges if (seconds := each.unread_s()) is not None]
+
+    def end_unread(self, bound_s: float) -> None:
+        """End the answers of which no byte was taken for `bound_s` since the worker began to leave.
+
+        Their callers wait for clients that do not read. They would hold the worker up until its drain deadline.
+        """
+        left_s = self._clock.now_s() - self._stopped_s
+        for exchange in list(self._exchanges):
+            unread_s = exchange.unread_s()
+            if unread_s is None or min(unread_s, left_s) < bound_s:
+                continue
+            self.abandoned += 1
+            request_id = exchange.context.request_id
+            logger.warning("%s of request %s: ended, as nobody has read it for %.0f s", self.name, request_id, unread_s)
+            exchange.abort()
 
     @property
     def pending_bytes(self) -> int:

@@ -148,6 +148,8 @@ class FakeWorkerContext:
     def set_load_source(self, source: Callable[[], Load], changed: Callable[[], Awaitable[None]] | None = None) -> None:
         self.load_source = source
 
+    unread_bound_s = 30.0
+
     def set_work_source(self, source: Callable[[], Work]) -> None:
         self.work_source = source
 

@@ -227,6 +227,25 @@ async def test_a_slow_reader_loses_nothing_and_grows_nothing(bench: Bench) -> No
     assert most_rss < 16 * MIB
 
 
+async def test_an_answer_that_nobody_reads_ends_while_the_worker_leaves(bench: Bench) -> None:
+    async def bulky(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+        while True:
+            yield "x" * 10_000
+
+    server = await bench.serve(bulky)
+    stream = await bench.client.call(None)
+    while not server.unread_s():
+        await asyncio.sleep(0.01)
+    server.stop_accepting(linger_s=0)
+    server.end_unread(0.2)
+    assert not await server.wait_idle(0.3)
+    server.end_unread(0.2)
+    assert await server.wait_idle(1.0)
+    assert server.abandoned == 1
+    with pytest.raises(errors.WorkerLost):
+        [item async for item in stream]
+
+
 @pytest.mark.parametrize("tokens", [1000, 100_000, 2_000_000])
 async def test_prompts_of_any_length_arrive(bench: Bench, tokens: int) -> None:
     async def measure(payload: Any, context: RequestContext) -> list[int]:

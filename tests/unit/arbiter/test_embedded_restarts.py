@@ -19,7 +19,7 @@ from dynamo_local.arbiter.servers import (
     ServerBinary,
 )
 from dynamo_local.clock import AsyncioClock, run_virtual
-from dynamo_local.errors import StateError
+from dynamo_local.errors import EtcdUnavailable, InfraUnavailable, NatsUnavailable, StateError
 from dynamo_local.system.paths import Paths
 from dynamo_local.system.process_host import ExitCallback, LaunchSpec
 
@@ -58,6 +58,7 @@ class Bench:
     def __init__(self, folder: Path, unit: float = 1.0) -> None:
         self.host = Host()
         paths = Paths("test", folder / "run", folder / "test.json", folder / "logs")
+        self.log = paths.log_file(NAME)
         self.events: list[tuple[str, str | None]] = []
         self.recorder = nothing
         self.servers = EmbeddedServers(
@@ -219,5 +220,37 @@ def test_who_leaves_starts_nothing_again(tmp_path: Path) -> None:
         before = len(bench.host.starts)
         await asyncio.sleep(60)
         assert len(bench.host.starts) == before
+
+    virtually(main, tmp_path)
+
+
+def test_a_run_whose_server_keeps_dying_at_its_start_says_at_once_what_its_log_says(tmp_path: Path) -> None:
+    async def main(bench: Bench) -> None:
+        bench.log.parent.mkdir()
+        bench.log.write_text("panic: write /run/etcd/member/wal: no space left on device\n")
+
+        async def connecting() -> None:
+            while True:
+                bench.servers.exited(NAME, 2)
+                await asyncio.sleep(5)
+
+        with pytest.raises(InfraUnavailable, match="free some space") as raised:
+            await bench.servers.while_starting(connecting())
+        assert "exited with code 2 unasked (4 times)" in str(raised.value)
+        assert "| panic: write /run/etcd/member/wal: no space left on device" in str(raised.value)
+        assert asyncio.get_running_loop().time() < 30
+
+    virtually(main, tmp_path)
+
+
+@pytest.mark.parametrize("failure", [EtcdUnavailable("etcd did not answer"), NatsUnavailable("NATS did not answer")])
+def test_only_the_log_of_the_server_that_does_not_answer_is_quoted(tmp_path: Path, failure: InfraUnavailable) -> None:
+    async def main(bench: Bench) -> None:
+        async def connecting() -> None:
+            raise failure
+
+        with pytest.raises(type(failure), match=str(failure)) as raised:
+            await bench.servers.while_starting(connecting())
+        assert ("the end of its log" in str(raised.value)) == isinstance(failure, EtcdUnavailable)
 
     virtually(main, tmp_path)

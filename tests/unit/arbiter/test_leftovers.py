@@ -19,6 +19,7 @@ from dynamo_local.arbiter.adoption import settle
 from dynamo_local.arbiter.leftovers import RecordedProcess, Unkillable, end, end_run, recorded, revoke
 from dynamo_local.arbiter.marks import guarded_arbiter, guardian_marks, marked, marks, statefiles_elsewhere
 from dynamo_local.errors import NamespaceBusy, NotRunning
+from dynamo_local.system.liveness import acquire, holder, release
 from dynamo_local.system.paths import Paths
 from dynamo_local.system.processes import is_alive, start_time_s
 from tests.chaos.checks import process_faults
@@ -235,6 +236,18 @@ def test_a_broken_statefile_is_set_aside_not_lost(paths: Paths, spawn: Spawn) ->
 
 
 # --- what `serve` does with it -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_the_text_of_a_killed_owner_goes_with_its_run_and_that_of_a_live_one_stays(paths: Paths, held: bool) -> None:
+    owner = acquire(paths.runtime_lock, paths.namespace, "`dynamo serve`")
+    if not held:
+        text = (of := paths.runtime_lock.with_suffix(".owner")).read_text()
+        release(owner)
+        of.write_text(text)  # as after a SIGKILL
+    end_run(paths)
+    assert holder(paths.runtime_lock) == (f"pid {os.getpid()} (`dynamo serve`)" if held else "another process")
+    release(owner)
 
 
 def test_an_empty_namespace_is_taken_in_silence(paths: Paths) -> None:

@@ -116,6 +116,21 @@ def test_durations_are_short_and_unambiguous(seconds: float | None, text: str) -
             {"left_requests": None, "left_tokens": None, "eta_s": None, "deadline_s": 60},
             "unknown what is left, at most 1m00s",
         ),
+        (
+            {
+                "left_requests": 5,
+                "left_tokens": 0,
+                "eta_s": None,
+                "deadline_s": 457,
+                "unread": 5,
+                "unread_s": 42.3,
+            },
+            "5 requests left, 5 answers that no client reads, the oldest for 42s, at most 7m37s",
+        ),
+        (
+            {"left_requests": 3, "left_tokens": 0, "eta_s": None, "deadline_s": None, "unread": 1, "unread_s": 9.0},
+            "3 requests left, 1 answer that no client reads, for 9s",
+        ),
     ],
 )
 def test_a_draining_worker_says_what_is_left(drain: dict[str, Any] | None, text: str) -> None:

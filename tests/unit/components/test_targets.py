@@ -171,3 +171,12 @@ def test_a_worker_of_vllm_dispatches_by_the_planners_profile(tmp_path: Path) -> 
         config = with_targets(graph, load_config(None, env={}, overrides=(*named, *lists)), {})
     found = {config.service(name).get("profile_results_dir") for name in ("Processor", "Router", "VllmWorker")}
     assert found == {"dynamo_H200_TP1P_TP1D"}
+
+
+def test_a_damaged_profile_of_the_sim_engine_is_no_plan(tmp_path: Path) -> None:
+    folder = tmp_path / "selected_decode_interpolation"
+    folder.mkdir()
+    (folder / "raw_data.npz").write_bytes(b"PK nothing")
+    with pytest.raises(ConfigError, match="the profile in") as raised:
+        notes(tmp_path, f"--VllmWorker.sim.profile={tmp_path}", "--VllmWorker.disagg-policy=threshold")
+    assert str(tmp_path) in str(raised.value)

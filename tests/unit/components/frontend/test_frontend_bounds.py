@@ -210,3 +210,72 @@ async def test_requests_without_end_on_one_connection_are_not_kept(house: Make):
         assert await reader.read() == b""
         await made.deps.activity.wait_idle()
     assert len(made.endpoint.payloads) <= 1
+
+
+async def test_a_body_in_tiny_chunks_is_parsed_in_many_passes_of_the_loop(house: Make, monkeypatch: pytest.MonkeyPatch):
+    """In three parts, as they come from the kernel, it would hold up the streams of others."""
+    monkeypatch.setattr(f"{PROTOCOL}.PARSE_PASS_S", 1e-9)
+    passes, chunks = 0, 100_000
+
+    async def count() -> None:
+        nonlocal passes
+        while True:
+            await asyncio.sleep(0)
+            passes += 1
+
+    async with house().served() as server, connection(server) as (reader, writer), asyncio.timeout(20):
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Type: application/json\r\n"
+        )
+        counting = asyncio.create_task(count())
+        writer.write(b"\r\n" + b"1\r\n \r\n" * chunks + b"0\r\n\r\n")
+        assert await reader.readline() == b"HTTP/1.1 400 Bad Request\r\n"
+        counting.cancel()
+    assert passes >= 6 * chunks // http_protocol.SLICE_BYTES
+
+
+def test_those_that_have_something_to_be_parsed_take_turns() -> None:
+    now_s, taken = 0.0, []
+
+    def turns_of(name: str, count: int) -> Callable[[], bool]:
+        left = [*range(count)]
+
+        def turn() -> bool:
+            nonlocal now_s
+            now_s += 0.4 * http_protocol.PARSE_PASS_S
+            taken.append(name)
+            left.pop()
+            return not left
+
+        return turn
+
+    async def parse() -> None:
+        parsing = http_protocol.Parsing(lambda: now_s)
+        assert not parsing.add(turns_of("a", 4))
+        assert not parsing.add(turns_of("b", 2))
+        assert not parsing.add(turns_of("c", 1))
+        for done in ("aaa", "aaaabc", "aaaabcb"):
+            assert "".join(taken) == done
+            await asyncio.sleep(0)
+        assert parsing.add(turns_of("d", 1))
+
+    asyncio.run(parse())
+
+
+@pytest.mark.parametrize("bound", ["UNWANTED_TIMEOUT_S", "UNWANTED_MAX_BYTES"])
+async def test_a_client_that_sends_on_after_a_413_is_cut_off(house: Make, monkeypatch: pytest.MonkeyPatch, bound: str):
+    monkeypatch.setattr(f"{PROTOCOL}.{bound}", 0.2 if bound == "UNWANTED_TIMEOUT_S" else 200_000)
+    async with house(max_body_bytes=4096).served() as server, connection(server) as (reader, writer):
+        head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        writer.write(head % 2**40)
+        assert await reader.readline() == b"HTTP/1.1 413 Request Entity Too Large\r\n"
+        async with asyncio.timeout(10):
+            with pytest.raises(ConnectionError):
+                await _send_on(writer)
+
+
+async def _send_on(writer: asyncio.StreamWriter) -> None:
+    while True:
+        writer.write(b" " * 10_000)
+        await writer.drain()
+        await asyncio.sleep(0.001)

@@ -53,6 +53,8 @@ class FakeContext:
     def set_load_source(self, source: Callable[[], Load]) -> None:
         self.load = source
 
+    unread_bound_s = 30.0
+
     def set_work_source(self, source: Callable[[], Work]) -> None:
         self.work = source
 

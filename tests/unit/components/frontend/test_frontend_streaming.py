@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ import openai
 import pytest
 
 from dynamo_local import errors
+from dynamo_local.system.executors import ended
 from tests.fakes.data_plane.processor import FakeEndpoint, answer, last, prompt, text, usage
 
 Make = Callable[..., Any]
@@ -259,6 +261,51 @@ async def test_a_slow_reader_holds_its_own_stream_back(house: Make):
         assert 0 < taken * 10_000 < 32 * 1024 * 1024
         writer.transport.abort()
         await made.endpoint.streams[0].closed.wait()
+
+
+@asynccontextmanager
+async def unread_stream(house: Make) -> AsyncIterator[tuple[Any, asyncio.StreamReader, asyncio.Transport]]:
+    """A stream without an end, whose client does not read yet."""
+
+    def endless(_: Any) -> Any:
+        while True:
+            yield [text("x" * 10_000)]
+
+    made = house(FakeEndpoint(endless), request_timeout_s=60)
+    body = json.dumps(STREAM).encode()
+    async with made.served() as server, asyncio.timeout(30):
+        port = int(server.url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        head = f"POST {CHAT_URL} HTTP/1.1\r\nHost: x\r\n{JSON}Content-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        while not made.deps.activity.unread_s():
+            await asyncio.sleep(0.01)
+        yield made, reader, writer.transport
+        writer.transport.abort()
+        await made.deps.activity.wait_idle()
+
+
+async def test_a_stream_that_nobody_reads_ends_while_the_frontend_leaves(house: Make):
+    async with unread_stream(house) as (made, _, _):
+        activity = made.deps.activity
+        ending = asyncio.create_task(activity.end_unread(0.2))
+        await activity.wait_idle()
+        assert activity.abandoned == 1
+        await ended(ending)
+
+
+async def test_one_that_is_read_a_little_at_a_time_does_not(house: Make):
+    async with unread_stream(house) as (made, reader, transport):
+        activity = made.deps.activity
+        ending = asyncio.create_task(activity.end_unread(0.3))
+        transport.resume_reading()
+        taken = 0
+        for _ in range(10):
+            await asyncio.sleep(0.1)
+            taken += len(await reader.readexactly(200_000))
+        assert activity.abandoned == 0
+        await ended(ending)
 
 
 LARGE = "x" * 8_000_000

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dynamo_local.core.fleet.draining import Left, cut_streams, eta_s, exit_in_s, how, leave_deadline_s, left
@@ -56,6 +58,7 @@ def test_nothing_left_takes_no_time() -> None:
         (NO_LOAD, "no answer"),
         (load(10, active=1, itl_ms=None), "no inter-token latency yet"),
         (load(0, waiting=2), "2 requests wait and none runs"),
+        (replace(load(0, active=5), unread=5), "no client reads 5 of the answers"),
     ],
 )
 def test_an_estimate_that_cannot_be_made_is_missing(given: Load | Missing, why: str) -> None:

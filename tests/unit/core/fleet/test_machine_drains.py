@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dynamo_local.core.fleet import effects as ins
@@ -173,6 +175,16 @@ def test_past_its_deadline_it_is_asked_what_that_cuts_and_then_ended() -> None:
     assert (transition.kind, transition.details) == ("DrainDeadlinePassed", {"deadline_s": 600.0, "requests_cut": 25})
     life.gone(1, -9)
     assert (life.state(1), life.worker(1).reason) == ("exited", cut)
+
+
+def test_answers_that_it_ended_because_nobody_read_them_are_in_its_exit() -> None:
+    life = draining()
+    life.heard({1: replace(load(), unread=5, unread_s=30.0, abandoned=5)})
+    told = f"{name(1)} left 5 requests whose clients did not read: their answers were ended (`Host: unread-bound-s`)"
+    life.key_gone(1)
+    assert f"tell: {told}" in life.gone(1, 0)
+    (transition,) = life.did(ins.Commit)[0].transitions
+    assert (transition.kind, transition.details) == ("ProcessExited", {"exit_code": 0, "requests_abandoned": 5})
 
 
 @pytest.mark.parametrize(
