@@ -660,6 +660,39 @@ class Planned(TypedDict):
     yaml: str
 
 
+class Benched(TypedDict):
+    """`dynamo bench`, under the names of `vllm bench serve`. Null: no sample. `errors` has the first reasons."""
+
+    tool: Literal["own", "vllm"]
+    url: str
+    model: str
+    completed: int
+    failed: int
+    duration: float
+    total_input_tokens: int
+    total_output_tokens: int
+    request_throughput: float
+    output_throughput: float
+    total_token_throughput: float
+    mean_ttft_ms: float | None
+    median_ttft_ms: float | None
+    std_ttft_ms: float | None
+    p99_ttft_ms: float | None
+    mean_tpot_ms: float | None
+    median_tpot_ms: float | None
+    std_tpot_ms: float | None
+    p99_tpot_ms: float | None
+    mean_itl_ms: float | None
+    median_itl_ms: float | None
+    std_itl_ms: float | None
+    p99_itl_ms: float | None
+    mean_e2el_ms: float | None
+    median_e2el_ms: float | None
+    std_e2el_ms: float | None
+    p99_e2el_ms: float | None
+    errors: list[str]
+
+
 # --- graphs --------------------------------------------------------------------------------------
 
 
@@ -807,6 +840,7 @@ class Answer:
 
 ANSWERS: Mapping[str, Answer] = {
     "apply": Answer("apply", Applied),
+    "bench": Answer("bench", Benched),
     "doctor": Answer("doctor", DoctorReport),
     "doctor.checks": Answer("doctor --list", DoctorList),
     "drain": Answer("drain", WorkerChanged),

@@ -35,6 +35,7 @@ COMMANDS = {
     ),
     "doctor": ("dynamo_local.cli.doctor.command:doctor", "Check this host, and say what puts it right."),
     "profile": ("dynamo_local.cli.profile:profile", "Measure the engines of a configuration on this host."),
+    "bench": ("dynamo_local.cli.bench:bench", "Send load to the graph that runs, and measure it."),
     "plan": ("dynamo_local.cli.plan:plan", "Find the smallest fleet that keeps targets, by a profile."),
     "export": ("dynamo_local.kubernetes.commands:export", "Write the graph as a manifest for Kubernetes."),
     "import": ("dynamo_local.kubernetes.importing.commands:import_", "Make a configuration of another tool's file."),
