@@ -1,6 +1,6 @@
-"""Write the generated parts of the pages, between `<!-- generated: NAME -->` and `<!-- end of NAME -->`.
+"""Write the generated parts of the pages, between `<!-- generated: NAME -->` and `<!-- end of NAME -->`, and schemas.
 
-python docs/generate.py          rewrites the pages
+python docs/generate.py          rewrites the pages and docs/schemas
 python docs/generate.py --check  exit code 1, and the names, if a part is not current (tests/docs does the same)
 """
 
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+SCHEMAS = "schemas"
 PART = re.compile(r"(<!-- generated: (?P<name>[a-z-]+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
 
 
@@ -364,8 +365,20 @@ def _counts(paths: Mapping[str, Mapping[str, Any]]) -> str:
     return ", ".join(f"`{path}` {row['requests']} ({row['streamed']})" for path, row in paths.items())
 
 
+def answers() -> str:
+    """The commands with `--json`, each with its schema."""
+    from dynamo_local.cli.answers import ANSWERS
+
+    rows = (
+        (f"`dynamo {answer.command} --json`", f"[`{name}`]({SCHEMAS}/{name}.schema.json)", str(answer.version))
+        for name, answer in ANSWERS.items()
+    )
+    return table(("Command", "Schema", "Version"), rows)
+
+
 PARTS: Mapping[str, Callable[[], str]] = {
     "allowed-environment": allowed_environment,
+    "answers": answers,
     "arbiter-metrics": arbiter_metrics,
     "commands": commands,
     "doctor-checks": doctor_checks,
@@ -416,19 +429,60 @@ def render(name: str) -> str:
     return f"<!-- generated: {name} -->\n{PARTS[name]().rstrip()}\n<!-- end of {name} -->"
 
 
+def schemas() -> dict[Path, str]:
+    """The files of `docs/schemas` as they should be: one for each answer of `--json`."""
+    from dynamo_local.cli.answers import ANSWERS, schema_of
+
+    folder = ROOT / "docs" / SCHEMAS
+    return {folder / f"{name}.schema.json": json.dumps(schema_of(name), indent=2) + "\n" for name in ANSWERS}
+
+
+def broken(old: str, new: str) -> list[str]:
+    """Keys that readers of the old schema miss in the new one, although both have the same version."""
+    before, after = json.loads(old), json.loads(new)
+    if before["$id"] != after["$id"]:
+        return []
+    had, has = _keys(before, before, "$"), _keys(after, after, "$")
+    return [
+        f"{path} ({'is gone' if path not in has else 'another type'})" for path in had if had[path] != has.get(path)
+    ]
+
+
+def _keys(schema: Mapping[str, Any], whole: Mapping[str, Any], path: str) -> dict[str, set[str]]:
+    """Path of each value -> its types. None of our records holds itself."""
+    if "$ref" in schema:
+        return _keys(whole["$defs"][schema["$ref"].rpartition("/")[2]], whole, path)
+    found: dict[str, set[str]] = {}
+    more = schema.get("additionalProperties")
+    inner = [(f"{path}.{name}", value) for name, value in schema.get("properties", {}).items()]
+    inner += [(path, value) for value in schema.get("anyOf", ())]
+    inner += [(f"{path}[]", schema["items"])] if isinstance(schema.get("items"), dict) else []
+    inner += [(f"{path}.*", more)] if isinstance(more, dict) else []
+    if "anyOf" not in schema:
+        found[path] = {schema.get("type", "any")}
+    for at, value in inner:
+        for key, types_ in _keys(value, whole, at).items():
+            found.setdefault(key, set()).update(types_)
+    return found
+
+
 def main() -> int:
-    """Rewrite all pages, or with --check only compare them."""
+    """Rewrite all pages and schemas, or with --check only compare them."""
     parser = argparse.ArgumentParser(description="Write the generated parts of the pages.")
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a part is not current")
     check = parser.parse_args().check
+    wanted = {page: PART.sub(lambda match: render(match["name"]), page.read_text("utf-8")) for page in pages()}
     stale = []
-    for page in pages():
-        text = page.read_text(encoding="utf-8")
-        new = PART.sub(lambda match: render(match["name"]), text)
-        if new != text:
-            stale.append(page.relative_to(ROOT).as_posix())
-            if not check:
-                page.write_text(new, encoding="utf-8")
+    for file, new in (wanted | schemas()).items():
+        text = file.read_text(encoding="utf-8") if file.exists() else ""
+        if new == text:
+            continue
+        stale.append(file.relative_to(ROOT).as_posix())
+        if text and file not in wanted and (missed := broken(text, new)):
+            sys.stderr.write(f"{stale[-1]}: {', '.join(missed)}: raise its version in dynamo_local/cli/answers.py\n")
+            return 1
+        if not check:
+            file.write_text(new, encoding="utf-8")
     if stale:
         sys.stdout.write(("not current: " if check else "written: ") + ", ".join(stale) + "\n")
     return 1 if check and stale else 0

@@ -35,11 +35,13 @@ COMMANDS = {
     ),
     "doctor": ("dynamo_local.cli.doctor.command:doctor", "Check this host, and say what puts it right."),
     "profile": ("dynamo_local.cli.profile:profile", "Measure the engines of a configuration on this host."),
+    "bench": ("dynamo_local.cli.bench:bench", "Send load to the graph that runs, and measure it."),
     "plan": ("dynamo_local.cli.plan:plan", "Find the smallest fleet that keeps targets, by a profile."),
     "export": ("dynamo_local.kubernetes.commands:export", "Write the graph as a manifest for Kubernetes."),
     "import": ("dynamo_local.kubernetes.importing.commands:import_", "Make a configuration of another tool's file."),
     "ctl": ("dynamo_local.cli.ctl:ctl", "Run circusctl against the graph's arbiter."),
     "config": ("dynamo_local.cli.config:config", "Help with configuration files."),
+    "schema": ("dynamo_local.cli.schema:schema", "Print the JSON schema of what `--json` prints."),
     "completion": ("dynamo_local.cli.completion:completion", "Print the completion of bash, zsh or fish."),
     "man": ("dynamo_local.cli.completion:man", "Show a manual page, or write all of them."),
 }

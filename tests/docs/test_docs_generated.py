@@ -42,6 +42,7 @@ def test_a_stale_part_is_noticed(tmp_path, monkeypatch, capsys):
     page = tmp_path / "README.md"
     page.write_text("<!-- generated: commands -->\nold\n<!-- end of commands -->\n")
     monkeypatch.setattr(GENERATE, "ROOT", tmp_path)
+    monkeypatch.setattr(GENERATE, "schemas", dict)
     monkeypatch.setattr("sys.argv", ["generate.py", "--check"])
     assert (GENERATE.main(), capsys.readouterr().out) == (1, "not current: README.md\n")
     assert "old" in page.read_text()
@@ -94,3 +95,17 @@ def test_every_dependency_has_its_reason():
         for name in cell.split(" (")[0].split(", ")
     }
     assert explained == names
+
+
+def test_schemas_are_current_and_no_other_is_there():
+    wanted = GENERATE.schemas()
+    assert {file: file.read_text(encoding="utf-8") for file in (ROOT / "docs" / "schemas").iterdir()} == wanted
+
+
+def test_a_key_does_not_go_without_another_version():
+    """Readers of an answer go by its version."""
+    old = next(text for file, text in GENERATE.schemas().items() if file.name == "status.schema.json")
+    less = old.replace('"restarts": {', '"begun_again": {').replace('"restarts",', '"begun_again",')
+    assert GENERATE.broken(old, less) == ["$.workers[].restarts (is gone)"]
+    assert GENERATE.broken(less, old) == ["$.workers[].begun_again (is gone)"]
+    assert GENERATE.broken(old, less.replace("dynamo.status.v1", "dynamo.status.v2")) == []

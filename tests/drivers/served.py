@@ -36,6 +36,7 @@ from dynamo_local.system.paths import Paths
 from dynamo_local.system.processes import is_alive, is_resource_tracker
 from tests.drivers import host_facts
 from tests.drivers.servers import Registry
+from tests.tools.answers import checked, read_answer
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "llm"
@@ -107,8 +108,11 @@ class Served(Registry):
     def cli(
         self, *words: str, timeout_s: float | None = None, env: Mapping[str, str] | None = None, **popen: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Run `dynamo WORDS` to its end; in a shell with these variables alone, if `env` is given."""
-        return subprocess.run(
+        """Run `dynamo WORDS` to its end; in a shell with these variables alone, if `env` is given.
+
+        What `--json` prints must be as its schema says.
+        """
+        done = subprocess.run(
             [sys.executable, "-m", "dynamo_local.cli.main", *words],
             cwd=self.cwd,
             env=self.env if env is None else env,
@@ -119,6 +123,9 @@ class Served(Registry):
             check=False,
             **popen,
         )
+        if "--json" in words and done.stdout:
+            read_answer(words, done.stdout)
+        return done
 
     def serve_words(self, *more: str) -> tuple[str, ...]:
         namespace = () if self.namespace == "dynamo" else ("--namespace", self.namespace)
@@ -212,6 +219,14 @@ class Served(Registry):
         graph: dict[str, Any] = ask_arbiter(self.paths, "dynamo_status")["graph"]
         return graph
 
+    def _check_status(self) -> None:
+        """The last status, with all that the test did, is as its schema says."""
+        try:
+            status = self.status()
+        except DynamoError:  # it is leaving
+            return
+        checked("status", status)
+
     def worker(self, name: str) -> dict[str, Any]:
         """One worker's part of the status, by its name without the namespace."""
         return next(w for w in self.status()["workers"] if w["watcher_name"] == f"{self.namespace}_{name}")
@@ -256,6 +271,7 @@ class Served(Registry):
         try:
             if error is None:
                 if self.paths.control_socket.exists():
+                    self._check_status()
                     self.down()
                 self.reap_foreground()
                 assert (left := self.leftovers()) == [], left

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +14,13 @@ from dynamo_local.cli import main, planner, status, waiting
 from dynamo_local.cli import waiting as asking
 from dynamo_local.cli.common import ArbiterRefused
 from dynamo_local.errors import NotRunning
+from tests.tools.answers import name_of, read_answer
+
+OF_THE_ARBITER = {
+    *("apply", "drain", "flip", "planner", "planner.plugins", "restart", "scale", "scale.flip", "sleep", "status"),
+    *("top", "wake"),
+}
+"""Answers that a script has made up here. Tests of real graphs check them."""
 
 Rows = Sequence[dict[str, Any]]
 
@@ -49,10 +58,16 @@ class ScriptedArbiter:
 
 
 def dynamo(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    """`dynamo WORDS…`: the exit code; what it wrote is in capsys."""
+    """`dynamo WORDS…`: the exit code; what it wrote is in capsys. What `--json` prints must be as its schema says."""
     monkeypatch.setattr(sys, "argv", ["dynamo", *words])
     # A script, as `dynamo` is one: by this Click would find `python -m pytest`, and call the program that.
     monkeypatch.setattr(sys.modules["__main__"], "__package__", None, raising=False)
-    with pytest.raises(SystemExit) as exited:
+    checks = "--json" in words and name_of(words) not in OF_THE_ARBITER
+    kept = contextlib.redirect_stdout(io.StringIO()) if checks else contextlib.nullcontext()
+    with kept as written, pytest.raises(SystemExit) as exited:
         main.main()
+    if written is not None:
+        sys.stdout.write(written.getvalue())
+        if written.getvalue():
+            read_answer(words, written.getvalue())
     return int(exited.value.code or 0)

@@ -75,7 +75,7 @@ async def test_two_components_change_in_one_decision(graph: Served) -> None:
     refused = await asyncio.to_thread(graph.cli, "scale", *there)
     assert refused.returncode == 1
     assert "without a ready worker" in refused.stderr
-    await asyncio.to_thread(graph.ok, "scale", "VllmWorker", "-1", "PrefillWorker", "+1", "--flip", "--wait")
+    await asyncio.to_thread(graph.ok, "scale", "VllmWorker", "-1", "PrefillWorker", "+1", "--flip", "--wait", "--json")
     assert [len(names(graph, each)) for each in BASE] == [2, 2]
 
 

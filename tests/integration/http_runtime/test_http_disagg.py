@@ -44,7 +44,7 @@ async def graph(shared_graph: Served) -> AsyncIterator[Served]:
 async def flipped(served: Served, name: str) -> str:
     """`dynamo flip NAME --wait`: its new name."""
     pid, server = served.pids()[name], server_of(served, name).pid
-    await asyncio.to_thread(served.ok, "flip", name, "--wait")
+    await asyncio.to_thread(served.ok, "flip", name, "--wait", "--json")
     (became,) = (new for new, of in served.pids().items() if of == pid)
     assert became != name
     assert server_of(served, became).pid == server

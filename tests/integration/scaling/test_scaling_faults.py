@@ -66,7 +66,7 @@ async def flaky(shared_flaky: Served) -> AsyncIterator[Served]:
     await settled(shared_flaky)
     await ascale(shared_flaky, "Flaky", "=2")
     await settled(shared_flaky)
-    await asyncio.to_thread(shared_flaky.ok, "restart", "dynamo_Flaky_1", "--wait")
+    await asyncio.to_thread(shared_flaky.ok, "restart", "dynamo_Flaky_1", "--wait", "--json")
     await auntil(lambda: len(shared_flaky.states()) == 2, what=shared_flaky.states)
 
 

@@ -27,6 +27,14 @@ LOAD = {
 }
 
 
+def test_bench_sends_its_load_to_the_graph(disagg: Served) -> None:
+    words = ("--requests", "6", "--isl", "40", "--osl", "8", "--concurrency", "2", "--json")
+    found = json.loads(disagg.ok("bench", *words))
+    assert (found["completed"], found["failed"], found["model"]) == (6, 0, "sim-tiny")
+    assert (found["total_input_tokens"], found["total_output_tokens"]) == (240, 48)
+    assert found["mean_ttft_ms"] > 0
+
+
 def test_status_as_json_and_as_a_table(disagg: Served) -> None:
     until(lambda: disagg.worker("VllmWorker")["load"] and disagg.worker("PrefillWorker")["load"])
     done = disagg.cli("status", "--json")

@@ -27,7 +27,7 @@ def test_two_models_are_served_behind_one_port() -> None:
         unknown = ask(served, "c")
         assert unknown.status_code == 404
         assert "served now: `a`, `b`" in unknown.json()["error"]["message"]
-        served.ok("scale", "VllmWorker2", "+1", "--wait")
+        served.ok("scale", "VllmWorker2", "+1", "--wait", "--json")
         assert {"VllmWorker2", "VllmWorker2_1"} <= served.states().keys()
 
 

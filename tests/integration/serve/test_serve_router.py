@@ -80,7 +80,7 @@ async def test_disagg_router_feeds_the_prefill_rule_and_forgets_a_drained_worker
             prefills = re.findall(r"Remote prefill: (\w+) \(prefill length: (\d+)/(\d+)", served.log(name))
             assert prefills[0] == ("True", str(length), str(length))
             assert prefills[1] == ("False", str(int(length * (1 - warm))), str(length)) or int(prefills[1][1]) < 16
-            served.ok("drain", f"dynamo_{name}")
+            served.ok("drain", f"dynamo_{name}", "--json")
             left = await until_status(status, lambda s: holder not in s["workers"])
             assert (len(left["workers"]), left["blocks"]) == (1, 0)
             await ask(client, story(0))

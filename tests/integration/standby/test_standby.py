@@ -130,7 +130,7 @@ async def test_the_commands_wait_and_answer_as_their_siblings(graph: Served) -> 
     refused = await asyncio.to_thread(graph.cli, "sleep", "VllmWorker_1", "--level", "1")
     assert refused.returncode == EXIT_FAILED
     assert "sleeping at level 2 already" in refused.stderr
-    await asyncio.to_thread(graph.ok, "wake", "VllmWorker_1", "--wait")
+    await asyncio.to_thread(graph.ok, "wake", "VllmWorker_1", "--wait", "--json")
     assert graph.states()["VllmWorker_1"] == "ready"
 
 

@@ -57,7 +57,7 @@ def test_no_line_of_a_list_of_commands_is_cut(
     assert "..." not in capsys.readouterr().out.partition("Commands:")[2]
 
 
-WITHOUT_NAMESPACE = ("ls", "config", "simulate", "plan", "planner", "export", "import", "completion", "man")
+WITHOUT_NAMESPACE = ("ls", "config", "simulate", "plan", "planner", "export", "import", "schema", "completion", "man")
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in WITHOUT_NAMESPACE])

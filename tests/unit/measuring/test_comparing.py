@@ -21,6 +21,7 @@ from dynamo_local.simulator.options import FleetShape
 from dynamo_local.simulator.sizing import Candidate, Engines, Planned, Tried, differing, merged, ranked, sections_of
 from tests.fakes.profile_documents import document, engine
 from tests.fakes.profile_folders import MAX_KV_TOKENS, decode_arrays, prefill_arrays, write_npz
+from tests.tools.answers import read_answer
 
 LIMITS = {"max_kv_tokens": MAX_KV_TOKENS, "context_length": 8192, "max_num_seqs": 64, "max_num_batched_tokens": 8192}
 TARGETS = ("--ttft", "400", "--itl", "30", "--gpus", "2")
@@ -56,7 +57,7 @@ def planned(*profiles: str) -> dict[str, Any]:
     words = [word for profile in profiles for word in ("--profile", profile)]
     command_line = [*TARGETS, "--trace", str(trace), *words, "--json"]
     done = CliRunner().invoke(command, command_line, catch_exceptions=False, standalone_mode=False)
-    return dict(json.loads(done.stdout))
+    return dict(read_answer(["plan"], done.stdout))
 
 
 def test_of_two_settings_the_one_that_keeps_the_targets_is_named_and_written(tmp_path):

@@ -9,7 +9,6 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 
 from dynamo_local.cli.doctor import bundle, command
@@ -21,7 +20,6 @@ from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK
 from dynamo_local.system.paths import Paths
 from tests.fakes.arbiter.scripted_arbiter import dynamo
 
-SCHEMA = json.loads((Path(__file__).parents[4] / "docs" / "doctor.schema.json").read_text())
 IDS = (
     "cuda clock command compiler descriptors disk dynamo-1x etcd folder gpu-compute-mode gpu-driver gpu-ecc gpu-fabric "
     "gpu-lock gpu-lost gpu-mig gpu-nodes gpu-numa gpu-nvlink gpu-pcie gpu-stranger gpu-throttled gpu-topology "
@@ -51,19 +49,18 @@ def test_the_ids_are_those_that_were_released() -> None:
     assert {id_of(check) for check in CHECKS} == set(IDS.split())
 
 
-def test_the_answer_is_as_its_schema_says(host: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_exit_code_and_counts_are_those_of_the_findings(
+    host: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     code = dynamo(monkeypatch, "doctor", "--json")
     report = json.loads(capsys.readouterr().out)
-    jsonschema.validate(report, SCHEMA)
     assert code == (EXIT_FAILED if report["serving_fails"] else EXIT_OK)
     assert sum(report["counts"].values()) == len(report["findings"])
-    jsonschema.Draft202012Validator.check_schema(SCHEMA)
 
 
 def test_the_list_explains_every_id(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     assert dynamo(monkeypatch, "doctor", "--list", "--json") == EXIT_OK
     listed = json.loads(capsys.readouterr().out)
-    jsonschema.validate(listed, SCHEMA)
     assert {each["id"] for each in listed["checks"]} == set(IDS.split())
     assert dynamo(monkeypatch, "doctor", "--list") == EXIT_OK
     assert "gpu-mig" in capsys.readouterr().out

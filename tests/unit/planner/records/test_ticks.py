@@ -36,6 +36,7 @@ from dynamo_local.system.json_lines import Record, Skipped
 from dynamo_local.transport.fpm import decode_pass, encode_pass
 from tests.fakes.planner.observations import DECODE, PREFILL, pool, worker_pools
 from tests.fakes.planner.options import load_options, sla_options, slo_options, throughput_load_options
+from tests.tools.answers import read_answer
 
 OPTIONS = [
     load_options(
@@ -266,6 +267,8 @@ def test_the_command_tells_what_differs(tmp_path: Path) -> None:
     def ask(*words: str) -> Any:
         done = CliRunner().invoke(cli, ["planner", "replay", str(log), *words], catch_exceptions=False)
         assert done.exit_code == 0, done.output
+        if "--json" in words:
+            read_answer(["planner", "replay"], done.output)
         return done.output
 
     same = json.loads(ask("--json"))

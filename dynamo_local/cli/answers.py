@@ -1,0 +1,920 @@
+"""The answers of `--json`, one record each, and their schemas. A command whose answer is a record already has it here.
+
+A schema's `$id` has a version. It rises if a key is renamed, goes, or becomes another type. A new key does
+not raise it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
+
+import msgspec
+
+from dynamo_local.cli.ls import Run
+from dynamo_local.core.doctor.findings import Verdict
+from dynamo_local.core.types import WorkerState
+from dynamo_local.planner.plugins.registry import PluginRow
+from dynamo_local.profile.document import Document
+from dynamo_local.profile.judgement import Drifted
+from dynamo_local.simulator.metrics import Metrics, Spread
+
+Id = Annotated[str, msgspec.Meta(pattern="^[a-z0-9]+(-[a-z0-9]+)*$")]
+Said = Annotated[str, msgspec.Meta(min_length=1)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+
+
+# --- what runs -----------------------------------------------------------------------------------
+
+
+class WorkerLoad(TypedDict):
+    """A worker's load, under Dynamo's names. Null is unknown, never 0."""
+
+    request_active_slots: int
+    request_total_slots: int
+    kv_active_blocks: int
+    kv_total_blocks: int
+    num_requests_waiting: int
+    gpu_cache_usage_perc: float | None
+    gpu_prefix_cache_hit_rate: float
+    remaining_tokens: int
+    itl_ms: float | None
+    prefills_waiting: int | None
+
+
+class DrainStatus(TypedDict):
+    """How far a drain is. Null is unknown."""
+
+    left_requests: int | None
+    left_tokens: int | None
+    eta_s: float | None
+    deadline_s: float | None
+
+
+class StandbyStatus(TypedDict):
+    """A worker that sleeps, or is to sleep. Memory that it keeps is in bytes, null if unknown."""
+
+    wanted: bool
+    level: int
+    gpus: list[str]
+    vram_bytes: int | None
+    host_bytes: int | None
+
+
+class WorkerStatus(TypedDict):
+    """One worker."""
+
+    watcher_name: str
+    component: str
+    guests: list[str]
+    role: str
+    state: WorkerState
+    pid: int | None
+    gpus: list[str]
+    lease: str | None
+    endpoints: list[str]
+    uptime_s: float | None
+    restarts: int
+    standby: StandbyStatus | None
+    outdated: bool
+    reason: str | None
+    drain: DrainStatus | None
+    log_file: str
+    load: WorkerLoad | None
+    dispatch: dict[str, float] | None
+
+
+class GpuStatus(TypedDict):
+    """One device, and who has it."""
+
+    index: int
+    uuid: str
+    name: str
+    state: Literal["free", "held", "taken", "quarantined"]
+    worker: str | None
+    sleepers: list[str]
+    reason: str | None
+
+
+class ServerStatus(TypedDict):
+    """An embedded server."""
+
+    watcher_name: str
+    kind: Literal["etcd", "nats"]
+    state: Literal["running", "restarting"]
+    pid: int | None
+    failures: int
+    next_try_s: float | None
+    reason: str | None
+
+
+class QueueStatus(TypedDict):
+    """The prefill queue. Null is unknown."""
+
+    pending: int | None
+    outstanding: int | None
+    dead_letters: int | None
+
+
+class Freshness(TypedDict):
+    """Age of the GPUs' inventory, and why the latest look failed."""
+
+    age_s: float | None
+    stale: str | None
+
+
+class ChangeStatus(TypedDict):
+    """A restart or an apply that is under way."""
+
+    stimulus_id: str
+    left: list[str]
+    done: list[str]
+    substitutes: dict[str, str]
+
+
+class KeptShare(TypedDict):
+    """Requests that ended in a window, and how many kept both targets. `missed` counts the others by reason."""
+
+    requests: int
+    kept: int
+    share: Share | None
+    missed: dict[str, int]
+
+
+class KeptStatus(TypedDict):
+    """The latency targets, and the requests that kept them by window."""
+
+    ttft_ms: float | None
+    itl_ms: float | None
+    minute: NotRequired[KeptShare]
+    hour: NotRequired[KeptShare]
+    day: NotRequired[KeptShare]
+    total: KeptShare
+
+
+class FollowStatus(TypedDict):
+    """Another planner's decisions, which this run carries out."""
+
+    environment: str
+    layout: str
+    keys: str
+    phase: str
+    decision_id: int
+    num_prefill_workers: int
+    num_decode_workers: int
+    scaled_decision_id: int
+    reason: str | None
+
+
+class SpareStatus(TypedDict):
+    """A prewarmed process."""
+
+    watcher_name: str
+    engine: str
+    state: str
+    pid: int | None
+    uptime_s: float
+    warm_after_s: float | None
+    memory_bytes: int | None
+
+
+class SparesStatus(TypedDict):
+    """All prewarmed processes."""
+
+    count: int
+    spares: list[SpareStatus]
+    failures: int
+    reason: str | None
+    next_try_s: float | None
+
+
+class LeadTime(TypedDict):
+    """Seconds from a decision until the worker serves."""
+
+    count: int
+    last_s: float
+    median_s: float
+    p90_s: float
+
+
+class LeadTimeRow(TypedDict):
+    """A component's lead times by scaling option, in this run, and on this host (this run included)."""
+
+    component: str
+    rung: str
+    run: LeadTime | None
+    host: LeadTime
+
+
+class TaskStatus(TypedDict):
+    """A task of the arbiter that is kept alive."""
+
+    task: str
+    running: bool
+    deaths: int
+    why: str | None
+    again_s: float | None
+
+
+class NoteStatus(TypedDict):
+    """A note to people. Times are seconds since 1970."""
+
+    text: str
+    count: int
+    first_at: float
+    last_at: float
+
+
+class FixedFleetStatus(TypedDict):
+    """The cheapest fixed fleet that would have kept as large a share."""
+
+    hours: float
+    share: float
+    gpu_hours: float
+    prefill: int
+    decode: int
+    fixed_share: float
+    fixed_gpu_hours: float
+    gpu_hours_ratio: float
+
+
+class VirtualStatus(TypedDict):
+    """Decisions that are written to etcd for another environment."""
+
+    keys: str
+    num_prefill_workers: int
+    num_decode_workers: int
+    decision_id: int
+    scaled_decision_id: int
+    pending: bool
+    waits_s: float | None
+
+
+class LastTick(TypedDict):
+    """The plugins' last tick."""
+
+    action: str
+    why: str | None
+
+
+class PluginsStatus(TypedDict):
+    """The planner's plugins. `not_taken` says why others are not among them."""
+
+    plugins: list[PluginRow]
+    not_taken: dict[str, str]
+    gateway: str | None
+    last_tick: LastTick | None
+
+
+class ProfileStatus(TypedDict):
+    """The profile by which the planner sizes."""
+
+    name: str
+    measured: bool
+    certificate: str | None
+
+
+class HeldMs(TypedDict):
+    """Milliseconds."""
+
+    wall: float
+    cpu: float
+
+
+class DecisionAnswer:
+    """A decision as it is logged (`DecisionRecord`), with its number, its run and the targets that were kept."""
+
+
+class PlannerStatus(TypedDict):
+    """The planner's state. Keys that may be absent belong to a planner that has been started."""
+
+    state: str
+    no_operation: bool
+    options: dict[str, Any]
+    follow: str | None
+    virtual: VirtualStatus | None
+    plugins: PluginsStatus
+    lead_times: list[LeadTimeRow]
+    tensorboard: str | None
+    reports: str | None
+    profile: ProfileStatus | None
+    drift: list[Drifted]
+    fixed_fleet: FixedFleetStatus | None
+    last_decision: DecisionAnswer | None
+    trouble: str | None
+    for_s: NotRequired[float]
+    adjusting: NotRequired[bool]
+    next_decision_s: NotRequired[float | None]
+    waiting_for_gpus: NotRequired[list[str]]
+    models: NotRequired[dict[str, str]]
+    pulls: NotRequired[int]
+    decisions: NotRequired[int]
+    failed_ticks: NotRequired[int]
+    lag_s: NotRequired[float]
+    loop_held_max_ms: NotRequired[dict[str, HeldMs]]
+
+
+class Status(TypedDict):
+    """`dynamo status`: the whole run."""
+
+    namespace: str
+    run_id: str
+    state: str
+    missing: list[str]
+    arbiter_pid: int
+    guardian_pid: int | None
+    on_arbiter_death: str
+    circus_endpoint: str
+    etcd_endpoints: str
+    etcd_shell_file: str | None
+    nats_server: str
+    servers: list[ServerStatus]
+    frontend_url: str | None
+    prefill_queue: QueueStatus | None
+    metrics_url: str | None
+    gpus: list[GpuStatus]
+    gpu_inventory: Freshness
+    quarantined_gpus: dict[str, str]
+    changes: list[ChangeStatus]
+    planner: PlannerStatus
+    targets: KeptStatus | None
+    follow: FollowStatus | None
+    spares: SparesStatus | None
+    lead_times: list[LeadTimeRow]
+    tasks: list[TaskStatus]
+    notes: list[NoteStatus]
+    workers: list[WorkerStatus]
+
+
+class TopGpu(GpuStatus):
+    """One device, and the state of its worker."""
+
+    worker_state: WorkerState | None
+
+
+class TopWorker(TypedDict):
+    """One worker. `kv` is the share of its KV cache that is in use; null is unknown."""
+
+    watcher_name: str
+    component: str
+    state: WorkerState
+    gpus: list[str]
+    uptime_s: float | None
+    reason: str | None
+    drain: DrainStatus | None
+    standby: StandbyStatus | None
+    kv: Share | None
+    running: int | None
+    waiting: int | None
+
+
+class TopPlanner(PlannerStatus):
+    """The planner, with its last decision in words."""
+
+    words: list[str]
+
+
+class Top(TypedDict):
+    """`dynamo top`: one frame."""
+
+    namespace: str
+    run_id: str | None
+    state: str
+    missing: list[str]
+    gpus: list[TopGpu]
+    workers: list[TopWorker]
+    prefill_queue: QueueStatus | None
+    follow: FollowStatus | None
+    planner: TopPlanner | None
+    notes: list[NoteStatus]
+
+
+EventLine = TypedDict(
+    "EventLine",
+    {
+        "seq": int,
+        "time": float,
+        "watcher_name": str,
+        "component": NotRequired[str],
+        "event": str,
+        "from": str,
+        "to": str,
+        "stimulus_id": NotRequired[str | None],
+        "aside": NotRequired[bool],
+        "instructions": NotRequired[list[str]],
+    },
+)
+"""A line of `dynamo events`: a change of a worker's state. An event has fields of its own beside these."""
+
+
+# --- what is changed -----------------------------------------------------------------------------
+
+
+class WorkerEffect(TypedDict):
+    """A command's effect on a worker."""
+
+    kind: str
+    watcher_name: str
+    reason: str
+    becomes: NotRequired[str]
+
+
+class _Changed(TypedDict):
+    stimulus_id: str
+    outcomes: NotRequired[dict[str, str]]
+
+
+class Scaled(_Changed):
+    """`dynamo scale`. `outcomes`, here and below, is there with `--wait`: each worker's end in words."""
+
+    component: str
+    instructions: list[WorkerEffect]
+    ready: int
+    target: int
+
+
+class ReadyOf(TypedDict):
+    """Workers of a component."""
+
+    ready: int
+    target: int
+
+
+class Exchanged(_Changed):
+    """`dynamo scale --flip`."""
+
+    components: dict[str, ReadyOf]
+    instructions: list[WorkerEffect]
+
+
+class WorkerChanged(_Changed):
+    """`dynamo drain`, `sleep` and `wake`. `state` is `removed` if no such worker is left."""
+
+    watcher_name: str
+    state: str
+    instructions: list[WorkerEffect]
+
+
+class Flipped(WorkerChanged):
+    """`dynamo flip`: the worker's next name and component; null if its flip was taken back."""
+
+    becomes: str | None
+    component: NotRequired[str | None]
+
+
+class Restarted(_Changed):
+    """`dynamo restart`. `substitutes`: a worker that leaves -> the one that takes its place."""
+
+    workers: list[str]
+    substitutes: dict[str, str]
+    warnings: list[str]
+
+
+class Difference(TypedDict):
+    """One difference. Secrets are masked; null: absent."""
+
+    what: str
+    before: Any
+    after: Any
+
+
+class Touched(TypedDict):
+    """Workers by what happens to them."""
+
+    start: list[str]
+    leave: list[str]
+    renew: list[str]
+
+
+class Applied(TypedDict):
+    """`dynamo apply`. `components`: how many workers each component that is touched is to have."""
+
+    stimulus_id: str
+    dry_run: bool
+    changes: list[Difference]
+    notes: list[str]
+    components: dict[str, int | None]
+    removed: list[str]
+    workers: Touched
+    failures: list[str]
+
+
+# --- planner -------------------------------------------------------------------------------------
+
+
+class Reported(TypedDict):
+    """`dynamo planner report`: the page, and the number of decisions in it."""
+
+    report: str
+    decisions: int
+    bytes: int
+
+
+class Side(TypedDict):
+    """Workers, step and rule of each component."""
+
+    targets: dict[str, int]
+    steps: dict[str, int]
+    rules: dict[str, str]
+
+
+class ComparedTick(TypedDict):
+    """A tick in which the log or the replay decided."""
+
+    seq: int
+    at_s: float
+    agrees: bool
+    then: Side | None
+    now: Side | None
+
+
+class Replayed(TypedDict):
+    """`dynamo planner replay`. `whole` is false if the log's beginning is gone."""
+
+    policies: list[str]
+    ticks: int
+    ticks_without_what_is_wanted: int
+    whole: bool
+    decisions: int
+    differ: int
+    compared: list[ComparedTick]
+
+
+class MeasuredRange(TypedDict):
+    """The lowest and the highest measured length, in tokens."""
+
+    isl: tuple[float, float]
+    context_length: tuple[float, float]
+
+
+class PrefillRow(TypedDict):
+    """A prompt length. Null: not measured there."""
+
+    isl: float
+    measured_ttft_ms: float | None
+    measured_thpt_per_gpu: float | None
+    ttft_ms: float
+    thpt_per_gpu: float
+    extrapolated: bool
+
+
+class DecodeRow(TypedDict):
+    """A context length under a load."""
+
+    context_length: float
+    kv_usage: float
+    concurrency: float
+    measured_itl_ms: float
+    measured_thpt_per_gpu: float
+    itl_ms: float
+    thpt_per_gpu: float
+
+
+class BestRow(TypedDict):
+    """The most that a GPU decodes within a target."""
+
+    itl_target_ms: float
+    context_length: float
+    thpt_per_gpu: float
+    concurrency: float
+    itl_ms: float
+    attainable: bool
+    extrapolated: bool
+
+
+class ProfileTables(TypedDict):
+    """`dynamo planner profile show`."""
+
+    profile: str
+    files: list[str]
+    max_kv_tokens: int
+    measured: MeasuredRange
+    prefill: list[PrefillRow]
+    decode: list[DecodeRow]
+    best: list[BestRow]
+    notes: list[str]
+
+
+# --- simulator -----------------------------------------------------------------------------------
+
+
+class _RunMetrics(TypedDict):
+    requests: int
+    completed: int
+    dropped: int
+    attainment: Share
+    goodput_rps: float
+    gpu_hours: float
+    scale_actions: int
+    ttft_ms: Spread
+    itl_ms: Spread
+    duration_s: float
+    remote_prefills: int
+    preemptions: int
+    output_tokens: int
+    gpus_mean: float
+    dropped_by: dict[str, int]
+    done_by: dict[str, int]
+
+
+assert _RunMetrics.__annotations__.keys() == Metrics.__annotations__.keys()
+
+
+class SimulatedRun(_RunMetrics):
+    """One run of `dynamo simulate`. Several runs are a list."""
+
+    name: str
+
+
+class PlannedFleet(_RunMetrics):
+    """A fleet that was tried."""
+
+    prefill: int
+    decode: int
+    gpus: int
+
+
+class PlannedProfile(PlannedFleet):
+    """The best fleet of one profile."""
+
+    profile: str
+    settings: dict[str, Any]
+    attained: bool
+    attainment_low: float
+    attainment_high: float
+
+
+class Planned(TypedDict):
+    """`dynamo plan`. The first of `profiles` is the best; `yaml` has the sections that `--write` writes."""
+
+    profile: str
+    profiles: list[PlannedProfile]
+    best: PlannedFleet
+    attained: bool
+    attainment_low: float
+    attainment_high: float
+    alternatives: list[PlannedFleet]
+    tried: int
+    yaml: str
+
+
+class Benched(TypedDict):
+    """`dynamo bench`, under the names of `vllm bench serve`. Null: no sample. `errors` has the first reasons."""
+
+    tool: Literal["own", "vllm"]
+    url: str
+    model: str
+    completed: int
+    failed: int
+    duration: float
+    total_input_tokens: int
+    total_output_tokens: int
+    request_throughput: float
+    output_throughput: float
+    total_token_throughput: float
+    mean_ttft_ms: float | None
+    median_ttft_ms: float | None
+    std_ttft_ms: float | None
+    p99_ttft_ms: float | None
+    mean_tpot_ms: float | None
+    median_tpot_ms: float | None
+    std_tpot_ms: float | None
+    p99_tpot_ms: float | None
+    mean_itl_ms: float | None
+    median_itl_ms: float | None
+    std_itl_ms: float | None
+    p99_itl_ms: float | None
+    mean_e2el_ms: float | None
+    median_e2el_ms: float | None
+    std_e2el_ms: float | None
+    p99_e2el_ms: float | None
+    errors: list[str]
+
+
+# --- graphs --------------------------------------------------------------------------------------
+
+
+class PlannedWatcher(TypedDict):
+    """A worker that would be started. Secrets in `env` are masked."""
+
+    watcher_name: str
+    component: str
+    role: str
+    gpus: list[int]
+    gpu_uuids: list[str]
+    cmd: str
+    cwd: str
+    log_file: str
+    start_deadline_s: float
+    drain_deadline_s: float
+    env: dict[str, str]
+
+
+class DryRun(TypedDict):
+    """`dynamo serve --dry-run` of a graph."""
+
+    namespace: str
+    graph: str | None
+    config: dict[str, Any]
+    gpus: str
+    etcd_endpoints: str
+    nats_server: str
+    planner: dict[str, Any] | None
+    follow: str | None
+    flips: dict[str, str]
+    infra_watchers: list[str]
+    watchers: list[PlannedWatcher]
+
+
+class ServedModel(TypedDict):
+    """One model. Bytes are of one GPU of an engine; they are absent on a CPU, and for a command."""
+
+    model: str
+    name: str | None
+    engines: int
+    prefill_engines: int
+    gpus_per_engine: int
+    max_model_len: NotRequired[int]
+    weights_bytes: NotRequired[int]
+    working_bytes: NotRequired[int]
+    kv_room_bytes: NotRequired[int]
+    kv_bytes_per_token: NotRequired[int]
+    window_kv_bytes_per_token: NotRequired[int]
+    state_bytes_per_request: NotRequired[int]
+    kv_bytes_per_request: NotRequired[int]
+    requests_at_once: NotRequired[int]
+    gpu_memory_bytes: NotRequired[int]
+
+
+class ServedModels(TypedDict):
+    """`dynamo serve --dry-run` of models or a command: the decision, and `configuration` as YAML."""
+
+    graph: str | None
+    engine: str | None
+    reasons: list[str]
+    models: list[ServedModel]
+    configuration: str
+
+
+class CarriedNote(TypedDict):
+    """A part that changes or is left out, and its place in the input."""
+
+    kind: Literal["left out", "changed", "secret"]
+    where: str
+    text: str
+
+
+class Exported(TypedDict):
+    """`dynamo export kubernetes`. `beside` are the other documents."""
+
+    file: str | None
+    document: dict[str, Any]
+    beside: list[dict[str, Any]]
+    secret: str
+    secret_keys: list[str]
+    notes: list[CarriedNote]
+
+
+class Imported(TypedDict):
+    """`dynamo import`."""
+
+    name: str | None
+    file: str | None
+    sections: dict[str, dict[str, Any]]
+    notes: list[CarriedNote]
+
+
+# --- doctor --------------------------------------------------------------------------------------
+
+
+class DoctorFinding(TypedDict):
+    """A result of a check. `subject` is the thing that was checked, where there are several (`GPU 0`)."""
+
+    id: Id
+    verdict: Verdict
+    subject: str
+    evidence: Said
+    repair: str
+
+
+class DoctorReport(TypedDict):
+    """`dynamo doctor`. `serving_fails`: a finding is a problem; the exit code is then 1."""
+
+    schema: Literal["dynamo.doctor.v1"]
+    version: str
+    serving_fails: bool
+    counts: dict[Verdict, Count]
+    findings: list[DoctorFinding]
+
+
+class DoctorCheck(TypedDict):
+    """An id, and what is in order."""
+
+    id: Id
+    subject: str
+    explanation: Said
+
+
+class DoctorList(TypedDict):
+    """`dynamo doctor --list`."""
+
+    schema: Literal["dynamo.doctor.checks.v1"]
+    version: str
+    checks: list[DoctorCheck]
+
+
+# --- schemas -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer: the command that gives it, and its record. `lines`: each line is such an object."""
+
+    command: str
+    record: Any
+    version: int = 1
+    lines: bool = False
+
+
+ANSWERS: Mapping[str, Answer] = {
+    "apply": Answer("apply", Applied),
+    "bench": Answer("bench", Benched),
+    "doctor": Answer("doctor", DoctorReport),
+    "doctor.checks": Answer("doctor --list", DoctorList),
+    "drain": Answer("drain", WorkerChanged),
+    "events": Answer("events", EventLine, lines=True),
+    "export.kubernetes": Answer("export kubernetes", Exported),
+    "flip": Answer("flip", Flipped),
+    "import": Answer("import", Imported),
+    "ls": Answer("ls", list[Run]),
+    "plan": Answer("plan", Planned),
+    "planner": Answer("planner status", PlannerStatus),
+    "planner.explain": Answer("planner explain", list[DecisionAnswer]),
+    "planner.history": Answer("planner history", list[DecisionAnswer]),
+    "planner.plugins": Answer("planner plugins", PluginsStatus),
+    "planner.profile": Answer("planner profile show", ProfileTables),
+    "planner.replay": Answer("planner replay", Replayed),
+    "planner.report": Answer("planner report", Reported),
+    "profile": Answer("profile", Document),
+    "restart": Answer("restart", Restarted),
+    "scale": Answer("scale", Scaled),
+    "scale.flip": Answer("scale --flip", Exchanged),
+    "serve": Answer("serve --dry-run", DryRun),
+    "serve.model": Answer("serve --dry-run --model", ServedModels),
+    "simulate": Answer("simulate", SimulatedRun | list[SimulatedRun]),
+    "sleep": Answer("sleep", WorkerChanged),
+    "status": Answer("status", Status),
+    "top": Answer("top", Top),
+    "wake": Answer("wake", WorkerChanged),
+}
+"""Name of the schema -> its answer. `planner start`, `stop`, `pause`, `resume` and `set` answer as `planner status`."""
+
+
+def schema_of(name: str) -> dict[str, Any]:
+    """The JSON schema of an answer. KeyError for a name that has none."""
+    answer = ANSWERS[name]
+    definitions: dict[str, Any] = {}
+    made = _plain(msgspec.json.schema(answer.record, schema_hook=_foreign), definitions)
+    head = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": f"dynamo.{name}.v{answer.version}",
+        "title": f"dynamo {answer.command} --json{': each line' if answer.lines else ''}",
+    }
+    return {**head, **made, **({"$defs": dict(sorted(definitions.items()))} if definitions else {})}
+
+
+def _plain(schema: Any, definitions: dict[str, Any]) -> Any:
+    """The schema with all `$defs` moved to `definitions`, and descriptions on one line."""
+    if isinstance(schema, list):
+        return [_plain(each, definitions) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    for key, value in schema.get("$defs", {}).items():
+        definitions[key] = _plain(value, definitions)
+    found = {key: _plain(value, definitions) for key, value in schema.items() if key != "$defs"}
+    if isinstance(text := found.get("description"), str):
+        found["description"] = " ".join(text.split())
+    return found
+
+
+def _foreign(kind: type) -> dict[str, Any]:
+    """The schema of a record that pydantic writes."""
+    if kind is not DecisionAnswer:
+        raise NotImplementedError(kind)
+    from pydantic import TypeAdapter
+
+    from dynamo_local.planner.records.decision_log import DecisionRecord
+
+    made = TypeAdapter(DecisionRecord).json_schema(mode="serialization")
+    kept = msgspec.json.schema(KeptStatus)
+    made["$defs"] |= kept["$defs"]
+    made["description"] = DecisionAnswer.__doc__
+    made["properties"] |= {
+        "seq": {"type": "integer"},
+        "run_id": {"type": "string"},
+        "targets": {"anyOf": [{"$ref": kept["$ref"]}, {"type": "null"}]},
+        "words": {"type": "string", "description": "the decision in words (`planner explain`)"},
+    }
+    return made
