@@ -17,6 +17,7 @@ from dynamo_local.core.routing.estimates import Timing, Why
 from dynamo_local.core.routing.prefill_choice import DecodeSide
 from dynamo_local.errors import KvTransferError, WorkerBusy
 from dynamo_local.ports import Engine, EngineOutput, EngineRequest
+from dynamo_local.system import tracing
 
 log = logging.getLogger(__name__)
 
@@ -61,13 +62,17 @@ class DecodeService:
         # A client may send the same request id twice, and a retry does: the engine needs one of its own.
         name = f"{message.request_id}-{secrets.token_hex(4)}"
         request = EngineRequest(name, message.token_ids, message.sampling, core=message.core)
-        side, completed = self._side, False
+        side, completed, stages = self._side, False, tracing.stages()
         self._tell_begin(request)
         try:
             params = await self._prefilled(request, message)
+            if tracing.recording():
+                where = "local" if params is None else "remote"
+                tracing.current().set({"dynamo.prefill": where, "gen_ai.usage.input_tokens": len(message.token_ids)})
             while True:
                 started, began_s = False, self._clock.now_s()
                 given = request if params is None else replace(request, kv_transfer_params=params)
+                stages.begin("prefill" if params is None else "transfer")
                 outputs = cast(AsyncGenerator[EngineOutput, None], self._engine.generate(given))
                 try:
                     async with contextlib.aclosing(outputs):
@@ -81,6 +86,8 @@ class DecodeService:
                                     request, output, self._clock.now_s() - began_s, away=params is not None
                                 )
                             )
+                            if not started:
+                                stages.begin("decode")
                             started = True
                             if side is not None:
                                 side.tokens(name, len(output.token_ids), self._clock.now_s())
@@ -94,6 +101,7 @@ class DecodeService:
                     self._give_up_handover(request, error)
                 request, params = replace(request, request_id=f"{name}-local"), None
         finally:
+            stages.end()
             if side is not None:
                 side.ended(name, completed=completed)
             if self._remote is not None:

@@ -26,6 +26,7 @@ from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.errors import DynamoError, InfraUnavailable, NoWorkers, WorkerBusy, WorkerDraining
 from dynamo_local.ports import EndpointClient, ResponseStream
 from dynamo_local.profile.interpolation import ProfileModel
+from dynamo_local.system import tracing
 from dynamo_local.transport.load import LoadView
 from dynamo_local.transport.requests.client import late_news_s
 from dynamo_local.transport.requests.stream import Take, pump
@@ -255,9 +256,16 @@ class Dispatcher:
 
     async def _choose(self, request: _PendingRequest) -> Routed | None:
         """The next worker, or None when nobody is left, or too many have failed."""
-        payload, failures = request.payload, request.failures
-        if _failed(failures) >= request.max_tries:
+        if _failed(request.failures) >= request.max_tries:
             return None
+        with tracing.span("route") as span:
+            routed = await self._chosen(request)
+            if routed is not None:
+                span.set({"dynamo.instance_id": f"{routed.worker:x}"})
+        return routed
+
+    async def _chosen(self, request: _PendingRequest) -> Routed | None:
+        payload, failures = request.payload, request.failures
         untried = self._untried(failures)
         if self._router is not None and untried:
             lora_id = payload.get("lora_id", 0)
@@ -291,6 +299,8 @@ class _PendingRequest:
         if attempt.produced or not error.retryable or isinstance(error, InfraUnavailable):
             raise error
         self.failures[worker] = error
+        about = {"dynamo.instance_id": f"{worker:x}", "error.type": type(error).__name__}
+        tracing.current().event("worker gave nothing", about)
         log.info("request %s: worker %x gave nothing: %s", self.request_id, worker, error)
 
 
