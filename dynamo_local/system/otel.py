@@ -30,6 +30,7 @@ from dynamo_local.errors import ConfigError
 from dynamo_local.system.tracing import ENDPOINTS, NO_SPAN, NO_STAGES, Attributes, Kind, Span, Stages
 
 log = logging.getLogger("dynamo_local.traces")
+_EXPORTERS: Final = logging.getLogger("opentelemetry.exporter")
 
 RETRY_S: Final = 1.0
 KEEP_S: Final = 60.0
@@ -83,13 +84,14 @@ class Delivery(SpanProcessor):
         self._batch = min(self._most, _number(environ, names.OTEL_BSP_MAX_EXPORT_BATCH_SIZE, 512))
         self._every_s = _number(environ, names.OTEL_BSP_SCHEDULE_DELAY, 5000) / 1000
         self._queue: deque[ReadableSpan] = deque()
-        self._in_hand = self._lost = 0
+        self._dropped = self._given_up = self._in_hand = 0
+        self._moving = threading.Lock()
+        """Held while spans go from one of these counts to another."""
         self._failing = False
         self._wake, self._closing = threading.Event(), threading.Event()
         self._said = _LastWords()
-        exporters = logging.getLogger("opentelemetry.exporter")
-        exporters.addHandler(self._said)
-        exporters.propagate = False
+        _EXPORTERS.addHandler(self._said)
+        _EXPORTERS.propagate = False
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
         self._thread.start()
 
@@ -98,7 +100,7 @@ class Delivery(SpanProcessor):
         if not span.get_span_context().trace_flags.sampled:
             return
         if len(self._queue) >= self._most:
-            self._lost += 1
+            self._dropped += 1
             return
         self._queue.append(span)
         if len(self._queue) >= self._batch:
@@ -109,8 +111,10 @@ class Delivery(SpanProcessor):
         self._closing.set()
         self._wake.set()
         self._thread.join(0.0 if self._failing else CLOSE_S)
-        left = self._lost + len(self._queue) + self._in_hand
+        with self._moving:
+            left = self._lost + len(self._queue) + self._in_hand
         self._exporter.shutdown()
+        _EXPORTERS.removeHandler(self._said)
         if left:
             log.warning("%d spans could not be delivered to %s before this process ended", left, self._where)
 
@@ -119,18 +123,25 @@ class Delivery(SpanProcessor):
             self._wake.wait(self._every_s)
             self._wake.clear()
             while self._queue:
-                batch = [self._queue.popleft() for _ in range(min(len(self._queue), self._batch))]
-                self._in_hand = len(batch)
-                self._send(batch)
-                self._in_hand = 0
+                with self._moving:
+                    batch = [self._queue.popleft() for _ in range(min(len(self._queue), self._batch))]
+                    self._in_hand = len(batch)
+                sent = self._sent(batch)
+                with self._moving:
+                    self._given_up += 0 if sent else len(batch)
+                    self._in_hand = 0
 
-    def _send(self, batch: list[ReadableSpan]) -> None:
+    def _sent(self, batch: list[ReadableSpan]) -> bool:
         give_up_s = time.monotonic() + KEEP_S
         while not self._delivered(batch):
             if self._closing.is_set() or time.monotonic() >= give_up_s:
-                self._lost += len(batch)
-                return
+                return False
             self._closing.wait(RETRY_S)
+        return True
+
+    @property
+    def _lost(self) -> int:
+        return self._dropped + self._given_up
 
     def _delivered(self, batch: list[ReadableSpan]) -> bool:
         try:
@@ -139,7 +150,7 @@ class Delivery(SpanProcessor):
             taken, self._said.text = False, f"{type(error).__name__}: {error}"
         if taken and self._failing:
             log.warning("traces are delivered to %s again; %d spans were lost", self._where, self._lost)
-            self._lost = 0
+            self._dropped = self._given_up = 0
         elif not taken and not self._failing:
             log.warning(
                 "traces cannot be delivered to %s: %s. Requests go on; up to %d spans are kept and offered again",
