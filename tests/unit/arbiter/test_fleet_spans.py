@@ -111,6 +111,7 @@ def test_a_crash_begins_a_restart_that_holds_the_new_start() -> None:
     assert restart.attributes["dynamo.event"] == "ProcessExited"
     fleet.feed(st.Swept(stimulus_id="swept", name=name(1)))
     fleet.feed(st.Tick(), 60)
+    fleet.feed(st.GpusSeen(stimulus_id="gpus", devices=fleet.fleet.gpus.devices))
     start = fleet.named("start")
     assert start.within is restart
 
