@@ -151,7 +151,7 @@ class Delivery(SpanProcessor):
         if taken and self._failing:
             log.warning("traces are delivered to %s again; %d spans were lost", self._where, self._lost)
             self._dropped = self._given_up = 0
-        elif not taken and not self._failing:
+        elif not taken and not self._failing and not self._closing.is_set():
             log.warning(
                 "traces cannot be delivered to %s: %s. Requests go on; up to %d spans are kept and offered again",
                 self._where,

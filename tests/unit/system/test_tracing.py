@@ -139,6 +139,14 @@ def test_a_client_that_does_not_sample_is_followed_and_the_trace_goes_on(monkeyp
     assert TRACE not in {span.trace for span in found}
 
 
+def test_a_header_that_is_too_long_is_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = [(b"traceparent", SAMPLED.encode()), (b"tracestate", b"a=" + b"x" * 2000)]
+    with http_receiver() as receiver, traced(monkeypatch, receiver):
+        with tracing.server_span("POST /", long, dict):
+            assert (tracing.carrier() or {}).keys() == {"traceparent"}
+        receiver.wait_for(bool)
+
+
 def test_a_ratio_samples_whole_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.25"}
     with http_receiver() as receiver, traced(monkeypatch, receiver, **sampler):
