@@ -66,9 +66,8 @@ class DecodeService:
         self._tell_begin(request)
         try:
             params = await self._prefilled(request, message)
-            if tracing.recording():
-                where = "local" if params is None else "remote"
-                tracing.current().set({"dynamo.prefill": where, "gen_ai.usage.input_tokens": len(message.token_ids)})
+            where = "local" if params is None else "remote"
+            tracing.note(lambda: {"dynamo.prefill": where, "gen_ai.usage.input_tokens": len(message.token_ids)})
             while True:
                 started, began_s = False, self._clock.now_s()
                 given = request if params is None else replace(request, kv_transfer_params=params)

@@ -59,6 +59,12 @@ def asked(model: str, stream: bool, payload: Mapping[str, Any]) -> dict[str, Val
     return found
 
 
+def responded(status: int) -> dict[str, Value]:
+    """The answer's status line. A server's own error may be passed on as an answer."""
+    failed: dict[str, Value] = {"error.type": str(status)} if status >= SERVER_ERROR else {}
+    return {"http.response.status_code": status, **failed}
+
+
 def answered(request: EndedRequest, *, stream: bool) -> dict[str, Value]:
     """The size and the times of the answer; an unknown one is left out."""
     known: dict[str, Value | None] = {

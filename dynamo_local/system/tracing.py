@@ -182,8 +182,14 @@ def current() -> Span:
 
 
 def recording() -> bool:
-    """Whether the running task's span is recorded: only then attributes are worth computing."""
+    """Whether the running task's span is recorded."""
     return _tracing is not None and _tracing.recording()
+
+
+def note(attributes: Callable[[], Attributes]) -> None:
+    """Add attributes to the running task's span. They are computed only if it is recorded."""
+    if recording():
+        current().set(attributes())
 
 
 def stages() -> Stages:

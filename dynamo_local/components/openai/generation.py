@@ -196,8 +196,7 @@ class Generation:
 
         try:
             await self._pumped(stream, taken if self._request.stream else kept, answer.progress)
-            if tracing.recording():
-                tracing.current().set({"gen_ai.response.finish_reasons": answer.finish_reasons()})
+            tracing.note(lambda: {"gen_ai.response.finish_reasons": answer.finish_reasons()})
             return None if self._request.stream else Whole(200, answer.whole())
         finally:
             await close(stream, self._request_id)

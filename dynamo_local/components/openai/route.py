@@ -251,10 +251,9 @@ class ModelRoute(ABC, Generic[R]):
         if not isinstance(error, ApiError | DynamoError):
             logger.error("request %s failed unexpectedly", request_id, exc_info=error)
         answer = api_errors.from_error(error)
-        span = tracing.current()
-        span.set({"http.response.status_code": answer.status})
-        if answer.status >= spans.SERVER_ERROR:
-            span.failed(answer.code or type(error).__name__)
+        tracing.note(lambda: spans.responded(200 if reply.started else answer.status))
+        if reply.started or answer.status >= spans.SERVER_ERROR:
+            tracing.current().failed(answer.code or type(error).__name__)
         log = logger.warning if answer.status >= 500 else logger.info
         log("request %s: %d %s: %s", request_id, answer.status, answer.code, fit_for_logs(answer.message))
         try:
@@ -271,8 +270,7 @@ class ModelRoute(ABC, Generic[R]):
         await deps.entrance.enter()
         request = await self._accept(scope, receive, take)
         observer = deps.metrics.begin(request.model, self._endpoint, _request_type(request), started_s)
-        if tracing.recording():
-            tracing.current().set(spans.asked(request.model, request.stream, getattr(request, "payload", {})))
+        tracing.note(lambda: spans.asked(request.model, request.stream, getattr(request, "payload", {})))
         status: Status = "error"
         try:
             with deps.activity.serving():
@@ -290,11 +288,9 @@ class ModelRoute(ABC, Generic[R]):
             observer.end(status, ended_s)
             if deps.recorder is not None:
                 deps.recorder.ended(request_id, status, ended_s - started_s, observer.ended_request())
-            if tracing.recording():
-                tracing.current().set(spans.answered(observer.ended_request(), stream=request.stream))
+            tracing.note(lambda: spans.answered(observer.ended_request(), stream=request.stream))
             logger.info("request %s: %s after %.0f ms", request_id, status, (ended_s - started_s) * 1e3)
-        if tracing.recording():
-            tracing.current().set({"http.response.status_code": 200 if answer is None else answer.status})
+        tracing.note(lambda: spans.responded(200 if answer is None else answer.status))
         try:
             left_s = started_s + deps.settings.request_timeout_s - ended_s
             await reply.finish(answer, max(SEND_TIMEOUT_S, left_s))
