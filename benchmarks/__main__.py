@@ -20,6 +20,7 @@ NAMES = (
     "colocated",
     "frontends",
     "recording",
+    "otel",
     "beside",
     "hot_path",
     "data_plane",

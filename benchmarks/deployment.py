@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +34,22 @@ class Folders:
     """Private runtime, home and log folders: a benchmark neither sees nor disturbs the user's own graphs."""
 
     root: Path
+    more: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def env(self) -> dict[str, str]:
         """The environment of every command on this deployment."""
-        return {**clean_env(), "XDG_RUNTIME_DIR": str(self.root / "run"), "HOME": str(self.root / "home")}
+        return {**clean_env(), "XDG_RUNTIME_DIR": str(self.root / "run"), "HOME": str(self.root / "home"), **self.more}
 
 
 @contextmanager
-def folders() -> Iterator[Folders]:
-    """Fresh folders, removed at the end."""
+def folders(more: Mapping[str, str] | None = None) -> Iterator[Folders]:
+    """Fresh folders, removed at the end; with `more` variables for every command."""
     with tempfile.TemporaryDirectory(prefix="dyn-bench-") as name:
         root = Path(name)
         for part in ("run", "home"):
             (root / part).mkdir(mode=0o700)
-        yield Folders(root)
+        yield Folders(root, more or {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +84,14 @@ class Running:
 
 
 @contextmanager
-def served(graph: str | None, config: Mapping[str, Any], *, cwd: Path = EXAMPLE) -> Iterator[Running]:
+def served(
+    graph: str | None, config: Mapping[str, Any], *, cwd: Path = EXAMPLE, env: Mapping[str, str] | None = None
+) -> Iterator[Running]:
     """The graph (None: the configuration's own commands), detached, from ready to down.
 
     RuntimeError with the command's words where it does not start.
     """
-    with folders() as place:
+    with folders(env) as place:
         file = place.root / "config.yaml"
         file.write_text(yaml.safe_dump(dict(config)))
         try:

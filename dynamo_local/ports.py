@@ -341,12 +341,18 @@ class EndpointClient(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PrefillTask:
-    """An entry pulled from the prefill queue. `attempt` counts from 1; `x_request_id` is the client's, for the log."""
+    """An entry pulled from the prefill queue. `attempt` counts from 1; `x_request_id` is the client's, for the log.
+
+    `trace` are the headers of the request's trace, and `queued_at_s` is when the entry came (seconds since 1970); None:
+    nobody traces it.
+    """
 
     request_id: str
     payload: Mapping[str, Any]
     attempt: int
     x_request_id: str = ""
+    trace: Mapping[str, str] | None = None
+    queued_at_s: float | None = None
 
 
 class PulledTask(Protocol):

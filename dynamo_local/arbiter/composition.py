@@ -19,6 +19,7 @@ from dynamo_local.arbiter.controller import FleetController, Waiting
 from dynamo_local.arbiter.deployment import Deployment, Launcher
 from dynamo_local.arbiter.event_log import EventLog, EventRecorder, event_log_path, server_record
 from dynamo_local.arbiter.exporter import Exporter, Place
+from dynamo_local.arbiter.fleet_spans import FleetSpans
 from dynamo_local.arbiter.guard import GuardianProcess
 from dynamo_local.arbiter.host_system import HostSystem
 from dynamo_local.arbiter.kept_targets import TargetMetrics
@@ -46,6 +47,7 @@ from dynamo_local.errors import DynamoError
 from dynamo_local.planner.scaling_times import ScalingTimes
 from dynamo_local.state.leads import LeadFile
 from dynamo_local.state.store import StateStore
+from dynamo_local.system import tracing
 from dynamo_local.system.gpu_pool import GpuPool
 from dynamo_local.system.process_host import SupervisedHost
 
@@ -125,6 +127,7 @@ def compose(
     exporter = _exporter(base, controller, sampling, state)
     LeadTimeMetrics(exporter.metrics.registry, lambda: LeadTimesNow(lead_times.known, prewarmed.counts()))
     planning = _planning(base, commands, controller, sampling, lead_times, follows)
+    _traced(controller, planning)
     control_api = _control_api(deployment, planning, state, base.tasks)
     servers = _servers(base, host, on_change)
     return Parts(
@@ -260,6 +263,13 @@ def _planning(
     )
     planning.subscribe(status=lambda: {"lead_times": lead_times.status()})
     return planning
+
+
+def _traced(controller: FleetController, planning: ArbiterPlanner) -> None:
+    if (active := tracing.active()) is not None:
+        spans = FleetSpans(active)
+        controller.subscribe(on_event=spans.on_event, on_transition=spans.on_transition)
+        planning.subscribe(spans)
 
 
 def _views(base: _Base, planning: ArbiterPlanner, exporter: Exporter) -> PlannerViews:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynamo_local.arbiter.deployment import Deployment, WatcherFactory, base_environment, gpu_asks, key_environment
-from dynamo_local.arbiter.event_log import RunRecords
+from dynamo_local.arbiter.event_log import ARBITER, RunRecords, arbiter_name
 from dynamo_local.arbiter.profile_check import check_profile, with_nearest
 from dynamo_local.arbiter.progress import View, open_view
 from dynamo_local.arbiter.request import Request, ServeOptions, understand
@@ -26,7 +26,7 @@ from dynamo_local.core.gpus import GpuLedger, plan_on
 from dynamo_local.core.secrets import mask_config
 from dynamo_local.errors import EXIT_FAILED, EXIT_OK, DynamoError
 from dynamo_local.state.raw import prepare_folder
-from dynamo_local.system import collector
+from dynamo_local.system import collector, tracing
 from dynamo_local.system import liveness as living
 from dynamo_local.system import liveness as lock
 from dynamo_local.system.executors import end_at_the_latest
@@ -191,7 +191,10 @@ def serve_with(
             if found is not None and options.on_arbiter_death is None:
                 request = _with_policy(request, keep=found.state.on_arbiter_death == "keep")
             deployment, pool = plan_deployment(request, os.environ, found)
-            with closing(pool):
+            # A ratio of requests says nothing about decisions and drains, which are few.
+            namespace = request.graph.namespace
+            tracing.begin(os.environ, ARBITER, namespace, arbiter_name(namespace), _tell(view), sampled=False)
+            with closing(pool), closing(tracing):
                 return asyncio.run(_run(deployment, pool, view, make_host, found, hold, on_left))
 
 

@@ -18,6 +18,7 @@ from dynamo_local.core.routing.prefill_choice import DecodeSide
 from dynamo_local.core.served import Served
 from dynamo_local.errors import KvTransferError, NotContinuable, WorkerBusy
 from dynamo_local.ports import Engine, EngineOutput, EngineRequest
+from dynamo_local.system import tracing
 
 log = logging.getLogger(__name__)
 
@@ -69,14 +70,17 @@ class DecodeService:
         )
         if message.generated and (why := self._engine.why_not_continued(request)) is not None:
             raise NotContinuable(why)
-        side, completed = self._side, False
+        side, completed, stages = self._side, False, tracing.stages()
         taken_s, last_s = self._clock.now_s(), None
         self._tell_begin(request)
         try:
             params = await self._prefilled(request, message)
+            where = "local" if params is None else "remote"
+            tracing.note(lambda: {"dynamo.prefill": where, "gen_ai.usage.input_tokens": len(message.token_ids)})
             while True:
                 started, began_s = False, self._clock.now_s()
                 given = request if params is None else replace(request, kv_transfer_params=params)
+                stages.begin("prefill" if params is None else "transfer")
                 outputs = cast(AsyncGenerator[EngineOutput, None], self._engine.generate(given))
                 try:
                     async with contextlib.aclosing(outputs):
@@ -90,6 +94,8 @@ class DecodeService:
                                     request, output, self._clock.now_s() - began_s, away=params is not None
                                 )
                             )
+                            if not started:
+                                stages.begin("decode")
                             started, now_s = True, self._clock.now_s()
                             if side is not None:
                                 side.tokens(name, len(output.token_ids), now_s)
@@ -110,6 +116,7 @@ class DecodeService:
                 request, params = replace(request, request_id=f"{name}-local"), None
         finally:
             self.served.ended()
+            stages.end()
             if side is not None:
                 side.ended(name, completed=completed)
             if self._remote is not None:

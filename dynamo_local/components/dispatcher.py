@@ -36,6 +36,7 @@ from dynamo_local.errors import (
 )
 from dynamo_local.ports import EndpointClient, ResponseStream
 from dynamo_local.profile.interpolation import ProfileModel
+from dynamo_local.system import tracing
 from dynamo_local.transport.load import LoadView
 from dynamo_local.transport.requests.client import late_news_s
 from dynamo_local.transport.requests.stream import Take, pump
@@ -284,9 +285,16 @@ class Dispatcher:
 
     async def _choose(self, request: _PendingRequest) -> Routed | None:
         """The next worker, or None when nobody is left, or too many have failed."""
-        payload, failures = request.payload, request.failures
-        if not request.migrations and _failed(failures) >= request.max_tries:
+        if not request.migrations and _failed(request.failures) >= request.max_tries:
             return None
+        with tracing.span("route") as span:
+            routed = await self._chosen(request)
+            if routed is not None:
+                span.set({"dynamo.instance_id": f"{routed.worker:x}"})
+        return routed
+
+    async def _chosen(self, request: _PendingRequest) -> Routed | None:
+        payload, failures = request.payload, request.failures
         untried = self._untried(failures)
         if not untried and request.lost is not None:
             await self._wait_for_room(request)
@@ -352,6 +360,8 @@ class _PendingRequest:
                 raise error
             self._resume(worker, error)
         else:
+            about = {"dynamo.instance_id": f"{worker:x}", "error.type": type(error).__name__}
+            tracing.current().event("worker gave nothing", about)
             log.info("request %s: worker %x gave nothing: %s", self.request_id, worker, error)
         if self.lost_in_row >= MAX_LOST_IN_ROW:
             raise WorkerLost(
@@ -370,6 +380,8 @@ class _PendingRequest:
         count = len(payload["token_ids"]) - len(self.payload["token_ids"])
         self.payload, self.tokens = payload, self.tokens - count
         self.migrations += 1
+        about = {"dynamo.instance_id": f"{worker:x}", "error.type": type(error).__name__}
+        tracing.current().event("goes on at another worker", about)
         log.warning("request %s goes on at another worker, %x was lost: %s", self.request_id, worker, error)
 
 

@@ -18,6 +18,7 @@ from dynamo_local.components.limits import run_beside, run_by_size
 from dynamo_local.components.models_view import ModelsView
 from dynamo_local.components.text.prepare import Answer, Kind, prepare
 from dynamo_local.errors import EngineError, NoWorkers
+from dynamo_local.system import tracing
 from dynamo_local.transport.requests.stream import Enough, Take, batches_of
 
 if TYPE_CHECKING:
@@ -63,6 +64,10 @@ class Pipeline:
 
         Raises `InvalidRequest`, `NoWorkers`, `WorkerBusy`, or what the worker failed with.
         """
+        with tracing.span("processor"):
+            await self._pumped(kind, payload, timeout_s, take)
+
+    async def _pumped(self, kind: Kind, payload: Any, timeout_s: float | None, take: Take) -> None:
         request = messages.parse_text_request(payload)
         max_model_len = await self._max_model_len(request.model or self._model)
         work = (kind, request, self._tokenizer, max_model_len)

@@ -25,6 +25,7 @@ from dynamo_local.core.served import Served
 from dynamo_local.errors import DynamoError, EngineError, InfraUnavailable, InvalidRequest, RequestCancelled, WorkerLost
 from dynamo_local.ports import Engine, EngineOutput, EngineRequest, PrefillQueue, PulledTask
 from dynamo_local.sdk.context import PrefillReplies
+from dynamo_local.system import tracing
 from dynamo_local.system.executors import ended
 from dynamo_local.system.request_log import bound
 from dynamo_local.transport.prefill_queue import keep_in_progress
@@ -147,7 +148,10 @@ class Prefiller:
 
     async def _serve(self, pulled: PulledTask) -> None:
         """One entry to its end. Nothing is raised: every outcome is an answer to the queue, or a log line."""
-        with bound(pulled.task.x_request_id):
+        task = pulled.task
+        with bound(task.x_request_id), tracing.continued(task.trace):
+            if task.queued_at_s is not None:
+                tracing.past("queue", task.queued_at_s, {"dynamo.queue.attempt": task.attempt})
             await self._serve_bound(pulled)
 
     async def _serve_bound(self, pulled: PulledTask) -> None:
@@ -155,7 +159,8 @@ class Prefiller:
         try:
             async with keep_in_progress(pulled, self._queue.ack_wait_s):
                 try:
-                    entry, result = await self._compute(pulled)
+                    with tracing.span("prefill"):
+                        entry, result = await self._compute(pulled)
                 finally:
                     self._free_passes.release()
                 await self._reply(pulled, entry, result)

@@ -35,13 +35,15 @@ ALLOWED_ENV = (
     "DYN_*",
     "ETCD_*",
     "NATS_*",
+    "OTEL_*",
 )
 """Names and globs of issue 2, item 5. Proxies are written in either case, and tools read either."""
 
 NEVER_INHERITED = frozenset({"DYN_DEPLOYMENT_CONFIG"})
 """The whole configuration, every service's `envs` among it: a worker gets what is merged and its own instead."""
 
-_SECRET_ENV = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
+_SECRET_ENV = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|^OTEL_.*HEADERS$", re.IGNORECASE)
+"""The last are headers to a receiver of traces: its key is among them."""
 _SECRET_WORDS = frozenset({"token", "key", "apikey", "secret", "secrets", "password"})
 _USERINFO = re.compile(r"(?<=://)[^/@\s,]+(?=@)")
 _IN_TEXT = re.compile(

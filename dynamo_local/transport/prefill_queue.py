@@ -23,6 +23,7 @@ from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.core.routing.prompts import Turns, is_late
 from dynamo_local.errors import InvalidRequest, NatsUnavailable, WorkerBusy
 from dynamo_local.ports import PrefillTask, PulledTask, QueueDepth
+from dynamo_local.system import tracing
 from dynamo_local.system.executors import ended
 from dynamo_local.system.request_log import bound, x_request_id
 from dynamo_local.transport.decoding import UNREADABLE, decode
@@ -124,6 +125,8 @@ BEFORE = "Dynamo-Attempts-Before"
 """Deliveries to workers before the entry went to the second line."""
 X_REQUEST_ID = "Dynamo-X-Request-Id"
 """The client's id, for the logs of prefill workers; absent from entries of an older version."""
+QUEUED_AT = "Dynamo-Queued-At"
+"""When a traced entry came, Unix seconds. Its trace's own headers stand beside it."""
 MSG_ID = "Nats-Msg-Id"
 _PLAIN_TOKEN = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
@@ -431,6 +434,8 @@ class JetStreamPrefillQueue:
             headers[START_BY] = repr(self._clock.wall_s() + start_within_s)
         if x_request_id():
             headers[X_REQUEST_ID] = quote(x_request_id())
+        if (carrier := tracing.carrier()) is not None:
+            headers |= {**carrier, QUEUED_AT: repr(self._clock.wall_s())}
         timeout_s = max(0.01, min(CALL_TIMEOUT_S, deadline_s))
         await self._ensure()
         with nats_call(self._nats, f"enqueue the prefill of {request_id}"):
@@ -562,7 +567,9 @@ class JetStreamPrefillQueue:
             return None
         self._turns.pulled(late=late)
         self.late_pulled += late
-        return JetStreamPulledTask(self._nats, msg, PrefillTask(request_id, payload, attempt, x_request_id()))
+        trace, queued_at_s = tracing.carried(headers), number_of(headers.get(QUEUED_AT))
+        task = PrefillTask(request_id, payload, attempt, x_request_id(), trace, queued_at_s)
+        return JetStreamPulledTask(self._nats, msg, task)
 
     async def _drop(self, msg: Msg, why: str) -> None:
         log.info("%s: dropped", why)

@@ -42,7 +42,7 @@ from dynamo_local.sdk.loader import LoadedGraph
 from dynamo_local.sdk.service import DynamoService
 from dynamo_local.state.schema import State
 from dynamo_local.state.store import StateStore
-from dynamo_local.system import collector, start_stages
+from dynamo_local.system import collector, start_stages, tracing
 from dynamo_local.system.executors import ended
 from dynamo_local.worker.context import Identity, connect, run_all
 from dynamo_local.worker.drain import Drain, Phase
@@ -446,6 +446,7 @@ class WorkerProcess:
 
     def _switched(self, role: ServedRole) -> None:
         self.identity, self.service = role.identity, role.service
+        tracing.renamed(role.identity.component, role.identity.watcher_name)
         self._entry.renamed(role.identity.watcher_name)
 
     async def _op_flip(self, args: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,13 +10,14 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from dynamo_local.errors import EXIT_FAILED, ConfigError, DynamoError
-from dynamo_local.system import collector, start_stages
+from dynamo_local.system import collector, start_stages, tracing
 from dynamo_local.system.executors import end_at_the_latest, end_now
 from dynamo_local.system.host_errors import ensure_descriptors
 from dynamo_local.system.prctl import die_as_asked
@@ -46,6 +47,10 @@ def run_as_worker(make: Callable[[], WorkerProcess]) -> NoReturn:
         ensure_descriptors()
         with collector.paused():
             worker = make()
+        identity = worker.identity
+        tracing.begin(
+            os.environ, identity.component, identity.namespace, identity.watcher_name, partial(log.warning, "%s")
+        )
         code = _run(worker)
     except DynamoError as error:
         log.error("%s", error)
@@ -89,6 +94,7 @@ def _run(worker: WorkerProcess) -> int:
         except Exception:
             log.exception("the worker failed")  # the user's code or ours: its traceback belongs in the log
             code = EXIT_FAILED
+        tracing.close()
         # vLLM's threads and sockets outlive its shutdown, and Python waits for them. Seen: half a minute, until the
         # arbiter took a worker that had left in order for hung.
         if worker.hurried or "vllm" in sys.modules:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 HEAVY = (
-    "aetcd aiohttp asyncio circus cryptography google grpc httpx jinja2 matplotlib msgspec nats numpy openai pandas "
-    "prometheus_client psutil pydantic scipy starlette tokenizers tornado transformers uvicorn yaml zmq"
+    "aetcd aiohttp asyncio circus cryptography google grpc httpx jinja2 matplotlib msgspec nats numpy openai "
+    "opentelemetry pandas prometheus_client psutil pydantic scipy starlette tokenizers tornado transformers uvicorn "
+    "yaml zmq"
 )
 WORKER = ["dynamo_local.worker.serve_dynamo", "dynamo_local.worker.process"]
 RUNNER = ["dynamo_local.worker.serve_command", "dynamo_local.components.commands.runner", "dynamo_local.worker.process"]

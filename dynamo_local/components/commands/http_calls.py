@@ -15,6 +15,7 @@ from dynamo_local.components.proxy import messages as payloads
 from dynamo_local.components.proxy.app import SENT_BACK, pick_headers
 from dynamo_local.components.proxy.messages import parse_ask
 from dynamo_local.errors import WorkerLost
+from dynamo_local.system import tracing
 
 log = logging.getLogger("dynamo_local.worker")
 
@@ -80,7 +81,7 @@ class ServerCalls:
         """
         ask = parse_ask(payload)
         # identity: a compressed stream could not be split into events.
-        headers = {**ask.headers, "accept-encoding": "identity"}
+        headers = {**ask.headers, **(tracing.carrier() or {}), "accept-encoding": "identity"}
         request = self._http.build_request("POST", ask.path, content=ask.body, headers=headers)
         with self.streams.one(ask.tokens) as key:
             try:

@@ -54,6 +54,7 @@ from dynamo_local.errors import (
     WorkerLost,
 )
 from dynamo_local.ports import EndpointClient, ResponseStream
+from dynamo_local.system import tracing
 from dynamo_local.transport.requests.stream import Take, pump
 
 logger = logging.getLogger(__name__)
@@ -200,6 +201,7 @@ class Generation:
 
         try:
             await self._pumped(stream, taken if self._request.stream else kept, answer.progress)
+            tracing.note(lambda: {"gen_ai.response.finish_reasons": answer.finish_reasons()})
             return None if self._request.stream else Whole(200, answer.whole(), migrations_header(self._observer))
         finally:
             await close(stream, self._request_id)
@@ -236,6 +238,10 @@ class GenerationAnswer(Protocol):
 
     progress: GenerationProgress
 
+    def finish_reasons(self) -> list[str]:
+        """One for each choice that has ended."""
+        ...
+
     def take(self, batch: list[Any]) -> bytes:
         """The events of these items, with the stream's beginning and end."""
         ...
@@ -257,6 +263,10 @@ class PlainAnswer:
         self._shape = shape
         self._texts: list[str] = []
         self._begun = False
+
+    def finish_reasons(self) -> list[str]:
+        reason = self.progress.finish_reason
+        return [] if reason is None else [reason]
 
     def take(self, batch: list[Any]) -> bytes:
         progress, shape = self.progress, self._shape
@@ -284,6 +294,10 @@ class RichAnswer:
         self.progress = progress
         self._shape = shape
         self._begun = False
+
+    def finish_reasons(self) -> list[str]:
+        choices = self._shape.choices.values()
+        return [choice.finish_reason for choice in choices if choice.finish_reason is not None]
 
     def keep(self, batch: list[Any]) -> None:
         self._note(batch)

@@ -20,6 +20,7 @@ from typing import Final, Generic, Protocol, TypeVar
 from starlette.types import Receive, Scope, Send
 
 from dynamo_local.clock import AsyncioClock, Clock
+from dynamo_local.components import request_spans as spans
 from dynamo_local.components.http_metrics import Endpoint, HttpMetrics, RequestObserver, RequestType, Status
 from dynamo_local.components.limits import run_by_size
 from dynamo_local.components.models_view import Availability, ModelsView
@@ -40,6 +41,7 @@ from dynamo_local.components.openai.recorder import Recorder
 from dynamo_local.components.openai.settings import FrontendConfig
 from dynamo_local.core.types import Load
 from dynamo_local.errors import DynamoError
+from dynamo_local.system import tracing
 from dynamo_local.system.key_files import ApiKeys
 from dynamo_local.system.request_log import fit_for_logs, x_request_id
 from dynamo_local.system.unread import LOOK_EVERY_S
@@ -253,7 +255,10 @@ class ModelRoute(ABC, Generic[R]):
         # A client may send the same id twice at once, and what is inside needs one of its own. An engine names its
         # request after ours, so its log has the client's id, too.
         request_id = f"{x_request_id()}-{secrets.token_hex(4)}"
-        with self._deps.activity.exchange(request_id, connection_of(scope)):
+        span = tracing.server_span(
+            spans.name_of(scope), scope["headers"], lambda: spans.received(scope, self._endpoint, request_id)
+        )
+        with span, self._deps.activity.exchange(request_id, connection_of(scope)):
             try:
                 with self._deps.activity.body(BODIES_AT_ONCE * self._deps.settings.max_body_bytes) as take:
                     await self._serve(scope, receive, reply, request_id, take)
@@ -268,6 +273,9 @@ class ModelRoute(ABC, Generic[R]):
         if not isinstance(error, ApiError | DynamoError):
             logger.error("request %s failed unexpectedly", request_id, exc_info=error)
         answer = api_errors.from_error(error)
+        tracing.note(lambda: spans.responded(200 if reply.started else answer.status))
+        if reply.started or answer.status >= spans.SERVER_ERROR:
+            tracing.current().failed(answer.code or type(error).__name__)
         log = logger.warning if answer.status >= 500 else logger.info
         log("request %s: %d %s: %s", request_id, answer.status, answer.code, fit_for_logs(answer.message))
         try:
@@ -284,6 +292,7 @@ class ModelRoute(ABC, Generic[R]):
         await deps.entrance.enter()
         request = await self._accept(scope, receive, take)
         observer = deps.metrics.begin(request.model, self._endpoint, _request_type(request), started_s)
+        tracing.note(lambda: spans.asked(request.model, request.stream, getattr(request, "payload", {})))
         status: Status = "error"
         try:
             with deps.activity.serving():
@@ -301,7 +310,9 @@ class ModelRoute(ABC, Generic[R]):
             observer.end(status, ended_s)
             if deps.recorder is not None:
                 deps.recorder.ended(request_id, status, ended_s - started_s, observer.ended_request())
+            tracing.note(lambda: spans.answered(observer.ended_request(), stream=request.stream))
             logger.info("request %s: %s after %.0f ms", request_id, status, (ended_s - started_s) * 1e3)
+        tracing.note(lambda: spans.responded(200 if answer is None else answer.status))
         try:
             left_s = started_s + deps.settings.request_timeout_s - ended_s
             await reply.finish(answer, max(SEND_TIMEOUT_S, left_s))

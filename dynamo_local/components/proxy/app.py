@@ -31,7 +31,7 @@ from dynamo_local.components.proxy.messages import Ask, HttpFrontendConfig
 from dynamo_local.components.proxy.pool import ModelDispatchers
 from dynamo_local.core.routing import disagg as kv_handover
 from dynamo_local.errors import DeadlineExceeded, DynamoError, UpstreamError, WorkerLost
-from dynamo_local.system import request_log
+from dynamo_local.system import request_log, tracing
 
 # --- Reports a proxied answer to the metrics: tokens as the server counts them, or one per event.
 
@@ -378,9 +378,10 @@ class ProxiedRequest:
         timeout_s = min(self._left_s(), self._deps.options.prefill_timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
-                await dispatcher.pump(
-                    message.payload(), incoming.take, request_id=self._request_id, tokens=1, timeout_s=timeout_s
-                )
+                with tracing.span("prefill"):
+                    await dispatcher.pump(
+                        message.payload(), incoming.take, request_id=self._request_id, tokens=1, timeout_s=timeout_s
+                    )
             answer = await incoming.whole()
         except (DynamoError, TimeoutError) as error:
             why = str(error) or f"no prefill server did it within {timeout_s:g} s"

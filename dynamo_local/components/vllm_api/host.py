@@ -17,6 +17,7 @@ from dynamo_local.components.dispatcher import Batch, Dispatcher
 from dynamo_local.components.messages import ApiRequest
 from dynamo_local.components.models_view import ModelsView
 from dynamo_local.errors import ConfigError, DynamoError, EngineError, NoWorkers
+from dynamo_local.system import tracing
 from dynamo_local.transport.requests.handlers import current_request
 from dynamo_local.transport.requests.stream import Take, batches_of
 
@@ -147,6 +148,9 @@ def _start(message: Message) -> dict[str, Any]:
 
 
 def _scope(request: ApiRequest) -> dict[str, Any]:
+    headers = [*request.headers]
+    if (carrier := tracing.carrier()) is not None:  # ours, in the place of the client's
+        headers = [pair for pair in headers if pair[0] not in carrier] + list(carrier.items())
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -157,7 +161,7 @@ def _scope(request: ApiRequest) -> dict[str, Any]:
         "raw_path": request.path.encode(),
         "query_string": request.query.encode("latin-1"),
         "root_path": "",
-        "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in request.headers],
+        "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers],
         "client": None,
         "server": None,
         "state": {},

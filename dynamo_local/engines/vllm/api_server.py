@@ -161,7 +161,13 @@ class GraphCore:
         return finished
 
 
-_ONLY_WORKERS = {"kv_transfer_config": None, "kv_events_config": None, "speculative_config": None}
+_ONLY_WORKERS = {
+    "kv_transfer_config": None,
+    "kv_events_config": None,
+    "speculative_config": None,
+    "otlp_traces_endpoint": None,
+    "collect_detailed_traces": None,
+}
 """Arguments that mean nothing to who computes nothing."""
 
 _SEVERAL_WORKERS = 2

@@ -164,7 +164,11 @@ class CoreRequests:
         return self._process(seen, *args, **kwargs)
 
     async def run(
-        self, request: EngineRequest, request_id: str, params: Mapping[str, Any]
+        self,
+        request: EngineRequest,
+        request_id: str,
+        params: Mapping[str, Any],
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[EngineOutput, None]:
         """The outputs of a request that has a `core`; closed, it aborts the request. Raises what vLLM raises."""
         assert request.core is not None
@@ -172,6 +176,7 @@ class CoreRequests:
             raise self._llm.dead_error
         core = self._wire.request(request.core)
         _made_ours(core, request_id, params)
+        core.trace_headers = trace_headers
         outputs = self._open[request_id] = _Outputs()
         ended = False
         try:
@@ -188,6 +193,7 @@ class CoreRequests:
                 await self._llm.abort(request_id, internal=True)
 
     def _converted(self, output: EngineCoreOutput, params: Mapping[str, Any]) -> EngineOutput:
+        output.trace_headers = None  # AsyncLLM has read them by now; with them no output would be plain
         reason = None if output.finish_reason is None else _REASONS.get(str(output.finish_reason), "error")
         if output.mm_cache_miss_hashes:
             raise EngineError("the worker does not have this request's images; send it again")

@@ -41,7 +41,7 @@ from dynamo_local.ports import (
     PassSink,
     SamplingParams,
 )
-from dynamo_local.system import start_stages
+from dynamo_local.system import start_stages, tracing
 
 # An engine's load, from vLLM's statistics and from the streams of this process, which are more recent. Pure.
 
@@ -264,6 +264,12 @@ PENALTIES = "vLLM's penalties count generated tokens, and those of the lost work
 _REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "stop"}
 
 
+def _trace_headers(llm: Any) -> dict[str, str] | None:
+    """For vLLM's own spans, if its option `otlp-traces-endpoint` wants any: it warns of headers that it ignores."""
+    observability = getattr(llm, "observability_config", None)
+    return None if getattr(observability, "otlp_traces_endpoint", None) is None else tracing.carrier()
+
+
 class VllmEngine(EngineBase):
     """An `Engine` that runs vLLM. `name` is the worker's: its ports and its cache folder follow from it. `kv_events`
     receives the events of the KV cache (without it `prefix_hit_rate` is not known), `passes` what its scheduler does.
@@ -470,12 +476,13 @@ class VllmEngine(EngineBase):
         # An id may come twice (a redelivered prefill), but the engine needs unique ones.
         internal_id = f"{request.request_id}-{self._count:x}"
         if request.core is not None:
-            outputs = self._core_requests(llm).run(request, internal_id, params)
+            outputs = self._core_requests(llm).run(request, internal_id, params, _trace_headers(llm))
         else:
             sampling = self._sampling_params(request.sampling, params)
             # With `type`, vLLM uses the prompt as it is; without, it would go through its renderer, in a thread.
             prompt = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
-            outputs = cast(AsyncGenerator[Any, None], llm.generate(prompt, sampling, internal_id))
+            generating = llm.generate(prompt, sampling, internal_id, trace_headers=_trace_headers(llm))
+            outputs = cast(AsyncGenerator[Any, None], generating)
         self._statistics.opened(internal_id, request.sampling.max_tokens)
         self._notify()
         try:

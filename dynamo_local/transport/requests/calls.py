@@ -13,6 +13,7 @@ from typing import Final
 from dynamo_local import errors
 from dynamo_local.clock import Clock
 from dynamo_local.core.types import Instance, lease_hex
+from dynamo_local.system import tracing
 from dynamo_local.system.request_log import x_request_id
 from dynamo_local.transport.nats import nats_call, subscribe, unsubscribe
 from dynamo_local.transport.nats_client import Client, Msg, NatsError, Subscription
@@ -277,6 +278,7 @@ class RequestSender:
             x_request_id=x_request_id(),
             socket=self.listener.name,
             keep=True,
+            trace=tracing.carrier(),
         )
         try:
             with self._queues.waiting(offer, self._nats.stats["reconnects"]):
@@ -312,6 +314,7 @@ class RequestSender:
             x_request_id=x_request_id(),
             keep=True,
             until_s=time.monotonic() + wait_s,
+            trace=tracing.carrier(),
         )
         who = _name(instance)
         inbound = self.listener.ask_again(instance.subject, who, encode_header(header))

@@ -92,6 +92,9 @@ class RequestHeader(msgspec.Struct, array_like=True):
     until_s: float | None = None
     """When the caller of an ASK gives up waiting for TAKEN, by the clock that all processes of a host share
     (`time.monotonic`). If the caller has given up, a worker that resumes late drops the request."""
+    trace: dict[str, str] | None = None
+    """The headers of the trace that the request is a part of (`system.tracing`); None: of none. Older callers do not
+    send it."""
 
 
 WIRE_VERSION: Final = 1

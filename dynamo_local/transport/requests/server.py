@@ -13,6 +13,7 @@ from typing import Final
 
 from dynamo_local import errors
 from dynamo_local.clock import AsyncioClock, Clock
+from dynamo_local.system import tracing
 from dynamo_local.system.request_log import bound
 from dynamo_local.transport.nats import CALL_TIMEOUT_S, flush, subscribe
 from dynamo_local.transport.nats_client import Client, Msg, NatsError, Subscription
@@ -169,6 +170,10 @@ class Exchange:
         return ResponseSender(self._header.token, on_lost=self._stop_handler)
 
     async def _respond(self, payload: bytes, sender: ResponseSender) -> None:
+        with tracing.span(self._endpoint, "server") as span:
+            await self._responded(payload, sender, span)
+
+    async def _responded(self, payload: bytes, sender: ResponseSender, span: tracing.Span) -> None:
         request_id = self._header.request_id
         try:
             await drive(self._handler, self._decode(payload), self.context, sender.put)
@@ -183,9 +188,11 @@ class Exchange:
                 raise
         except errors.DynamoError as error:
             self._log_end(f"{type(error).__name__}: {error}")
+            span.failed(type(error).__name__)
             sender.end(error)
         except Exception as error:  # foreign code: its errors go to the caller and to our log
             logger.exception("the handler of request %s failed", request_id)
+            span.failed(type(error).__name__)
             sender.end(error)
         else:
             self._log_end("done")
@@ -414,18 +421,19 @@ class EndpointServer:
             connection.close()
 
     def _take(self, header: RequestHeader, kept: asyncio.Transport | None) -> None:
-        """Serve it, in a task that inherits the request's id for the log."""
+        """Serve it, in a task that inherits the request's id for the log, and its trace."""
         self._handlers_running += 1
-        exchange = Exchange(
-            self.name,
-            header,
-            self._handler,
-            self._decode,
-            self._clock,
-            self._handler_done,
-            keep=self._kept.keep,
-            kept=kept,
-        )
+        with tracing.continued(header.trace):
+            exchange = Exchange(
+                self.name,
+                header,
+                self._handler,
+                self._decode,
+                self._clock,
+                self._handler_done,
+                keep=self._kept.keep,
+                kept=kept,
+            )
         self._exchanges.add(exchange)
         exchange.task.add_done_callback(lambda task: self._exchange_done(exchange, task))
 
