@@ -211,7 +211,7 @@ def _other(tool: str, asked: Bench, more: Sequence[str], *, as_json: bool) -> in
         code = subprocess.run(words, env=env, stdout=sys.stderr, check=False).returncode
         result = Path(folder, "result.json")
         if code or not result.exists():
-            raise DynamoError(f"{tool} ended with exit code {code} and wrote no result; it says why above")
+            raise DynamoError(f"{tool} ended with exit code {code} and wrote no result. Its output above says why.")
         return figures_of_vllm(json.loads(result.read_text(encoding="utf-8")), asked)
 
 

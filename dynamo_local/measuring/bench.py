@@ -102,7 +102,9 @@ class Generator:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        began_s, times_s, usage, ended = time.monotonic(), [], {}, False
+        began_s, ended = time.monotonic(), False
+        times_s: list[float] = []
+        usage: dict[str, Any] = {}
         error: str | None = None
         try:
             async with self.client.stream("POST", "/v1/completions", json=body) as response:

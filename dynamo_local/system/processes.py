@@ -52,7 +52,7 @@ _PIDFD_INFO = struct.Struct("=QQ11Ii")
 def exit_status(pid: int, pidfd: int) -> int | None:
     """The wait status of an ended process that need not be our child; None if the kernel does not tell.
 
-    A zombie shows it in /proc. Of a process that its parent has waited for, a pidfd tells it from Linux 6.15 on.
+    A zombie shows it in /proc. Once its parent has waited for it, a pidfd tells it from Linux 6.15 on.
     """
     fields = _stat_fields(pid)
     if fields is not None and fields[0] == "Z":

@@ -59,8 +59,8 @@ UNWANTED_MAX_BYTES: Final = 64 * 1024 * 1024
 only when they have sent their whole body. Past one of these bounds the connection is closed."""
 
 PARSE_PASS_S: Final = 0.010
-"""Parsing takes so much of one pass of the event loop. Thousands of connections may send a request at the same moment,
-and a body may have a chunk for each byte (8.3 million of them held the loop for 330 ms)."""
+"""Parsing takes so much of one pass of the event loop. Thousands of connections may send at the same moment. A body may
+have a chunk for each byte: 8.3 million of them held the loop for 330 ms."""
 
 SLICE_BYTES: Final = 16 * 1024
 """Bytes of a head or of a chunked body that are parsed at once: some 8 ms if each chunk has one byte."""
