@@ -367,7 +367,7 @@ def _counts(paths: Mapping[str, Mapping[str, Any]]) -> str:
 
 def answers() -> str:
     """The commands with `--json`, each with its schema."""
-    from dynamo_local.cli.answers import ANSWERS
+    from dynamo_local.cli.schemas import ANSWERS
 
     rows = (
         (f"`dynamo {answer.command} --json`", f"[`{name}`]({SCHEMAS}/{name}.schema.json)", str(answer.version))
@@ -431,7 +431,7 @@ def render(name: str) -> str:
 
 def schemas() -> dict[Path, str]:
     """The files of `docs/schemas` as they should be: one for each answer of `--json`."""
-    from dynamo_local.cli.answers import ANSWERS, schema_of
+    from dynamo_local.cli.schemas import ANSWERS, schema_of
 
     folder = ROOT / "docs" / SCHEMAS
     return {folder / f"{name}.schema.json": json.dumps(schema_of(name), indent=2) + "\n" for name in ANSWERS}
@@ -479,7 +479,7 @@ def main() -> int:
             continue
         stale.append(file.relative_to(ROOT).as_posix())
         if text and file not in wanted and (missed := broken(text, new)):
-            sys.stderr.write(f"{stale[-1]}: {', '.join(missed)}: raise its version in dynamo_local/cli/answers.py\n")
+            sys.stderr.write(f"{stale[-1]}: {', '.join(missed)}: raise its version in dynamo_local/cli/schemas.py\n")
             return 1
         if not check:
             file.write_text(new, encoding="utf-8")

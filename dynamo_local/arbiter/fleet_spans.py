@@ -17,7 +17,7 @@ from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.planner.records.decision_log import DecisionRecord, Outcome
 from dynamo_local.planner.values import Observation
-from dynamo_local.system.tracing import Value
+from dynamo_local.system.spans import Value
 
 if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext

@@ -15,7 +15,7 @@ from dynamo_local.errors import BadInput
 @click.argument("name", required=False)
 def schema(name: str | None) -> None:
     """Print the JSON schema of an answer of --json, such as `status`; without NAME, list all."""
-    from dynamo_local.cli.answers import ANSWERS, schema_of
+    from dynamo_local.cli.schemas import ANSWERS, schema_of
 
     if name is None:
         rows = [(each, f"dynamo {answer.command} --json") for each, answer in ANSWERS.items()]

@@ -85,26 +85,17 @@ class DecodeService:
                 try:
                     async with contextlib.aclosing(outputs):
                         async for output in outputs:
-                            if not started and params is not None:
-                                self._times.pulls.append(self._clock.now_s() - began_s)
-                            phases = (
-                                None
-                                if started or not output.token_ids
-                                else self._phases(
-                                    request, output, self._clock.now_s() - began_s, away=params is not None
-                                )
-                            )
+                            now_s, phases = self._clock.now_s(), None
                             if not started:
+                                started = True
                                 stages.begin("decode")
-                            started, now_s = True, self._clock.now_s()
+                                if params is not None:
+                                    self._times.pulls.append(now_s - began_s)
+                                if output.token_ids:
+                                    phases = self._phases(request, output, now_s - began_s, away=params is not None)
                             if side is not None:
                                 side.tokens(name, len(output.token_ids), now_s)
-                            if count := len(output.token_ids):
-                                if last_s is None:
-                                    self.served.first(now_s - taken_s, count)
-                                else:
-                                    self.served.more(now_s - last_s, count)
-                                last_s = now_s
+                            last_s = self._served(output, now_s, taken_s, last_s)
                             completed = completed or output.finish_reason in ("stop", "length")
                             item = messages.generate_item(output)
                             yield item if phases is None else {**item, "phases": phases}
@@ -121,6 +112,16 @@ class DecodeService:
                 side.ended(name, completed=completed)
             if self._remote is not None:
                 self._remote.prefill_s.pop(name, None)
+
+    def _served(self, output: EngineOutput, now_s: float, taken_s: float, last_s: float | None) -> float | None:
+        """Count the output's tokens. Returns when the request's last token came; None: it has none yet."""
+        if not (count := len(output.token_ids)):
+            return last_s
+        if last_s is None:
+            self.served.first(now_s - taken_s, count)
+        else:
+            self.served.more(now_s - last_s, count)
+        return now_s
 
     def _phases(
         self, request: EngineRequest, output: EngineOutput, engine_s: float, *, away: bool

@@ -11,7 +11,7 @@ from typing import Any, Final
 from starlette.types import Scope
 
 from dynamo_local.components.http_metrics import EndedRequest, Endpoint
-from dynamo_local.system.tracing import Value
+from dynamo_local.system.spans import Value
 
 PROVIDER: Final = "dynamo"
 OPERATIONS: Final[Mapping[Endpoint, str]] = {

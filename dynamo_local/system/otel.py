@@ -27,7 +27,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from dynamo_local import __version__
 from dynamo_local.core.secrets import mask_text
 from dynamo_local.errors import ConfigError
-from dynamo_local.system.tracing import ENDPOINTS, NO_SPAN, NO_STAGES, Attributes, Kind, Span, Stages
+from dynamo_local.system.spans import ENDPOINTS, NO_SPAN, NO_STAGES, Attributes, Kind, Span, Stages
 
 log = logging.getLogger("dynamo_local.traces")
 _EXPORTERS: Final = logging.getLogger("opentelemetry.exporter")
@@ -273,7 +273,7 @@ class Tracing:
         self.rename(service, instance)
 
     def rename(self, service: str, instance: str) -> None:
-        """See `tracing.renamed`. The variables may name this process otherwise."""
+        """Name this process anew in traces. The variables may name it otherwise."""
         ours = {"service.name": service, "service.namespace": self._namespace, "service.instance.id": instance}
         resource = Resource.create(ours).merge(OTELResourceDetector().detect())
         provider = TracerProvider(self._sampler, resource, shutdown_on_exit=False)
@@ -281,13 +281,13 @@ class Tracing:
         self._tracer = provider.get_tracer("dynamo_local", __version__)
 
     def close(self) -> None:
-        """See `tracing.close`."""
+        """Send what is left, for `CLOSE_S` at most."""
         self._delivery.shutdown()
 
     def server_span(
         self, name: str, headers: Iterable[tuple[bytes, bytes]], attributes: Callable[[], Attributes]
     ) -> contextlib.AbstractContextManager[Span]:
-        """See `tracing.server_span`."""
+        """The first span of a request here, within the trace that its headers name, if they do."""
         given = {
             field: value.decode("latin-1")
             for raw, value in headers
@@ -300,11 +300,11 @@ class Tracing:
         return _Block(span, context)
 
     def continued(self, carrier: Mapping[str, str]) -> contextlib.AbstractContextManager[None]:
-        """See `tracing.continued`."""
+        """The trace of these headers goes on within the block."""
         return _Continued(self._propagator.extract(carrier, contexts.Context()))
 
     def span(self, name: str, kind: Kind, attributes: Attributes | None) -> contextlib.AbstractContextManager[Span]:
-        """See `tracing.span`. A span of this process that is not recorded has no recorded children."""
+        """A step within the running task's span. One that is not recorded has no recorded children."""
         parent = trace.get_current_span()
         within = parent.get_span_context()
         if not within.is_valid or not (parent.is_recording() or within.is_remote):
@@ -312,26 +312,26 @@ class Tracing:
         return _Block(self._tracer.start_span(name, None, _KINDS[kind], attributes))
 
     def recording(self) -> bool:
-        """See `tracing.recording`."""
+        """Whether the running task's span is recorded."""
         return trace.get_current_span().is_recording()
 
     def current(self) -> Span:
-        """See `tracing.current`."""
+        """The running task's span, or one that records nothing."""
         span = trace.get_current_span()
         return _Recorded(span) if span.is_recording() else NO_SPAN
 
     def stages(self) -> Stages:
-        """See `tracing.stages`."""
+        """Stages within the running task's span, if it is recorded."""
         return _SpanStages(self._tracer) if self.recording() else NO_STAGES
 
     def past(self, name: str, began_at_s: float, attributes: Attributes) -> None:
-        """See `tracing.past`."""
+        """A step that another process began at that time (seconds since 1970), and that ends now."""
         within = trace.get_current_span().get_span_context()
         if within.is_valid:
             self._tracer.start_span(name, attributes=attributes, start_time=int(began_at_s * 1e9)).end()
 
     def carrier(self) -> dict[str, str] | None:
-        """See `tracing.carrier`."""
+        """The headers that take the running task's trace along; None: it is in none."""
         if not trace.get_current_span().get_span_context().is_valid:
             return None
         found: dict[str, str] = {}
@@ -339,7 +339,7 @@ class Tracing:
         return self.carried(found)
 
     def carried(self, headers: Mapping[str, str]) -> dict[str, str] | None:
-        """See `tracing.carried`."""
+        """Those of these headers that are about a trace; None: there are none."""
         return {name: value for name, value in headers.items() if name in self._fields} or None
 
     def episode(

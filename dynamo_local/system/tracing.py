@@ -12,64 +12,18 @@ Only `system.otel` imports OpenTelemetry, and only `begin` imports that.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Literal, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Final, Literal
 
 from dynamo_local.errors import ConfigError, how_to_install
+from dynamo_local.system.spans import ENDPOINTS, NO_SPAN, NO_STAGES, Attributes, Kind, Span, Stages
 
 if TYPE_CHECKING:
     from dynamo_local.system.otel import Tracing
 
-Value = str | bool | int | float | Sequence[str]
-Attributes = Mapping[str, Value]
-Kind = Literal["server", "internal"]
-
-ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 EXPORTER: Final = "OTEL_TRACES_EXPORTER"
 
-
-class Span(Protocol):
-    """One step of a request's way. It never holds text of a prompt or of an answer."""
-
-    def set(self, attributes: Attributes) -> None:
-        """Add attributes."""
-        ...
-
-    def event(self, name: str, attributes: Attributes) -> None:
-        """Something happened now."""
-        ...
-
-    def failed(self, error_type: str) -> None:
-        """The step has failed. The log has the error's words, which may quote the request."""
-        ...
-
-
-class _NoSpan:
-    """A step that nobody records."""
-
-    def set(self, attributes: Attributes) -> None:
-        pass
-
-    def event(self, name: str, attributes: Attributes) -> None:
-        pass
-
-    def failed(self, error_type: str) -> None:
-        pass
-
-
-class Stages:
-    """Consecutive steps within the running task's span; here nobody records them."""
-
-    def begin(self, name: str) -> None:
-        """The step before has ended, and this one begins."""
-
-    def end(self) -> None:
-        """The last one has ended. Again: nothing."""
-
-
-NO_SPAN: Final[Span] = _NoSpan()
-NO_STAGES: Final = Stages()
 _NOTHING: Final = contextlib.nullcontext()
 _NOT_RECORDED: Final = contextlib.nullcontext(NO_SPAN)
 

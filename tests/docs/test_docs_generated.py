@@ -85,7 +85,7 @@ def test_every_dependency_has_its_reason():
     config = ConfigParser()
     config.read(ROOT / "setup.cfg")
     extras = config["options.extras_require"]
-    explained_extras = ("embedded", "kubernetes", "plugins", "predictors", "report", "tensorboard", "vllm")
+    explained_extras = ("embedded", "kubernetes", "otel", "plugins", "predictors", "report", "tensorboard", "vllm")
     explaining = (extras[name] for name in explained_extras)
     wanted = config["options"]["install_requires"] + "".join(explaining)
     names = {re.split(r"[<>=;\[ ]", line)[0] for line in wanted.split("\n") if line and not line.startswith("#")}

@@ -9,7 +9,7 @@ from typing import Any
 
 import jsonschema
 
-from dynamo_local.cli.answers import ANSWERS, schema_of
+from dynamo_local.cli.schemas import ANSWERS, schema_of
 
 BY_OTHERS = ("start", "stop", "pause", "resume", "set", "status")
 """`dynamo planner` commands that answer with its status."""

@@ -9,8 +9,8 @@ from typing import Any
 import click
 import pytest
 
-from dynamo_local.cli.answers import ANSWERS
 from dynamo_local.cli.main import cli
+from dynamo_local.cli.schemas import ANSWERS
 from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_OK
 from tests.fakes.arbiter.scripted_arbiter import dynamo
 from tests.tools.answers import name_of

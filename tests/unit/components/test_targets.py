@@ -65,7 +65,7 @@ def test_another_engine_has_no_profile_until_one_is_named() -> None:
 
 def test_dry_run_says_who_cannot_decide_by_targets(tmp_path: Path) -> None:
     engines = ("--VllmWorker.engine=sim", "--PrefillWorker.engine=sim", '--VllmWorker.common-configs=["model"]')
-    real = ("--Common.model=/m", *engines, "--Processor.ttft=2000")
+    real = (f"--Common.model={tmp_path}", *engines, "--Processor.ttft=2000")
     assert any(note.startswith("Processor: router slo picks as least-loaded") for note in notes(tmp_path, *real))
     assert notes(tmp_path, *real, "--Processor.profile-results-dir=dynamo_H200_TP1P_TP1D") == ()
     assert notes(tmp_path, "--Processor.ttft=2000", "--VllmWorker.itl=50") == ()

@@ -53,6 +53,9 @@ class FakeContext:
     def set_load_source(self, source: Callable[[], Load]) -> None:
         self.load = source
 
+    def set_served_source(self, source: Callable[[], Mapping[str, float]]) -> None:
+        self.served = source
+
     unread_bound_s = 30.0
 
     def set_work_source(self, source: Callable[[], Work]) -> None:

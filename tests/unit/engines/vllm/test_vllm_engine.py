@@ -63,7 +63,9 @@ class FakeLlm:
         """What this model can do."""
         return ("generate",)
 
-    async def generate(self, prompt: Any, sampling: Any, request_id: str) -> AsyncGenerator[Any, None]:
+    async def generate(
+        self, prompt: Any, sampling: Any, request_id: str, trace_headers: Any = None
+    ) -> AsyncGenerator[Any, None]:
         self.asked.append((prompt, sampling, request_id))
         try:
             for step in self.script:
@@ -243,7 +245,9 @@ async def test_a_request_in_vllms_own_words_goes_as_it_came(engine_of: Make, mon
         def __init__(self, given: Any) -> None:
             assert given is llm
 
-        async def run(self, request: EngineRequest, request_id: str, params: Any) -> AsyncGenerator[EngineOutput, None]:
+        async def run(
+            self, request: EngineRequest, request_id: str, params: Any, trace_headers: Any
+        ) -> AsyncGenerator[EngineOutput, None]:
             ran.append((request.core, dict(params)))
             yield EngineOutput((7,), "length", core=[b"more"])
 
