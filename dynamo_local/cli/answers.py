@@ -38,13 +38,19 @@ class WorkerLoad(TypedDict):
     remaining_tokens: int
     itl_ms: float | None
     prefills_waiting: int | None
+    unread: int
+    unread_s: float
+    abandoned: int
 
 
 class DrainStatus(TypedDict):
-    """How far a drain is. Null is unknown."""
+    """How far a drain is. `unread` answers have clients that take nothing, the longest for `unread_s`. Null is
+    unknown."""
 
     left_requests: int | None
     left_tokens: int | None
+    unread: int | None
+    unread_s: float | None
     eta_s: float | None
     deadline_s: float | None
 
@@ -312,6 +318,23 @@ class PlannerStatus(TypedDict):
     loop_held_max_ms: NotRequired[dict[str, HeldMs]]
 
 
+class Percentiles(TypedDict):
+    """Milliseconds; null where no token came."""
+
+    p50: float | None
+    p95: float | None
+
+
+class ServedStatus(TypedDict):
+    """What a component served in the last minute, or as far as it was heard (`seconds`)."""
+
+    seconds: float
+    requests_per_s: float
+    tokens_per_s: float
+    ttft_ms: Percentiles
+    itl_ms: Percentiles
+
+
 class Status(TypedDict):
     """`dynamo status`: the whole run."""
 
@@ -339,6 +362,7 @@ class Status(TypedDict):
     follow: FollowStatus | None
     spares: SparesStatus | None
     lead_times: list[LeadTimeRow]
+    components: dict[str, ServedStatus | None]
     tasks: list[TaskStatus]
     notes: list[NoteStatus]
     workers: list[WorkerStatus]
@@ -381,6 +405,7 @@ class Top(TypedDict):
     missing: list[str]
     gpus: list[TopGpu]
     workers: list[TopWorker]
+    components: dict[str, ServedStatus | None]
     prefill_queue: QueueStatus | None
     follow: FollowStatus | None
     planner: TopPlanner | None
@@ -485,7 +510,8 @@ class Touched(TypedDict):
 
 
 class Applied(TypedDict):
-    """`dynamo apply`. `components`: how many workers each component that is touched is to have."""
+    """`dynamo apply`. `components`: how many workers each component that is touched is to have. `kept`: values of
+    earlier command lines that count."""
 
     stimulus_id: str
     dry_run: bool
@@ -494,6 +520,7 @@ class Applied(TypedDict):
     components: dict[str, int | None]
     removed: list[str]
     workers: Touched
+    kept: dict[str, Any]
     failures: list[str]
 
 
