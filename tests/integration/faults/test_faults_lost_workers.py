@@ -83,6 +83,7 @@ async def test_ten_thousand_streams_go_on_under_twenty_kills(graph: Served) -> N
     await under_kills(graph, 10_000, 20)
 
 
+@pytest.mark.full
 async def test_a_stream_waits_for_the_only_worker_to_start_again() -> None:
     with Served("--VllmWorker.ServiceArgs.workers=1", "--PrefillWorker.ServiceArgs.workers=1") as served:
         served.start()
@@ -96,7 +97,8 @@ async def test_a_stream_waits_for_the_only_worker_to_start_again() -> None:
         assert outcomes == {"right": AT_ONCE}
 
 
-@pytest.mark.parametrize("how", ["drained too late", pytest.param("hung", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["drained too late", "hung"])
 async def test_streams_of_a_worker_that_the_arbiter_ends_go_on(how: str) -> None:
     """Past the deadline of its drain, and past the bound of its health."""
     words = ("--VllmWorker.ServiceArgs.workers=2", "--Common.sim.speed=0.5", "--Host.health-bound-s=3")
