@@ -38,7 +38,8 @@ async def test_a_processor_drains_while_everything_streams_through_it() -> None:
 
 @pytest.mark.full
 async def test_a_drain_deadline_cuts_what_is_left_and_says_what() -> None:
-    words = ("--VllmWorker.ServiceArgs.workers=2", "--VllmWorker.ServiceArgs.drain-deadline-s=1")
+    workers = ("--VllmWorker.ServiceArgs.workers=2", "--VllmWorker.ServiceArgs.drain-deadline-s=1")
+    words = (*workers, "--Processor.migration-limit=0")
     with Served(*words).started() as served:
         prompts = [f"I go on for ever, {n}." for n in range(6)]
         async with streaming(served, *prompts, tokens=50_000) as streams:

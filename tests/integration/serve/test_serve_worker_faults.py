@@ -21,7 +21,7 @@ LONG_PROMPT = "word " * 400
 
 @pytest.mark.timing
 async def test_a_killed_decode_worker_costs_its_streams_and_nothing_else() -> None:
-    with Served().started() as served:
+    with Served("--Processor.migration-limit=0").started() as served:
         before = served.pids()
         lease = served.worker("VllmWorker")["lease"]
         async with httpx.AsyncClient(base_url=served.url, timeout=30.0) as http:
