@@ -118,7 +118,7 @@ async def test_drain_and_cancel_by_name(graph: Served) -> None:
     assert "draining" in drained.stdout
     row = next(line for line in status.stdout.splitlines() if "VllmWorker_1" in line)
     assert "draining" in row
-    assert re.search(r"[1-9] requests? left.*, about \d+", row), row
+    assert re.search(r"[1-9] requests? left", row), row
     assert graph.states()["VllmWorker_1"] == "ready"
     assert graph.pids() == before
     assert answers == [expected(prompt, 400, ignore_eos=True) for prompt in prompts]
