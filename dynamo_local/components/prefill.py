@@ -165,7 +165,7 @@ class Prefiller:
                     self._free_passes.release()
                 await self._reply(pulled, entry, result)
             await pulled.ack()
-            log.debug("prefill %s is over", request_id)
+            log.info("prefill %s is over", request_id)
         except InfraUnavailable as error:
             # It may or may not have arrived. The queue delivers it again, and a second reply is refused as unwanted.
             log.warning("prefill %s is left to the queue's redelivery: %s", request_id, error)
