@@ -295,7 +295,7 @@ class PlannerStatus(TypedDict):
     state: str
     no_operation: bool
     options: dict[str, Any]
-    follow: str | None
+    follow: FollowStatus | None
     virtual: VirtualStatus | None
     plugins: PluginsStatus
     lead_times: list[LeadTimeRow]
@@ -326,7 +326,7 @@ class Percentiles(TypedDict):
 
 
 class ServedStatus(TypedDict):
-    """What a component served in the last minute, or as far as it was heard (`seconds`)."""
+    """The figures of a component over the last minute, or as far as it was heard (`seconds`)."""
 
     seconds: float
     requests_per_s: float

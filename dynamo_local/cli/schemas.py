@@ -100,6 +100,8 @@ def _plain(schema: Any, definitions: dict[str, Any]) -> Any:
     """The schema with all `$defs` moved to `definitions`, and descriptions on one line."""
     if isinstance(schema, list):
         return [_plain(each, definitions) for each in schema]
+    if isinstance(schema, float) and schema.is_integer():
+        return int(schema)  # `Annotated` is cached: which of two equal bounds, 0 or 0.0, depends on the imports before
     if not isinstance(schema, dict):
         return schema
     for key, value in schema.get("$defs", {}).items():
