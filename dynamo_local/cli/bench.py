@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dynamo_local.cli.common import FiniteRange, ask_arbiter, find_paths, json_option, namespace_option
+from dynamo_local.cli.common import (
+    FiniteRange,
+    ask_arbiter,
+    find_paths,
+    json_option,
+    namespace_option,
+    progress_bar,
+)
 from dynamo_local.errors import EXIT_FAILED, EXIT_OK, BadInput, DynamoError, NotRunning
 
 if TYPE_CHECKING:
@@ -151,7 +158,6 @@ def _own(asked: Bench, trace: Path | None) -> dict[str, Any]:
 async def _sent(asked: Bench, load: Load) -> Any:
     import httpx
 
-    from dynamo_local.cli.progress import progress_bar
     from dynamo_local.measuring.bench import REQUEST_TIMEOUT_S, Generator
 
     limits = httpx.Limits(max_connections=None)

@@ -41,7 +41,7 @@ COMMANDS = {
     "import": ("dynamo_local.kubernetes.importing.commands:import_", "Make a configuration of another tool's file."),
     "ctl": ("dynamo_local.cli.ctl:ctl", "Run circusctl against the graph's arbiter."),
     "config": ("dynamo_local.cli.config:config", "Help with configuration files."),
-    "schema": ("dynamo_local.cli.schema:schema", "Print the JSON schema of what `--json` prints."),
+    "schema": ("dynamo_local.cli.schemas:schema", "Print the JSON schema of what `--json` prints."),
     "completion": ("dynamo_local.cli.completion:completion", "Print the completion of bash, zsh or fish."),
     "man": ("dynamo_local.cli.completion:man", "Show a manual page, or write all of them."),
 }

@@ -1,11 +1,14 @@
-"""The JSON schemas of `--json`, made from the records of its answers (`answers`)."""
+"""`dynamo schema`: the JSON schemas of `--json`, made from the records of its answers (`answers`)."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
+import click
 import msgspec
 
 from dynamo_local.cli.answers import (
@@ -35,7 +38,9 @@ from dynamo_local.cli.answers import (
     Top,
     WorkerChanged,
 )
+from dynamo_local.cli.common import aligned
 from dynamo_local.cli.ls import Run
+from dynamo_local.errors import BadInput
 from dynamo_local.profile.document import Document
 
 
@@ -131,3 +136,18 @@ def _foreign(kind: type) -> dict[str, Any]:
         "words": {"type": "string", "description": "the decision in words (`planner explain`)"},
     }
     return made
+
+
+@click.command()
+@click.argument("name", required=False)
+def schema(name: str | None) -> None:
+    """Print the JSON schema of an answer of --json, such as `status`; without NAME, list all."""
+    if name is None:
+        rows = [(each, f"dynamo {answer.command} --json") for each, answer in ANSWERS.items()]
+        click.echo("\n".join("  ".join(row).rstrip() for row in aligned(rows)))
+        return
+    if name not in ANSWERS:
+        near = get_close_matches(name, ANSWERS, n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        raise BadInput(f"no answer is named {name!r}{meant} (`dynamo schema` lists all)")
+    click.echo(json.dumps(schema_of(name), indent=2))

@@ -91,13 +91,13 @@ class DecodeService:
                                 stages.begin("decode")
                                 if params is not None:
                                     self._times.pulls.append(now_s - began_s)
-                                if output.token_ids:
+                                if output.token_ids and not message.generated:
                                     phases = self._phases(request, output, now_s - began_s, away=params is not None)
                             if side is not None:
                                 side.tokens(name, len(output.token_ids), now_s)
-                            last_s = self._served(output, now_s, taken_s, last_s)
+                            last_s = self._count(output, now_s, taken_s, last_s)
                             completed = completed or output.finish_reason in ("stop", "length")
-                            item = messages.generate_item(output)
+                            item = messages.generate_item(output, goes_on=bool(message.generated))
                             yield item if phases is None else {**item, "phases": phases}
                     return
                 except KvTransferError as error:
@@ -113,7 +113,7 @@ class DecodeService:
             if self._remote is not None:
                 self._remote.prefill_s.pop(name, None)
 
-    def _served(self, output: EngineOutput, now_s: float, taken_s: float, last_s: float | None) -> float | None:
+    def _count(self, output: EngineOutput, now_s: float, taken_s: float, last_s: float | None) -> float | None:
         """Count the output's tokens. Returns when the request's last token came; None: it has none yet."""
         if not (count := len(output.token_ids)):
             return last_s

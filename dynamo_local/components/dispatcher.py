@@ -173,7 +173,7 @@ FULL_AGAIN_S: Final = 0.2
 """A full worker is asked again after so long by a request that waits."""
 
 TRIED: Final = "tried"
-"""`details` of what the last worker failed with: how many have failed the request before its first token."""
+"""`details` of what the last worker failed with: how many have failed the request. The Frontend then asks no more."""
 
 
 def has_tokens(batch: Batch) -> bool:
@@ -192,7 +192,8 @@ class Chooser(Protocol):
 
 
 class Dispatcher:
-    """Chooses among a component's workers and repeats what failed before its first token.
+    """Chooses among a component's workers. Repeats what failed before its first token, and continues what was lost
+    after it.
 
     `loads` gives the latest sample of each instance id. `max_tries` bounds how many workers may *fail* one request
     before its first token, `migration_limit` how often an answer goes on at another worker after a token.

@@ -203,12 +203,13 @@ def parse_route_request(payload: Any) -> RouteRequest:
         raise InvalidRequest(f"route request: {error}") from error
 
 
-def generate_item(output: EngineOutput) -> dict[str, Any]:
-    """An engine's output as it travels; what is None is left out."""
+def generate_item(output: EngineOutput, *, goes_on: bool = False) -> dict[str, Any]:
+    """An engine's output as it travels; what is None is left out. The prompt of an answer that `goes_on` here holds
+    tokens of the answer, so the cached ones are not told."""
     item: dict[str, Any] = {"token_ids": output.token_ids}
     if output.finish_reason is not None:
         item["finish_reason"] = output.finish_reason
-    if output.num_cached_tokens is not None:
+    if output.num_cached_tokens is not None and not goes_on:
         item["num_cached_tokens"] = output.num_cached_tokens
     if output.core is not None:
         item["core"] = output.core

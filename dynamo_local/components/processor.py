@@ -71,8 +71,8 @@ class ProcessorConfig(RoutingOptions):
         default=3,
         ge=0,
         le=16,
-        description="How often an answer that has begun goes on at another worker after its own was lost; 0: it ends "
-        "with an error (docs/migration.md).",
+        description="How often an answer goes on at another worker after its own was lost; 0: never "
+        "(docs/migration.md).",
     )
 
 

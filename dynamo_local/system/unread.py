@@ -1,4 +1,4 @@
-"""How long the reader of a connection has taken nothing of an answer that waits for it."""
+"""Bytes that wait in a connection: an answer that its reader does not take, a request that has come."""
 
 from __future__ import annotations
 
@@ -22,8 +22,23 @@ def unsent_bytes(transport: asyncio.Transport) -> int:
     return buffered + int(struct.unpack("i", queued)[0])
 
 
+def waits_to_be_read(transport: asyncio.Transport) -> bool:
+    """Whether the kernel holds bytes that this process has not read."""
+    sock = transport.get_extra_info("socket")
+    try:
+        queued = fcntl.ioctl(sock.fileno(), termios.FIONREAD, bytes(4))
+    except (OSError, ValueError, AttributeError):  # closed
+        return False
+    return queued != bytes(4)
+
+
+def is_abandoned(unread_s: float | None, leaving_s: float, bound_s: float) -> bool:
+    """Whether an answer's reader has taken nothing for `bound_s`, all of it while the worker left."""
+    return unread_s is not None and min(unread_s, leaving_s) >= bound_s
+
+
 class UnreadWatch:
-    """One connection's. It waits for its reader between `begin` and `end`. Nothing is measured until somebody asks.
+    """One connection's. It waits for its reader between `begin`, which looks at the queue once, and `end`.
 
     A reader that takes a little counts as reading: the kernel's queue is looked at, not only that of this process.
     """

@@ -237,7 +237,8 @@ class ServedRole:
         """The engine's load. Without an engine: the number of requests."""
         source = self.context.load_source if self.context is not None else None
         load = source() if source is not None else Load(request_active_slots=self.endpoints.in_flight)
-        return replace(load, **self._unread())
+        unread = self._unread()
+        return replace(load, **unread) if any(unread.values()) else load
 
     def _unread(self) -> dict[str, Any]:
         """Its part of the load: looked at once a second, because loads are also published at every change."""

@@ -110,7 +110,7 @@ class Served(Registry):
     ) -> subprocess.CompletedProcess[str]:
         """Run `dynamo WORDS` to its end; in a shell with these variables alone, if `env` is given.
 
-        What `--json` prints must be as its schema says.
+        The answer of `--json` must be as its schema says.
         """
         done = subprocess.run(
             [sys.executable, "-m", "dynamo_local.cli.main", *words],

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dynamo_local.components import http_metrics
-from dynamo_local.components.models_view import Availability, ModelsView, ServedModel
+from dynamo_local.components.models_view import ModelsView, ServedModel
 from dynamo_local.components.openai import access
 from dynamo_local.components.openai import errors as api_errors
 from dynamo_local.components.openai.errors import ApiError
@@ -171,10 +171,7 @@ class _Views:
         model = self._deps.models.get(name) or next((each for each in self._adapters() if each.name == name), None)
         if model is not None:
             return _json(model_object(model))
-        if self._deps.models.availability(name) is Availability.GONE:
-            raise api_errors.model_unavailable(name)
-        served = [each.name for each in self._deps.models.models()]
-        raise api_errors.model_not_found(name, served, self._deps.models.absent())
+        raise api_errors.no_model(self._deps.models, name)
 
     async def health(self, _: Request) -> Response:
         """200 while a model is served and requests are taken, else 503: for load balancers and scripts."""

@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from dynamo_local.components.messages import ApiRequest
-from dynamo_local.components.models_view import Availability, ModelsView
+from dynamo_local.components.models_view import ModelsView
 from dynamo_local.components.openai import errors as api_errors
 from dynamo_local.ports import EndpointClient, Instance, ResponseStream
 
@@ -61,9 +61,7 @@ class EndpointByModel:
         for component in () if served is None else served.components:
             if (client := self._clients.get(component)) is not None:
                 return client
-        if self._models.availability(name) is Availability.GONE:
-            raise api_errors.model_unavailable(name)
-        raise api_errors.model_not_found(name, [each.name for each in self._models.models()], self._models.absent())
+        raise api_errors.no_model(self._models, name)
 
 
 def model_of(payload: Any) -> str | None:

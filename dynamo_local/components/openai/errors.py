@@ -29,6 +29,7 @@ import msgspec
 
 from dynamo_local import errors
 from dynamo_local.components.limits import MAX_MODEL_SHOWN, shortened
+from dynamo_local.components.models_view import Availability, ModelsView
 
 RETRY_AFTER_S = 1
 MODELS_SHOWN = 20
@@ -128,6 +129,13 @@ def model_not_found(model: str, served: Sequence[str] = (), absent: Sequence[str
     there = "; ".join(parts) or "GET /v1/models lists those that are served now"
     message = f"The model `{shown}` does not exist here; {there}."
     return ApiError(404, message, param="model", code="model_not_found")
+
+
+def no_model(models: ModelsView, name: str) -> ApiError:
+    """The error for a model that nobody serves now: 503 for one that belongs here, else 404."""
+    if models.availability(name) is Availability.GONE:
+        return model_unavailable(name)
+    return model_not_found(name, [each.name for each in models.models()], models.absent())
 
 
 def model_unavailable(model: str) -> ApiError:

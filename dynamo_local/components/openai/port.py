@@ -243,6 +243,8 @@ LOOK_EVERY_S = 0.25
 KEPT_S = 1.0
 """After its last answer: connections that clients have kept may bring one more request, which is answered, and the last
 of its connection. Those that bring none are idle, and closed."""
+NEW_S = 10.0
+"""The same for a connection that has had no answer yet. Its client connected to ask, and may be slow."""
 
 SOCKET, SERVES, COUNTS = "socket", "serves", "counts"
 """The questions of siblings."""
@@ -320,6 +322,9 @@ class SharedPort:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(KEPT_S):
                     await self._server.wait_unconnected()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(NEW_S):
+                    await self._server.wait_first_answers()
 
     async def resume(self) -> None:
         """The drain was taken back."""

@@ -44,7 +44,7 @@ from dynamo_local.errors import DynamoError
 from dynamo_local.system import tracing
 from dynamo_local.system.key_files import ApiKeys
 from dynamo_local.system.request_log import fit_for_logs, x_request_id
-from dynamo_local.system.unread import LOOK_EVERY_S
+from dynamo_local.system.unread import LOOK_EVERY_S, is_abandoned
 
 # --- Where a burst of requests waits: a request that has begun is passed on before another begins.
 #
@@ -131,11 +131,10 @@ class Activity:
             await asyncio.sleep(min(LOOK_EVERY_S, bound_s))
             for request_id, connection in list(self._open.items()):
                 unread_s = None if connection is None else connection.unread_s()
-                if connection is None or unread_s is None or min(unread_s, loop.time() - began_s) < bound_s:
-                    continue
-                self.abandoned += 1
-                logger.warning("request %s: ended, as its client has read nothing for %.0f s", request_id, unread_s)
-                connection.cut()
+                if connection is not None and is_abandoned(unread_s, loop.time() - began_s, bound_s):
+                    self.abandoned += 1
+                    logger.warning("request %s: ended, as its client has read nothing for %.0f s", request_id, unread_s)
+                    connection.cut()
 
     @contextmanager
     def exchange(self, request_id: str, connection: Connection | None = None) -> Iterator[None]:
@@ -330,12 +329,8 @@ class ModelRoute(ABC, Generic[R]):
             if deps.draining.is_set():
                 raise api_errors.draining()
             request = await run_by_size(len(body), self.parse, body, scope)
-            availability = deps.models.availability(request.model)
-            if availability is Availability.UNKNOWN:
-                served = [each.name for each in deps.models.models()]
-                raise api_errors.model_not_found(request.model, served, deps.models.absent())
-            if availability is Availability.GONE:
-                raise api_errors.model_unavailable(request.model)
+            if deps.models.availability(request.model) in (Availability.UNKNOWN, Availability.GONE):
+                raise api_errors.no_model(deps.models, request.model)
             if deps.activity.admitted >= deps.settings.max_inflight:
                 raise api_errors.too_many_requests(deps.settings.max_inflight)
         except ApiError:

@@ -25,7 +25,7 @@ from uvicorn.server import ServerState
 from dynamo_local.components.openai.errors import ApiError
 from dynamo_local.components.openai.http_io import CONNECTION
 from dynamo_local.errors import ConfigError, StartTimedOut
-from dynamo_local.system.unread import UnreadWatch
+from dynamo_local.system.unread import UnreadWatch, waits_to_be_read
 
 # --- uvicorn's HTTP protocol, with bounds on what a connection may send before, beside and behind a request's body.
 #
@@ -226,9 +226,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, UNSENT_MAX_BYTES)
+        self.server_state.new.add(self)
         self._expect_within(SILENCE_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.server_state.new.discard(self)
         self._expect_within(None)
         self.unread.end()
         self._unparsed = b""
@@ -276,8 +278,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def shutdown(self) -> None:
         if self._refused:
             self.transport.close()
-        else:
+        elif not waits_to_be_read(self.transport):  # a request that has come is answered, as the connection's last
             super().shutdown()
+
+    def on_response_complete(self) -> None:
+        self.server_state.new.discard(self)
+        super().on_response_complete()
 
     # --- what the parser says ---
 
@@ -569,7 +575,7 @@ def url_of(sock: socket.socket, scheme: str = "http") -> str:
 
 
 class _Connections(set[Any]):
-    """uvicorn's set of them, which tells when it is empty."""
+    """A set of them as uvicorn's, which tells when it is empty."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -592,6 +598,8 @@ class _ServerState(ServerState):
     def __init__(self) -> None:
         super().__init__()
         self.parsing = Parsing()
+        self.new = _Connections()
+        """Those whose first request has no whole answer yet."""
 
 
 class _Server(uvicorn.Server):
@@ -601,7 +609,7 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, *, idle: bool, acceptor: Acceptor | None) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
-        self.server_state = _ServerState()
+        self.server_state: _ServerState = _ServerState()
         self.open_connections = self.server_state.connections = _Connections()
         self._acceptor = acceptor
         self._idle = idle
@@ -713,6 +721,10 @@ class HttpServer:
     async def wait_unconnected(self) -> None:
         """Return when no connection is open."""
         await self._server.open_connections.none.wait()
+
+    async def wait_first_answers(self) -> None:
+        """Return when each connection has had an answer: a client connects to ask."""
+        await self._server.server_state.new.none.wait()
 
     async def wait_failed(self) -> None:
         """Raise what the server failed with, as soon as it has; return once it was stopped."""

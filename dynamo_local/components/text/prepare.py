@@ -153,7 +153,7 @@ class Answer:
         self._cached_tokens = 0
         self.finish_reason: str | None = None
         self._given: list[int] = []
-        self._migrations = self._migrations_told = 0
+        self._migrations = 0
 
     def take(self, batch: Batch) -> list[dict[str, Any]]:
         """Response items for what arrived in one frame: usually one."""
@@ -166,7 +166,7 @@ class Answer:
             items.append(first)
         token_ids, reason = self._merge(batch)
         self._given += token_ids
-        phases = None if self._migrations else next((item["phases"] for item in batch if "phases" in item), None)
+        phases = next((item["phases"] for item in batch if "phases" in item), None)
         if not token_ids and reason is None:
             return items
         if reason in ("error", "abort"):
@@ -187,9 +187,8 @@ class Answer:
         found = _item(text, count, reason, self._usage() if reason is not None else None)
         if phases is not None:
             found["phases"] = phases
-        if self._migrations > self._migrations_told:
-            found["migrations"] = self._migrations - self._migrations_told
-            self._migrations_told = self._migrations
+        if self._migrations:
+            found["migrations"], self._migrations = self._migrations, 0
         if reason is not None and self._traced is not None:  # at the end: its hashes cost the first token nothing
             found["trace"] = self._trace(*self._traced)
         items.append(found)
@@ -218,8 +217,7 @@ class Answer:
         for item in batch:
             token_ids += item["token_ids"]
             reason = item.get("finish_reason")
-            if not self._migrations:  # later the answer's own tokens count as prompt
-                self._cached_tokens = max(self._cached_tokens, item.get("num_cached_tokens") or 0)
+            self._cached_tokens = max(self._cached_tokens, item.get("num_cached_tokens") or 0)
         return token_ids, reason
 
     def _usage(self) -> dict[str, Any]:

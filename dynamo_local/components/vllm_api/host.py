@@ -48,7 +48,7 @@ class Exchange:
         self._prompt_tokens = 0
         self._cached_tokens: int | None = None
         self._kv_hit_rate: float | None = None
-        self._migrations = self._migrations_told = 0
+        self._migrations = 0
 
     def next_id(self) -> str:
         """A name for one more request to a worker: the client's for the first, so that logs can be followed."""
@@ -64,8 +64,7 @@ class Exchange:
         for item in items:
             self._tokens += len(item["token_ids"])
             self._kv_hit_rate = item.get("kv_hit_rate", self._kv_hit_rate)
-            # Once an answer goes on at another worker, its own tokens count as prompt there.
-            if (cached := item.get("num_cached_tokens")) is not None and not self._migrations:
+            if (cached := item.get("num_cached_tokens")) is not None:
                 self._cached_tokens = max(cached, self._cached_tokens or 0)
 
     def migrated(self) -> None:
@@ -74,14 +73,22 @@ class Exchange:
 
     def news(self) -> dict[str, Any]:
         """The counts since the last call."""
-        counted = {"tokens": self._tokens, "prompt_tokens": self._prompt_tokens, "cached_tokens": self._cached_tokens}
+        counted = {
+            "tokens": self._tokens,
+            "prompt_tokens": self._prompt_tokens,
+            "cached_tokens": self._cached_tokens,
+            "migrations": self._migrations,
+        }
         item: dict[str, Any] = {name: count for name, count in counted.items() if count}
         if self._kv_hit_rate is not None:
             item["kv_hit_rate"] = self._kv_hit_rate
-        if self._migrations > self._migrations_told:
-            item["migrations"] = self._migrations - self._migrations_told
-            self._migrations_told = self._migrations
-        self._tokens, self._prompt_tokens, self._cached_tokens, self._kv_hit_rate = 0, 0, None, None
+        self._tokens, self._prompt_tokens, self._cached_tokens, self._kv_hit_rate, self._migrations = (
+            0,
+            0,
+            None,
+            None,
+            0,
+        )
         return item
 
 

@@ -129,28 +129,23 @@ class GraphCore:
             pump.cancel()
 
     async def _pump(self, name: str, call: CoreCall) -> None:
-        begun = False
         try:
             async with contextlib.aclosing(self._send(call)) as batches:
                 async for batch in batches:
-                    if self._take(name, batch, begun=begun):
+                    if self._take(name, batch):
                         return
-                    begun = begun or any(item["token_ids"] for item in batch)
             raise WorkerLost("the worker's answer ended without a finish reason; send the request again")
         except Exception as error:
             self.failed(name, error)
 
-    def _take(self, name: str, items: Items, *, begun: bool) -> bool:
-        """Whether the last one is among them. `begun`: the answer has tokens, so what is said of its prompt is of a
-        worker that goes on."""
+    def _take(self, name: str, items: Items) -> bool:
+        """Whether the last one is among them."""
         finished = False
         for item in items:
             core, token_ids = item.get("core"), item["token_ids"]
             if core is not None:
                 output = self._wire.output(core)
                 output.request_id = name
-                if begun:
-                    output.prefill_stats = None
             elif token_ids:
                 output = EngineCoreOutput(name, list(token_ids))
             else:

@@ -186,6 +186,8 @@ class CoreRequests:
             while not ended:
                 output = await outputs.next()
                 ended = output.finish_reason is not None
+                if request.generated:  # its prompt holds tokens of the answer: the client knows the real one
+                    output.prefill_stats = None
                 yield self._converted(output, params)
         finally:
             del self._open[request_id]

@@ -15,6 +15,7 @@ from dynamo_local import errors
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.system import tracing
 from dynamo_local.system.request_log import bound
+from dynamo_local.system.unread import is_abandoned
 from dynamo_local.transport.nats import CALL_TIMEOUT_S, flush, subscribe
 from dynamo_local.transport.nats_client import Client, Msg, NatsError, Subscription
 from dynamo_local.transport.requests.frames import (
@@ -347,7 +348,7 @@ class EndpointServer:
         left_s = self._clock.now_s() - self._stopped_s
         for exchange in list(self._exchanges):
             unread_s = exchange.unread_s()
-            if unread_s is None or min(unread_s, left_s) < bound_s:
+            if not is_abandoned(unread_s, left_s, bound_s):
                 continue
             self.abandoned += 1
             request_id = exchange.context.request_id

@@ -58,7 +58,7 @@ class ScriptedArbiter:
 
 
 def dynamo(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    """`dynamo WORDS…`: the exit code; what it wrote is in capsys. What `--json` prints must be as its schema says."""
+    """`dynamo WORDS…`: the exit code; what it wrote is in capsys. The answer of `--json` must be as its schema says."""
     monkeypatch.setattr(sys, "argv", ["dynamo", *words])
     # A script, as `dynamo` is one: by this Click would find `python -m pytest`, and call the program that.
     monkeypatch.setattr(sys.modules["__main__"], "__package__", None, raising=False)

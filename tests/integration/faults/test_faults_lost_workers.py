@@ -8,7 +8,8 @@ import os
 import re
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 
 import httpx
 import pytest
@@ -83,18 +84,24 @@ async def test_ten_thousand_streams_go_on_under_twenty_kills(graph: Served) -> N
     await under_kills(graph, 10_000, 20)
 
 
+@asynccontextmanager
+async def all_at_once(served: Served) -> AsyncIterator[None]:
+    """`AT_ONCE` streams. Some are at `VllmWorker` when the block begins; all are right once it has ended."""
+    outcomes: Counter[Outcome] = Counter()
+    enough = asyncio.Event()
+    enough.set()
+    load = asyncio.create_task(streamed(served, AT_ONCE, outcomes, enough))
+    await auntil(lambda: served.worker("VllmWorker")["load"].get("request_active_slots"), 30.0, what=served.status)
+    yield
+    await load
+    assert outcomes == {"right": AT_ONCE}
+
+
 @pytest.mark.full
 async def test_a_stream_waits_for_the_only_worker_to_start_again() -> None:
     with Served("--VllmWorker.ServiceArgs.workers=1", "--PrefillWorker.ServiceArgs.workers=1") as served:
-        served.start()
-        outcomes: Counter[Outcome] = Counter()
-        enough = asyncio.Event()
-        enough.set()
-        load = asyncio.create_task(streamed(served, AT_ONCE, outcomes, enough))
-        await auntil(lambda: served.worker("VllmWorker")["load"].get("request_active_slots"), 30.0, what=served.status)
-        os.kill(served.pids()["VllmWorker"], signal.SIGKILL)
-        await load
-        assert outcomes == {"right": AT_ONCE}
+        async with all_at_once(served.start()):
+            os.kill(served.pids()["VllmWorker"], signal.SIGKILL)
 
 
 @pytest.mark.full
@@ -103,16 +110,9 @@ async def test_streams_of_a_worker_that_the_arbiter_ends_go_on(how: str) -> None
     """Past the deadline of its drain, and past the bound of its health."""
     words = ("--VllmWorker.ServiceArgs.workers=2", "--Common.sim.speed=0.5", "--Host.health-bound-s=3")
     with Served(*words, "--VllmWorker.ServiceArgs.drain-deadline-s=1") as served:
-        served.start()
-        outcomes: Counter[Outcome] = Counter()
-        enough = asyncio.Event()
-        enough.set()
-        load = asyncio.create_task(streamed(served, AT_ONCE, outcomes, enough))
-        await auntil(lambda: served.worker("VllmWorker")["load"].get("request_active_slots"), 30.0, what=served.status)
-        if how == "hung":
-            os.kill(served.pids()["VllmWorker"], signal.SIGSTOP)
-        else:
-            command(served, "drain", name="dynamo_VllmWorker")
-        await load
-        assert outcomes == {"right": AT_ONCE}
+        async with all_at_once(served.start()):
+            if how == "hung":
+                os.kill(served.pids()["VllmWorker"], signal.SIGSTOP)
+            else:
+                command(served, "drain", name="dynamo_VllmWorker")
         assert await migrations(served) > 0

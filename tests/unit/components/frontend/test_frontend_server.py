@@ -50,6 +50,50 @@ def test_an_ipv6_url_has_brackets():
         assert url_of(sock) == f"http://[::1]:{sock.getsockname()[1]}"
 
 
+async def hello(scope: Any, receive: Any, send: Any) -> None:
+    """An application that answers everything alike."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
+    await send({"type": "http.response.body", "body": b"hello"})
+
+
+HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+async def test_a_request_that_has_come_but_was_not_read_is_answered_at_the_end():
+    server = HttpServer(hello, bind_socket("127.0.0.1", 0), idle=True)
+    await server.start()
+    port = int(server.url.rpartition(":")[2])
+    async with asyncio.timeout(10):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD)
+        await reader.readuntil(b"hello")
+        writer.write(HEAD)  # the server reads nothing before it is told to stop
+        await server.stop()
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert answer.endswith(b"hello")
+        writer.close()
+
+
+async def test_a_new_connection_is_owed_an_answer():
+    server = HttpServer(hello, bind_socket("127.0.0.1", 0))
+    await server.start()
+    port = int(server.url.rpartition(":")[2])
+    async with asyncio.timeout(10):
+        await server.wait_first_answers()
+        kept, asking = await asyncio.open_connection("127.0.0.1", port)
+        _, leaving = await asyncio.open_connection("127.0.0.1", port)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await server.wait_first_answers()
+        asking.write(HEAD)
+        await kept.readuntil(b"hello")
+        leaving.close()
+        await server.wait_first_answers()
+        asking.close()
+        await server.stop()
+
+
 async def test_the_port_can_be_had_again_at_once(house: Make):
     made = house()
     async with made.served() as server, httpx.AsyncClient(base_url=server.url) as client:

@@ -235,43 +235,12 @@ async def test_a_client_that_leaves_cancels_its_request_at_once(house: Make, str
     assert b"dynamo_frontend_disconnected_clients 1.0" in made.deps.metrics.exposition()
 
 
-async def test_a_slow_reader_holds_its_own_stream_back(house: Make):
-    taken = 0
-
-    def endless(_: Any) -> Any:
-        nonlocal taken
-        while True:
-            taken += 1
-            yield [text("x" * 10_000)]
-
-    made = house(FakeEndpoint(endless), request_timeout_s=60)
-    body = json.dumps(STREAM).encode()
-    async with made.served() as server, asyncio.timeout(30):
-        port = int(server.url.rpartition(":")[2])
-        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
-        writer.transport.pause_reading()  # type: ignore[attr-defined]
-        writer.write(
-            f"POST {CHAT_URL} HTTP/1.1\r\nHost: x\r\n{JSON}Content-Length: {len(body)}\r\n\r\n".encode() + body
-        )
-        await made.endpoint.called.wait()
-        before = -1
-        while taken != before:
-            before = taken
-            await asyncio.sleep(0.1)
-        assert 0 < taken * 10_000 < 32 * 1024 * 1024
-        writer.transport.abort()
-        await made.endpoint.streams[0].closed.wait()
-
-
 @asynccontextmanager
-async def unread_stream(house: Make) -> AsyncIterator[tuple[Any, asyncio.StreamReader, asyncio.Transport]]:
-    """A stream without an end, whose client does not read yet."""
-
-    def endless(_: Any) -> Any:
-        while True:
-            yield [text("x" * 10_000)]
-
-    made = house(FakeEndpoint(endless), request_timeout_s=60)
+async def unread_stream(
+    house: Make, source: Callable[[Any], Any]
+) -> AsyncIterator[tuple[Any, asyncio.StreamReader, asyncio.Transport]]:
+    """A stream of these items, whose client does not read yet."""
+    made = house(FakeEndpoint(source), request_timeout_s=60)
     body = json.dumps(STREAM).encode()
     async with made.served() as server, asyncio.timeout(30):
         port = int(server.url.rpartition(":")[2])
@@ -279,16 +248,47 @@ async def unread_stream(house: Make) -> AsyncIterator[tuple[Any, asyncio.StreamR
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         head = f"POST {CHAT_URL} HTTP/1.1\r\nHost: x\r\n{JSON}Content-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
-        while not made.deps.activity.unread_s():
-            await asyncio.sleep(0.01)
+        await made.endpoint.called.wait()
         yield made, reader, writer.transport
         writer.transport.abort()
         await made.deps.activity.wait_idle()
 
 
+async def test_a_slow_reader_holds_its_own_stream_back(house: Make):
+    taken = 0
+
+    def counted(_: Any) -> Any:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield [text("x" * 10_000)]
+
+    async with unread_stream(house, counted) as (made, _, transport):
+        before = -1
+        while taken != before:
+            before = taken
+            await asyncio.sleep(0.1)
+        assert 0 < taken * 10_000 < 32 * 1024 * 1024
+        transport.abort()
+        await made.endpoint.streams[0].closed.wait()
+
+
+def endless(_: Any) -> Any:
+    while True:
+        yield [text("x" * 10_000)]
+
+
+async def waiting_for_its_reader(made: Any) -> Any:
+    """The Frontend's activity, once its answer waits for a client that does not read."""
+    activity = made.deps.activity
+    while not activity.unread_s():
+        await asyncio.sleep(0.01)
+    return activity
+
+
 async def test_a_stream_that_nobody_reads_ends_while_the_frontend_leaves(house: Make):
-    async with unread_stream(house) as (made, _, _):
-        activity = made.deps.activity
+    async with unread_stream(house, endless) as (made, _, _):
+        activity = await waiting_for_its_reader(made)
         ending = asyncio.create_task(activity.end_unread(0.2))
         await activity.wait_idle()
         assert activity.abandoned == 1
@@ -296,8 +296,8 @@ async def test_a_stream_that_nobody_reads_ends_while_the_frontend_leaves(house: 
 
 
 async def test_one_that_is_read_a_little_at_a_time_does_not(house: Make):
-    async with unread_stream(house) as (made, reader, transport):
-        activity = made.deps.activity
+    async with unread_stream(house, endless) as (made, reader, transport):
+        activity = await waiting_for_its_reader(made)
         ending = asyncio.create_task(activity.end_unread(0.3))
         transport.resume_reading()
         taken = 0
