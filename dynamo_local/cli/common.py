@@ -241,15 +241,24 @@ class Shape(click.ParamType):
 
 
 @contextmanager
-def progress_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr, only where that is a terminal. Call the result once for each step that is done."""
+def progress_bar(what: str, total: int | None) -> Iterator[Callable[[], None]]:
+    """A bar on stderr, only where that is a terminal. Call the result once for each step that is done. `total` None:
+    it is not known how many there are."""
     if not sys.stderr.isatty():
         yield lambda: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    left = TimeRemainingColumn(elapsed_when_finished=True) if total is not None else TimeElapsedColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), left)
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from dynamo_local.cli.common import FiniteRange, aligned, ask_arbiter, find_paths, json_option, namespace_option
+from dynamo_local.cli.common import (
+    FiniteRange,
+    aligned,
+    ask_arbiter,
+    find_paths,
+    json_option,
+    namespace_option,
+    progress_bar,
+)
 from dynamo_local.cli.planner_words import history_row, status_lines
 from dynamo_local.errors import BadInput, NotRunning
 from dynamo_local.system.paths import Paths
@@ -452,7 +460,11 @@ def replay(
         raise BadInput("say --policy, too: --set gives options to another policy than the recorded one")
     found = [first] if policy is None else list(chain([first], records))
     again = Replay(None if policy is None else _options(policy, settings, found))
-    decisions = list(again.run(chain(found, records)))
+    decisions = []
+    with progress_bar("decisions", None) as advance:
+        for decision in again.run(chain(found, records)):
+            decisions.append(decision)
+            advance()
     click.echo(json.dumps(_reported(again, decisions)) if as_json else "\n".join(_describe(again, decisions)))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -250,11 +250,12 @@ def run_case(trace: Sequence[TraceRequest], case: Case) -> Run:
     return simulation.run()
 
 
-def run_cases(trace: Sequence[TraceRequest], cases: Sequence[Case], jobs: int | None = None) -> list[Run]:
+def run_cases(trace: Sequence[TraceRequest], cases: Sequence[Case], jobs: int | None = None) -> Iterator[Run]:
     """The runs, in the order of the cases; up to `jobs` at once (None: one for each core), each in a process."""
     workers = min(len(cases), jobs or len(os.sched_getaffinity(0)))
     if workers < 2:
-        return [run_case(trace, case) for case in cases]
+        yield from (run_case(trace, case) for case in cases)
+        return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        return list(pool.map(partial(run_case, trace), cases))
+        yield from pool.map(partial(run_case, trace), cases)

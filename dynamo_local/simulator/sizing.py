@@ -202,7 +202,7 @@ def _run(
     jobs: int | None = None,
 ) -> list[Tried]:
     cases = [Case(str(shape), _options(engines, shape, speed)) for shape in shapes]
-    runs = run_cases(trace, cases, jobs)
+    runs = list(run_cases(trace, cases, jobs))
     for run in runs:
         hear_later(run.jobs, engines.beyond)
     return [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import json
 import os
 import re
 import shutil
@@ -205,6 +206,43 @@ def test_systemd_accepts_the_unit(tmp_path):
     )
     complaints = [line for line in done.stderr.splitlines() if "dynamo.service" in line]
     assert (done.returncode, complaints) == (0, []), done.stderr
+
+
+# --- container ---------------------------------------------------------------------------------
+
+CONTAINERFILE = ROOT / "Containerfile"
+
+
+def test_hadolint_has_nothing_to_say_about_the_containerfile():
+    done = subprocess.run(["hadolint", str(CONTAINERFILE)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
+
+
+def test_the_image_serves_by_words_that_the_command_knows():
+    (command,) = re.findall(r"^CMD (\[.*\])$", CONTAINERFILE.read_text(), re.MULTILINE)
+    words = json.loads(command)
+    context = serve.make_context("serve", words[1:])
+    assert words[0] == "serve"
+    assert context.params["models"] == ("sim-tiny",)
+
+
+def test_the_image_gets_all_that_the_package_is_made_of():
+    kept = {line[1:] for line in (ROOT / ".containerignore").read_text().splitlines() if line.startswith("!")}
+    packaged = {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()} - {"tests", "benchmarks"}
+    assert packaged | {"setup.cfg", "pyproject.toml", "README.md", "LICENSE"} == kept
+    assert (ROOT / ".dockerignore").read_text() == (ROOT / ".containerignore").read_text()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_the_image_is_built_where_a_builder_is_there():
+    builders = (["podman", "build"], ["buildah", "build"], ["docker", "build"])
+    there = [
+        words for words in builders if shutil.which(words[0]) and subprocess.run([words[0], "info"]).returncode == 0
+    ]
+    if not there:
+        pytest.skip("no podman, no buildah, and no Docker daemon on this machine")
+    subprocess.run([*there[0], "-f", str(CONTAINERFILE), "-t", "dynamo-local-test", str(ROOT)], check=True, timeout=800)
 
 
 def test_no_page_and_no_message_installs_the_package_by_name() -> None:

@@ -1,4 +1,4 @@
-"""A real Prometheus server (Debian's package `prometheus`), with a folder of its own, scraping one page each second."""
+"""A real Prometheus server (Debian's package `prometheus`), with a folder of its own, scraping pages each second."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def find_prometheus() -> str:
 class RealPrometheus:
     """The server; `url` is where it answers once `start` has returned. `web_config` is its own file of that name."""
 
-    def __init__(self, folder: Path, target: str, *, web_config: str | None = None) -> None:
+    def __init__(self, folder: Path, *targets: str, web_config: str | None = None) -> None:
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
         self.port = free_port()
         config = {
             "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
-            "scrape_configs": [{"job_name": "dynamo", "static_configs": [{"targets": [target]}]}],
+            "scrape_configs": [{"job_name": "dynamo", "static_configs": [{"targets": list(targets)}]}],
         }
         self._words = [
             find_prometheus(),

@@ -115,3 +115,20 @@ async def test_a_full_cache_brings_another_server_and_an_idle_one_goes() -> None
         explained = await asyncio.to_thread(served.cli, "planner", "explain", "20")
         assert "Server" in explained.stdout, explained.stderr
         assert list(cut(served)) == []
+
+
+async def test_two_sections_serve_two_models_behind_one_frontend() -> None:
+    sections = {"Chat": section("aggregated", 1), "Other": section("aggregated", 1, model="other")}
+    with http_graph(**sections).started() as served:
+        async with httpx.AsyncClient(base_url=served.url, timeout=30.0) as http:
+            models = (await http.get("/v1/models")).json()["data"]
+            assert sorted(model["id"] for model in models) == sorted([MODEL, "other"])
+            for model in (MODEL, "other", "other"):
+                asked = {"model": model, "messages": [{"role": "user", "content": "Count!"}], "max_tokens": 3}
+                answer = (await http.post("/v1/chat/completions", json=asked)).json()
+                assert (answer["model"], answer["choices"][0]["message"]["content"]) == (model, text_of(3))
+            unknown = await http.post("/v1/chat/completions", json={"model": "third"})
+            assert unknown.status_code == 404
+            assert all(name in unknown.json()["error"]["message"] for name in (MODEL, "other"))
+        asked_of = [note["port"] for note in seen(served, path="/v1/chat/completions")]
+        assert sorted(asked_of.count(port) for port in set(asked_of)) == [1, 2]

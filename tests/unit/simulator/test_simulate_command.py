@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
 import re
 import subprocess
 import sys
@@ -54,6 +57,21 @@ def elsewhere(*words: str) -> str:
         check=True,
     )
     return done.stdout
+
+
+def test_a_terminal_sees_how_far_it_is_and_a_pipe_gets_the_answer_alone() -> None:
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-m", "dynamo_local.cli.main", "simulate", *SMALL, "--static", "1,1", "--static", "0,2"]
+    with subprocess.Popen([*words, "--json"], stdout=subprocess.PIPE, stderr=theirs) as running:
+        os.close(theirs)
+        told = b""
+        with contextlib.suppress(OSError):  # the end of a terminal is an error
+            while more := os.read(ours, 4096):
+                told += more
+        out = running.communicate(timeout=60)[0]
+    os.close(ours)
+    assert re.search(rb"runs .*2/2", told)
+    assert [row["requests"] for row in json.loads(out)] == [60, 60]
 
 
 @pytest.fixture

@@ -44,6 +44,7 @@ def _clean_imports() -> Iterator[None]:
     [
         ("agg.yaml", {"Frontend": Role.FRONTEND, "Vllm": Role.AGGREGATED}),
         ("disagg.yaml", {"Frontend": Role.FRONTEND, "Prefill": Role.PREFILL, "Decode": Role.DECODE}),
+        ("two_models.yaml", {"Frontend": Role.FRONTEND, "Chat": Role.AGGREGATED, "Embed": Role.AGGREGATED}),
     ],
 )
 def test_an_example_is_a_graph_with_our_frontend(name: str, roles: dict[str, Role]) -> None:
