@@ -346,9 +346,9 @@ class Status(TypedDict):
     guardian_pid: int | None
     on_arbiter_death: str
     circus_endpoint: str
-    etcd_endpoints: str
+    etcd_endpoints: str | None
     etcd_shell_file: str | None
-    nats_server: str
+    nats_server: str | None
     servers: list[ServerStatus]
     frontend_url: str | None
     prefill_queue: QueueStatus | None

@@ -7,6 +7,7 @@ another release's. The pid means nothing to a container with processes of its ow
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +87,8 @@ def holder(lock: Path) -> str:
 def forget_dead_owner(lock: Path) -> None:
     """Remove the text of an owner that was killed: nobody holds the lock any more."""
     if not is_held(lock):
-        _info_file(lock).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # its folder may be gone, or be a file
+            _info_file(lock).unlink()
 
 
 def is_held(lock: Path) -> bool:

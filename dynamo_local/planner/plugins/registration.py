@@ -173,7 +173,7 @@ class CircuitState(enum.IntEnum):
     HALF_OPEN = 2
 
 
-GAUGE = {CircuitState.CLOSED: 0.0, CircuitState.HALF_OPEN: 0.5, CircuitState.OPEN: 1.0}
+GAUGE = {"CLOSED": 0.0, "HALF_OPEN": 0.5, "OPEN": 1.0}
 """As `plugin_circuit_state` says it."""
 
 

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from dynamo_local.clock import NowClock
 from dynamo_local.config.planner import AuthConfig, ExternalPluginConfig, InProcessPluginConfig
@@ -188,6 +188,13 @@ class Registered:
     reported: bool = False
 
 
+CIRCUIT_NAMES: Final[Mapping[CircuitState, Literal["CLOSED", "OPEN", "HALF_OPEN"]]] = {
+    CircuitState.CLOSED: "CLOSED",
+    CircuitState.OPEN: "OPEN",
+    CircuitState.HALF_OPEN: "HALF_OPEN",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class PluginRow:
     """One plugin, as it is shown and measured. Times are seconds; None: never, or nothing."""
@@ -200,7 +207,7 @@ class PluginRow:
     transport: str
     endpoint: str
     origin: str
-    circuit_state: CircuitState
+    circuit_state: Literal["CLOSED", "OPEN", "HALF_OPEN"]
     evaluations_total: int
     last_call_seconds_ago: float | None
     cache_age_seconds: float | None
@@ -211,7 +218,7 @@ class PluginRow:
     def as_json(self) -> dict[str, Any]:
         """For `dynamo planner plugins --json`, and the status."""
         values = {name: getattr(self, name) for name in self.__slots__}
-        return {**values, "circuit_state": self.circuit_state.name, "override_types": list(self.override_types)}
+        return {**values, "override_types": list(self.override_types)}
 
 
 @dataclass(slots=True)
@@ -354,7 +361,7 @@ def _row(row: Registered, now_s: float) -> PluginRow:
         transport=row.plugin.transport,
         endpoint=row.plugin.where,
         origin=row.origin,
-        circuit_state=row.circuit.state,
+        circuit_state=CIRCUIT_NAMES[row.circuit.state],
         evaluations_total=row.evaluations,
         last_call_seconds_ago=None if row.last_call_s is None else round(max(0.0, now_s - row.last_call_s), 3),
         cache_age_seconds=None if row.turn.held is None else round(max(0.0, now_s - row.turn.held_at_s), 3),

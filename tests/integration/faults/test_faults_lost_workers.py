@@ -27,8 +27,9 @@ _MIGRATIONS = re.compile(r'^dynamo_frontend_model_migration_total{.*migration_ty
 
 @pytest.fixture(scope="module")
 def graph() -> Iterator[Served]:
-    """Two decode workers and a prefill worker that computes every second prompt."""
-    with Served("--VllmWorker.ServiceArgs.workers=2", "--Common.sim.speed=2") as served:
+    """Two decode workers, which may die as often as they like, and a prefill worker for every second prompt."""
+    words = ("--VllmWorker.ServiceArgs.workers=2", "--Host.restart.failures-max=100")
+    with Served(*words, "--Host.restart.max-s=1", "--Common.sim.speed=2") as served:
         yield served.start()
 
 
@@ -91,7 +92,7 @@ async def all_at_once(served: Served) -> AsyncIterator[None]:
     enough = asyncio.Event()
     enough.set()
     load = asyncio.create_task(streamed(served, AT_ONCE, outcomes, enough))
-    await auntil(lambda: served.worker("VllmWorker")["load"].get("request_active_slots"), 30.0, what=served.status)
+    await auntil(lambda: (served.worker("VllmWorker")["load"] or {}).get("request_active_slots"), what=served.status)
     yield
     await load
     assert outcomes == {"right": AT_ONCE}
