@@ -46,7 +46,7 @@ def test_a_small_profile_of_an_aggregated_graph(tmp_path: Path) -> None:
     with Served(target=AGG, namespace=NAMESPACE) as served:
         folder = tmp_path / "out"
         done = served.ok(
-            *command_line(AGG, folder, "--small", "--budget", "15s", "--no-actions", "--json"), timeout_s=170.0
+            *command_line(AGG, folder, "--small", "--budget", "30s", "--no-actions", "--json"), timeout_s=170.0
         )
         document = json.loads(done)
         check_points(document)
