@@ -9,10 +9,10 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -20,6 +20,8 @@ from dynamo_local.core.types import SECONDS_MAX
 from dynamo_local.errors import EXIT_FAILED, DynamoError, NotRunning
 from dynamo_local.state.raw import namespaces, read_raw
 from dynamo_local.system.paths import Paths
+
+T = TypeVar("T")
 
 DEFAULT_NAMESPACE = "dynamo"
 
@@ -262,3 +264,11 @@ def progress_bar(what: str, total: int | None) -> Iterator[Callable[[], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)
+
+
+def shown(what: str, items: Iterable[T], total: int | None = None) -> Iterator[T]:
+    """The items, each a step of a `progress_bar` once it is there."""
+    with progress_bar(what, total) as advance:
+        for item in items:
+            advance()
+            yield item

@@ -19,7 +19,7 @@ from dynamo_local.cli.common import (
     find_paths,
     json_option,
     namespace_option,
-    progress_bar,
+    shown,
 )
 from dynamo_local.cli.planner_words import history_row, status_lines
 from dynamo_local.errors import BadInput, NotRunning
@@ -460,11 +460,7 @@ def replay(
         raise BadInput("say --policy, too: --set gives options to another policy than the recorded one")
     found = [first] if policy is None else list(chain([first], records))
     again = Replay(None if policy is None else _options(policy, settings, found))
-    decisions = []
-    with progress_bar("decisions", None) as advance:
-        for decision in again.run(chain(found, records)):
-            decisions.append(decision)
-            advance()
+    decisions = list(shown("decisions", again.run(chain(found, records))))
     click.echo(json.dumps(_reported(again, decisions)) if as_json else "\n".join(_describe(again, decisions)))
 
 

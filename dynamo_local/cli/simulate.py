@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dynamo_local.cli.common import FiniteRange, Shape, json_option, progress_bar
+from dynamo_local.cli.common import FiniteRange, Shape, json_option, shown
 from dynamo_local.core.lead_times import OptionKind
 from dynamo_local.core.traffic import MAX_INFLIGHT, MAX_NUM_WAITING, REQUEST_TIMEOUT_S
 from dynamo_local.core.types import SECONDS_MAX
@@ -332,11 +332,7 @@ def simulate(as_json: bool, report: Path | None, jobs: int | None, **params: Any
     cases = cases_of(params)
     requests = source.requests(limit=params["limit"], speed=params["trace_speed"])
     slo = Slo(params["ttft_ms"], params["itl_ms"])
-    runs = []
-    with progress_bar("runs", len(cases)) as advance:
-        for run in run_cases(requests, cases, jobs):
-            runs.append(run)
-            advance()
+    runs = list(shown("runs", run_cases(requests, cases, jobs), len(cases)))
     rows = [(case.name, measure(run, slo)) for case, run in zip(cases, runs, strict=True)]
     if report is not None:
         reported = [ReportedRun(case.name, run, row[1]) for case, run, row in zip(cases, runs, rows, strict=True)]

@@ -14,22 +14,22 @@ LOOK_EVERY_S = 1.0
 def unsent_bytes(transport: asyncio.Transport) -> int:
     """Bytes that the reader's host (a TCP socket) or process (a unix socket) has not taken: ours and the kernel's."""
     buffered: int = transport.get_write_buffer_size()
-    sock = transport.get_extra_info("socket")
-    try:
-        queued = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
-    except (OSError, ValueError, AttributeError):  # closed
-        return buffered
-    return buffered + int(struct.unpack("i", queued)[0])
+    return buffered + _queued_bytes(transport, termios.TIOCOUTQ)
 
 
 def waits_to_be_read(transport: asyncio.Transport) -> bool:
     """Whether the kernel holds bytes that this process has not read."""
+    return _queued_bytes(transport, termios.FIONREAD) > 0
+
+
+def _queued_bytes(transport: asyncio.Transport, queue: int) -> int:
+    """Bytes in the kernel's `queue` of the transport's socket; 0 once it is closed."""
     sock = transport.get_extra_info("socket")
     try:
-        queued = fcntl.ioctl(sock.fileno(), termios.FIONREAD, bytes(4))
+        found = fcntl.ioctl(sock.fileno(), queue, bytes(4))
     except (OSError, ValueError, AttributeError):  # closed
-        return False
-    return queued != bytes(4)
+        return 0
+    return int(struct.unpack("i", found)[0])
 
 
 def is_abandoned(unread_s: float | None, leaving_s: float, bound_s: float) -> bool:

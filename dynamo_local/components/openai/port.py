@@ -319,12 +319,10 @@ class SharedPort:
     async def kept_connections(self) -> None:
         """Return when clients have let go of their connections, or had the time to. At once where all is refused."""
         if self._covered and self._server is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(KEPT_S):
-                    await self._server.wait_unconnected()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(NEW_S):
-                    await self._server.wait_first_answers()
+            for wait, bound_s in ((self._server.wait_unconnected, KEPT_S), (self._server.wait_first_answers, NEW_S)):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(bound_s):
+                        await wait()
 
     async def resume(self) -> None:
         """The drain was taken back."""

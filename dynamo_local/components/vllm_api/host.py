@@ -82,13 +82,8 @@ class Exchange:
         item: dict[str, Any] = {name: count for name, count in counted.items() if count}
         if self._kv_hit_rate is not None:
             item["kv_hit_rate"] = self._kv_hit_rate
-        self._tokens, self._prompt_tokens, self._cached_tokens, self._kv_hit_rate, self._migrations = (
-            0,
-            0,
-            None,
-            None,
-            0,
-        )
+        self._tokens = self._prompt_tokens = self._migrations = 0
+        self._cached_tokens = self._kv_hit_rate = None
         return item
 
 

@@ -165,15 +165,15 @@ FAILURES_MAX = 5
 OPEN_S = 30.0
 
 
-class CircuitState(enum.IntEnum):
-    """The numbers are those of the wire."""
+class CircuitState(enum.StrEnum):
+    """As Dynamo names them. Open: the plugin is left alone."""
 
-    CLOSED = 0
-    OPEN = 1
-    HALF_OPEN = 2
+    CLOSED = "CLOSED"
+    OPEN = "OPEN"
+    HALF_OPEN = "HALF_OPEN"
 
 
-GAUGE = {"CLOSED": 0.0, "HALF_OPEN": 0.5, "OPEN": 1.0}
+GAUGE = {CircuitState.CLOSED: 0.0, CircuitState.HALF_OPEN: 0.5, CircuitState.OPEN: 1.0}
 """As `plugin_circuit_state` says it."""
 
 

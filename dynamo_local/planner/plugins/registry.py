@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Protocol
 
 from dynamo_local.clock import NowClock
 from dynamo_local.config.planner import AuthConfig, ExternalPluginConfig, InProcessPluginConfig
@@ -188,13 +188,6 @@ class Registered:
     reported: bool = False
 
 
-CIRCUIT_NAMES: Final[Mapping[CircuitState, Literal["CLOSED", "OPEN", "HALF_OPEN"]]] = {
-    CircuitState.CLOSED: "CLOSED",
-    CircuitState.OPEN: "OPEN",
-    CircuitState.HALF_OPEN: "HALF_OPEN",
-}
-
-
 @dataclass(frozen=True, slots=True)
 class PluginRow:
     """One plugin, as it is shown and measured. Times are seconds; None: never, or nothing."""
@@ -207,7 +200,7 @@ class PluginRow:
     transport: str
     endpoint: str
     origin: str
-    circuit_state: Literal["CLOSED", "OPEN", "HALF_OPEN"]
+    circuit_state: CircuitState
     evaluations_total: int
     last_call_seconds_ago: float | None
     cache_age_seconds: float | None
@@ -361,7 +354,7 @@ def _row(row: Registered, now_s: float) -> PluginRow:
         transport=row.plugin.transport,
         endpoint=row.plugin.where,
         origin=row.origin,
-        circuit_state=CIRCUIT_NAMES[row.circuit.state],
+        circuit_state=row.circuit.state,
         evaluations_total=row.evaluations,
         last_call_seconds_ago=None if row.last_call_s is None else round(max(0.0, now_s - row.last_call_s), 3),
         cache_age_seconds=None if row.turn.held is None else round(max(0.0, now_s - row.turn.held_at_s), 3),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, generate_latest
 
 from dynamo_local.arbiter.planner_metrics import TOLD, PluginMetrics, PluginsNow
+from dynamo_local.planner.plugins.registration import CircuitState
 from dynamo_local.planner.plugins.registry import COUNTERS, HISTOGRAMS, Counters, PluginRow
 from tests.tools.scraped import Samples, by_label, samples
 
@@ -17,7 +18,7 @@ ROW = PluginRow(
     transport="grpc",
     endpoint="unix:///x",
     origin="gateway",
-    circuit_state="HALF_OPEN",
+    circuit_state=CircuitState.HALF_OPEN,
     evaluations_total=3,
     last_call_seconds_ago=1.0,
     cache_age_seconds=None,

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from dynamo_local import errors
+from dynamo_local.components.openai.server import HttpServer
 from dynamo_local.system.executors import ended
 from tests.fakes.data_plane.processor import FakeEndpoint, answer, last, prompt, text, usage
 
@@ -237,10 +238,10 @@ async def test_a_client_that_leaves_cancels_its_request_at_once(house: Make, str
 
 @asynccontextmanager
 async def unread_stream(
-    house: Make, source: Callable[[Any], Any]
-) -> AsyncIterator[tuple[Any, asyncio.StreamReader, asyncio.Transport]]:
+    house: Make, source: Any, request_timeout_s: float = 60.0
+) -> AsyncIterator[tuple[Any, HttpServer, asyncio.StreamReader, asyncio.Transport]]:
     """A stream of these items, whose client does not read yet."""
-    made = house(FakeEndpoint(source), request_timeout_s=60)
+    made = house(FakeEndpoint(source), request_timeout_s=request_timeout_s)
     body = json.dumps(STREAM).encode()
     async with made.served() as server, asyncio.timeout(30):
         port = int(server.url.rpartition(":")[2])
@@ -249,7 +250,7 @@ async def unread_stream(
         head = f"POST {CHAT_URL} HTTP/1.1\r\nHost: x\r\n{JSON}Content-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         await made.endpoint.called.wait()
-        yield made, reader, writer.transport
+        yield made, server, reader, writer.transport
         writer.transport.abort()
         await made.deps.activity.wait_idle()
 
@@ -263,7 +264,7 @@ async def test_a_slow_reader_holds_its_own_stream_back(house: Make):
             taken += 1
             yield [text("x" * 10_000)]
 
-    async with unread_stream(house, counted) as (made, _, transport):
+    async with unread_stream(house, counted) as (made, _, _, transport):
         before = -1
         while taken != before:
             before = taken
@@ -287,7 +288,7 @@ async def waiting_for_its_reader(made: Any) -> Any:
 
 
 async def test_a_stream_that_nobody_reads_ends_while_the_frontend_leaves(house: Make):
-    async with unread_stream(house, endless) as (made, _, _):
+    async with unread_stream(house, endless) as (made, _, _, _):
         activity = await waiting_for_its_reader(made)
         ending = asyncio.create_task(activity.end_unread(0.2))
         await activity.wait_idle()
@@ -296,7 +297,7 @@ async def test_a_stream_that_nobody_reads_ends_while_the_frontend_leaves(house: 
 
 
 async def test_one_that_is_read_a_little_at_a_time_does_not(house: Make):
-    async with unread_stream(house, endless) as (made, reader, transport):
+    async with unread_stream(house, endless) as (made, _, reader, transport):
         activity = await waiting_for_its_reader(made)
         ending = asyncio.create_task(activity.end_unread(0.3))
         transport.resume_reading()
@@ -321,18 +322,9 @@ async def test_who_never_reads_an_answer_is_cut_off(house: Make, monkeypatch: py
     """A drain waits for every exchange, and would for ever."""
     for module in ("route", "http_io"):
         monkeypatch.setattr(f"dynamo_local.components.openai.{module}.SEND_TIMEOUT_S", 0.1)
-    made = house(FakeEndpoint(script), request_timeout_s=0.5)
-    body = json.dumps(STREAM).encode()
-    async with made.served() as server, asyncio.timeout(30):
-        port = int(server.url.rpartition(":")[2])
-        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
-        writer.transport.pause_reading()  # type: ignore[attr-defined]
-        head = f"POST {CHAT_URL} HTTP/1.1\r\nHost: x\r\n{JSON}Content-Length: {len(body)}\r\n\r\n"
-        writer.write(head.encode() + body)
-        await made.endpoint.called.wait()
+    async with unread_stream(house, script, request_timeout_s=0.5) as (made, server, _, _):
         await made.deps.activity.wait_idle()
         await server.wait_unconnected()
-        writer.close()
 
 
 async def test_the_openai_client_gets_an_answer(house: Make):

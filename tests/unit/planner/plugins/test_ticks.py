@@ -12,7 +12,7 @@ import pytest
 from dynamo_local.clock import run_virtual
 from dynamo_local.core.notes import Over, Trouble
 from dynamo_local.planner.plugins.pipeline import Action
-from dynamo_local.planner.plugins.registration import FAILURES_MAX, OPEN_S
+from dynamo_local.planner.plugins.registration import FAILURES_MAX, OPEN_S, CircuitState
 from dynamo_local.planner.plugins.registry import PluginFailed
 from dynamo_local.planner.stages import Answer, HoldPolicy, Nothing, PipelineContext, Predicted, Stage
 from dynamo_local.planner.values import Accept, OverrideType, Prediction, Proposal, Reject
@@ -158,7 +158,7 @@ async def test_an_answer_without_a_result_is_an_accept_and_an_error() -> None:
     for _ in range(FAILURES_MAX + 1):
         assert await plugins.tick(OWN) == {"decode": 3}
     assert plugins.total("plugin_evaluations_total", "propose", "propose", "error") == FAILURES_MAX + 1
-    assert plugins.row("propose").circuit_state == "CLOSED"
+    assert plugins.row("propose").circuit_state is CircuitState.CLOSED
 
 
 @on_virtual_time
@@ -167,14 +167,14 @@ async def test_after_five_errors_it_is_left_alone_and_then_probed() -> None:
     plugin = plugins.add(Stage.PROPOSE, fails, name="away")
     for _ in range(FAILURES_MAX):
         await plugins.tick()
-    assert plugins.row("away").circuit_state == "OPEN"
+    assert plugins.row("away").circuit_state is CircuitState.OPEN
     await plugins.tick()
     assert len(plugin.seen) == FAILURES_MAX
     assert [about for _, about in plugins.told] == [Trouble("planner plugin away")]
     await asyncio.sleep(OPEN_S)
     plugin.says = lambda _: override(decode=5)
     assert await plugins.tick() == {"decode": 5}
-    assert plugins.row("away").circuit_state == "CLOSED"
+    assert plugins.row("away").circuit_state is CircuitState.CLOSED
     assert plugins.row("away").trouble is None
     assert [about for _, about in plugins.told] == [Trouble("planner plugin away"), Over("planner plugin away")]
 
