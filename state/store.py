@@ -10,6 +10,7 @@ import asyncio
 import enum
 import json
 import os
+import random
 import re
 import threading
 import time
@@ -114,7 +115,9 @@ T = TypeVar("T")
 
 LOCK_TIMEOUT_S = 10.0
 """64 workers that register at once commit within about a second; past this somebody is stuck."""
-_LOCK_POLL_S = 0.001
+_LOCK_POLL_S = (0.001, 0.064)
+"""The first and the longest pause between two looks at the lock. At one look per ms, 64 waiting processes would keep
+two cores busy, and the one that holds the lock would not get on."""
 _ERRORS_SHOWN = 3
 
 
@@ -242,9 +245,7 @@ class StateStore:
             # A new object each time: filelock counts re-entries per object, and would let a nested one through.
             lock = FileLock(self._lock_path, mode=0o600)
             try:
-                lock.acquire(timeout=max(0.0, deadline_s - time.monotonic()), poll_interval=_LOCK_POLL_S)
-            except Timeout:
-                raise self._busy() from None
+                self._acquire(lock, deadline_s)
             except OSError as error:
                 raise StateError(f"{self._lock_path} cannot be locked: {error.strerror}") from error
             try:
@@ -253,6 +254,20 @@ class StateStore:
                 lock.release()
         finally:
             self._threads.release()
+
+    def _acquire(self, lock: FileLock, deadline_s: float) -> None:
+        """Raises `StateError` past the deadline."""
+        pause_s, longest_s = _LOCK_POLL_S
+        while True:
+            try:
+                lock.acquire(blocking=False)
+                return
+            except Timeout:
+                if time.monotonic() >= deadline_s:
+                    raise self._busy() from None
+            # At random, so that those who came together do not look together.
+            time.sleep(min(random.uniform(pause_s / 2, pause_s), max(0.0, deadline_s - time.monotonic())))
+            pause_s = min(2 * pause_s, longest_s)
 
     def _busy(self) -> StateError:
         return StateError(

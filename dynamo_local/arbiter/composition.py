@@ -334,5 +334,6 @@ def empty_fleet(deployment: Deployment) -> Fleet:
         policy=settings.restart,
         health_bound_s=settings.health_bound_s,
         restart_revoked=settings.restart_revoked,
+        pace=settings.pace,
         infra_ok=False,
     )

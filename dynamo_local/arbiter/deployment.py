@@ -17,7 +17,7 @@ from typing import Any
 from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core import secrets as api_keys
 from dynamo_local.core.fleet.backoff import DEFAULT_POLICY, RestartPolicy
-from dynamo_local.core.fleet.fleet import Template, Worker
+from dynamo_local.core.fleet.fleet import StartPace, Template, Worker
 from dynamo_local.core.fleet.states import ROLES
 from dynamo_local.core.gpus import DEFAULT_VRAM_SHARE, GpuAsk, GpuDevice, GpuLedger, cuda_visible_devices
 from dynamo_local.core.secrets import allowed_env, mask_env
@@ -47,6 +47,7 @@ class Settings:
     unread_bound_s: float = UNREAD_BOUND_S
     restart_revoked: bool = False
     restart: RestartPolicy = DEFAULT_POLICY
+    pace: StartPace = StartPace()  # noqa: RUF009 - frozen
     metrics_port: int = 0
     metrics_socket: bool = False
     metrics_api_key: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from dynamo_local.config.loading import COMMON, Config, deep_merge, load_config,
 from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.config.resolve import check_planner, planned_components, planner_config, planner_starts
 from dynamo_local.core.fleet.backoff import RestartPolicy
+from dynamo_local.core.fleet.fleet import StartPace
 from dynamo_local.core.types import GraphSpec
 from dynamo_local.core.virtual import Layout
 from dynamo_local.errors import BadInput, ConfigError
@@ -35,6 +37,8 @@ from dynamo_local.system.paths import Paths
 
 LEASE_TTL_MAX_S = 3600
 """The longest lease: a hanging worker, or one on a lost host, stays in the registry for this long."""
+STARTS_AT_ONCE = 8
+"""Workers of a host with eight GPUs start together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,11 +211,17 @@ def _settings(options: ServeOptions, config: Config, environ: Mapping[str, str])
         unread_bound_s=config.host.unread_bound_s,
         restart_revoked=config.host.on_foreign_revoke == "restart",
         restart=RestartPolicy(**config.host.restart.model_dump()),
+        pace=_pace(len(os.sched_getaffinity(0))),
         metrics_port=config.host.metrics_port,
         metrics_socket=config.host.metrics_socket,
         metrics_api_key=config.host.metrics_api_key,
         spares=config.host.spares,
     )
+
+
+def _pace(cores: int) -> StartPace:
+    """As many starts a second as there are cores; twice that, or eight, without a pause."""
+    return StartPace(at_once=max(STARTS_AT_ONCE, 2 * cores), every_s=1.0 / cores)
 
 
 def _lease_ttl_s(environ: Mapping[str, str]) -> int:

@@ -18,7 +18,7 @@ from dynamo_local.core.fleet import events as stimuli
 from dynamo_local.core.fleet.backoff import RestartPolicy
 from dynamo_local.core.fleet.draining import has_left
 from dynamo_local.core.fleet.events import Change, VictimPolicy
-from dynamo_local.core.fleet.fleet import Fleet, Intent, Template
+from dynamo_local.core.fleet.fleet import Fleet, Intent, StartPace, Template
 from dynamo_local.core.fleet.moves import MoveKind
 from dynamo_local.core.fleet.scaling import decide
 from dynamo_local.core.fleet.states import TRAITS
@@ -54,7 +54,7 @@ class Arbiter(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         ledger = GpuLedger.of(SimInventory(TOTAL).sample())
-        self.world = MachineWorld(Fleet("dynamo", TEMPLATES, gpus=ledger, policy=POLICY))
+        self.world = MachineWorld(Fleet("dynamo", TEMPLATES, gpus=ledger, policy=POLICY, pace=StartPace(2, 0.5)))
         self.hopeless = False
         self.leaves: bool | None = None
 

@@ -21,7 +21,7 @@ from dynamo_local.arbiter.statefile import Statefile
 from dynamo_local.core.fleet import draining as leaving
 from dynamo_local.core.fleet.effects import Transition
 from dynamo_local.core.fleet.events import Event, InfraSeen, Leave, StartAll
-from dynamo_local.core.fleet.fleet import Fleet, Intent, RestartPlan, Worker
+from dynamo_local.core.fleet.fleet import Fleet, Intent, RestartPlan, StartPace, Worker
 from dynamo_local.core.fleet.lifecycle import TransitionKind as K
 from dynamo_local.core.fleet.moves import Move, MoveKind
 from dynamo_local.core.gpus import GpuLedger, plan_on
@@ -132,6 +132,7 @@ class Arbiter(Successor):
             self.factory.templates(),
             policy=self.factory.settings.restart,
             restart_revoked=self.world.restart_revoked,
+            pace=StartPace(at_once=3, every_s=0.5),
             infra_ok=True,
         )
 

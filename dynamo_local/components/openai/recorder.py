@@ -111,6 +111,8 @@ class Recorder:
             except queue.Full:
                 await asyncio.sleep(FLUSH_S / 10)
         await asyncio.to_thread(self._thread.join, max(0.0, deadline_s - time.monotonic()))
+        if self._thread.is_alive():
+            log.warning("%s: records were still unwritten after %g s; they may be lost", self._path, CLOSE_S)
         if self._lost:
             log.warning("%s: %d records were lost", self._path, self._lost)
 
@@ -120,7 +122,7 @@ class Recorder:
         while not ended:
             items = [self._queue.get()]
             time.sleep(FLUSH_S if items[0] is not None else 0)  # one write for all that come within this time
-            while not self._queue.empty():
+            while len(items) < QUEUED_MAX and not self._queue.empty():
                 items.append(self._queue.get_nowait())
             ended = None in items
             try:

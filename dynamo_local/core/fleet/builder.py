@@ -75,6 +75,10 @@ class StepBuilder:
         self._put(worker)
         self._written[worker.name] = None
 
+    def write(self, name: str) -> None:
+        """Commit the entry, though its state does not change: a successor must find it."""
+        self._written[name] = None
+
     def change(self, name: str, **fields: Any) -> None:
         """Change fields of a worker (`Worker.changed`). The entry is written if the statefile has one of them."""
         before = self._workers[name]

@@ -19,6 +19,7 @@ role cannot stand in for it.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import count
@@ -271,6 +272,8 @@ class Start:
     spawning: bool = False
     #: The process is being made: that cannot be called off any more.
     spawn_begun: bool = False
+    #: Its next start waits until then, because many start at once (`StartPace`).
+    turn_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -481,6 +484,28 @@ GROUP_OF: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
+class StartPace:
+    """How fast processes are started: `at_once` without a pause, then one every `every_s`; `every_s` 0 is no bound.
+
+    A start is some seconds of work for one core. On two cores, 64 at once take the time from etcd and from the arbiter;
+    leases expire.
+    """
+
+    at_once: int = 1
+    every_s: float = 0.0
+    #: Until when the starts so far occupy the cores.
+    busy_until_s: float = -math.inf
+
+    def take(self, now_s: float) -> tuple[float, StartPace]:
+        """When one more may start, and the pace after it (the generic cell rate algorithm, ITU-T I.371)."""
+        if not self.every_s:
+            return now_s, self
+        busy_until_s = max(self.busy_until_s, now_s)
+        turn_s = busy_until_s - (self.at_once - 1) * self.every_s
+        return max(now_s, turn_s), replace(self, busy_until_s=busy_until_s + self.every_s)
+
+
+@dataclass(frozen=True, slots=True)
 class Fleet:
     """A namespace: its templates, workers and GPUs."""
 
@@ -496,6 +521,7 @@ class Fleet:
     health_bound_s: float = 30.0
     #: A worker whose lease somebody else has revoked is started again once it has left.
     restart_revoked: bool = False
+    pace: StartPace = StartPace()
     #: Workers that left like that and were not started again, with their component, until a command decides about it.
     revoked: Mapping[str, str] = field(default_factory=dict)
     #: etcd and NATS answered when last seen.

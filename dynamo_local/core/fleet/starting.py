@@ -65,13 +65,42 @@ def try_start(builder: StepBuilder, name: str) -> None:
             builder.look_at_gpus(builder.now_s + GPU_POLL_S)
             return
         builder.take_gpus(name, needed)
+    if _waits_for_its_turn(builder, name):
+        return
     kind, cause = K.SPAWN_REQUESTED, worker.cause or builder.stimulus_id
     if worker.state is S.BACKING_OFF:
         kind, cause = K.BACKOFF_ELAPSED, RESTART_POLICY
     builder.apply(
-        name, kind, by=cause, spawning=True, due_s=None, launched=builder.template(name).fingerprint, spawned_as=None
+        name,
+        kind,
+        by=cause,
+        spawning=True,
+        due_s=None,
+        turn_s=None,
+        launched=builder.template(name).fingerprint,
+        spawned_as=None,
     )
     builder.do(Spawn(name, cause, first=builder.worker(name).start.starts == 1))
+
+
+def _waits_for_its_turn(builder: StepBuilder, name: str) -> bool:
+    """Many start at once: it has its GPUs, and a time of its own, which it keeps."""
+    worker = builder.worker(name)
+    turn_s = worker.start.turn_s
+    if turn_s is None:
+        turn_s, pace = builder.fleet.pace.take(builder.now_s)
+        builder.set(pace=pace)
+    if turn_s <= builder.now_s:
+        return False
+    builder.change(name, turn_s=turn_s, due_s=turn_s, reason=worker.reason or "waits for its turn: many start at once")
+    builder.write(name)
+    return True
+
+
+def its_turn(builder: StepBuilder, worker: Worker) -> None:
+    """A start that waited for its turn."""
+    builder.change(worker.name, due_s=None)
+    try_start(builder, worker.name)
 
 
 def spawn_begun(builder: StepBuilder, seen: SpawnBegun) -> None:

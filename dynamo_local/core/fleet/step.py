@@ -66,6 +66,7 @@ HANDLERS: Mapping[type[Event], Handler] = {
 }
 
 AT_DEADLINE: Mapping[S, Callable[[StepBuilder, Worker], None]] = {
+    S.PENDING: starting.its_turn,
     S.STARTING: starting.start_deadline,
     S.DRAINING: leaving.drain_deadline,
     S.DRAIN_TIMED_OUT: leaving.still_there,

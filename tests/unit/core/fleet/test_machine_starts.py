@@ -11,6 +11,7 @@ from dynamo_local.core.fleet import effects as ins
 from dynamo_local.core.fleet import events as st
 from dynamo_local.core.fleet.backoff import RestartHistory, RestartPolicy
 from dynamo_local.core.fleet.events import Change
+from dynamo_local.core.fleet.fleet import StartPace
 from dynamo_local.core.types import lease_hex
 from tests.fakes.arbiter.fleet_views import fleet, lease_of, load, name, pid_of, put, worker
 from tests.fakes.arbiter.machine import Life
@@ -36,6 +37,36 @@ def test_all_that_is_pending_starts() -> None:
     kinds = [type(each).__name__ for each in life.last]
     assert kinds == ["Lock", "Lock", "Commit", "Spawn", "Spawn"]
     assert {each.stimulus_id for each in life.did(ins.Spawn)} == {"serve"}
+
+
+def test_starts_beyond_a_few_wait_for_their_turn_with_their_gpus() -> None:
+    """64 starts at once on two cores took the time from etcd: leases expired."""
+    life = Life(replace(fleet("pending", "pending", "pending", "pending"), pace=StartPace(at_once=2, every_s=0.5)))
+    assert life.feed(st.StartAll(stimulus_id="serve")) == ["spawn VllmWorker", "spawn VllmWorker_1"]
+    assert life.states() == ["starting", "starting", "pending", "pending"]
+    assert life.free() == [4, 5, 6, 7]
+    assert life.feed(st.StartAll(stimulus_id="again")) == []
+    assert life.after(0.4) == []
+    assert life.after(0.1) == ["spawn VllmWorker_2"]
+    life.feed(MINUS_ONE)
+    life.gpus()
+    assert life.states() == ["starting", "starting", "starting"]
+    assert life.after(10.0) == []
+    assert life.feed(PLUS_ONE) == ["spawn VllmWorker_3"]
+
+
+def test_a_failed_worker_waits_for_its_turn_as_well() -> None:
+    pace = StartPace(at_once=1, every_s=5.0)
+    life = Life(replace(fleet(worker(0, "ready"), worker(1, "pending")), pace=pace))
+    life.feed(st.StartAll(stimulus_id="serve"))
+    life.gone(0, 1)
+    life.swept()
+    life.after(1.0)
+    life.gpus()
+    assert life.state() == "backing_off"
+    assert life.after(3.5) == []
+    assert life.after(0.5) == ["look at GPUs"]
+    assert life.gpus() == ["spawn VllmWorker"]
 
 
 def test_a_worker_is_ready_when_it_says_so() -> None:
