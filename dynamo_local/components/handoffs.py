@@ -14,6 +14,7 @@ import random
 import secrets
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import msgspec
@@ -206,6 +207,28 @@ class HandoffTimes:
         if not self.pulls:
             return "this engine has taken no KV yet"
         return f"this engine's last ones took {max(self.pulls):.2f} s at most"
+
+
+DROP_S = 5.0
+
+
+async def dropped(engine: Engine, request: EngineRequest, params: Mapping[str, Any]) -> None:
+    """Pull KV that nobody wants any more, so that its prefill worker frees it now and not when its lease ends.
+
+    Engines free KV when it is pulled, whatever connector moves it. Logs a failure: then the lease frees it.
+    """
+    unwanted = replace(
+        request,
+        request_id=f"{request.request_id}-dropped",
+        sampling=SamplingParams(max_tokens=1, temperature=0.0),
+        kv_transfer_params=params,
+        core=None,
+    )
+    try:
+        async with asyncio.timeout(DROP_S):
+            await _last(engine, unwanted)
+    except (DynamoError, TimeoutError) as error:
+        log.info("KV of %s that nobody wants is kept until its lease ends: %s", request.request_id, error)
 
 
 # --- A worker that begins to decode tests a hand-off first: another worker prefills a few tokens, this one decodes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,9 +144,10 @@ class QueueGauge:
 class RemotePrefill:
     """Has prompts prefilled by prefill workers, where that pays. One per decode worker.
 
-    `settings` gives the current thresholds, `prefill_workers` how many are registered, `timeout_s` bounds how
-    long a request waits for its KV. `conditional=False` sends every prefill away. `check` raises `KvTransferError`
-    for KV that cannot be used here. With a `side` (`disagg-policy: slo`) it decides, and the thresholds do not count.
+    `settings` gives the current thresholds, `prefill_workers` how many are registered, `timeout_s` bounds how long a
+    request waits for its KV. `conditional=False` sends every prefill away. `check` raises `KvTransferError` for KV
+    that cannot be used here. `drop` frees KV that came for a request whose client has left. With a `side` (`disagg-
+    policy: slo`) it decides, and the thresholds do not count.
     """
 
     def __init__(
@@ -159,6 +160,7 @@ class RemotePrefill:
         conditional: bool,
         timeout_s: float,
         check: Callable[[Mapping[str, Any]], Awaitable[None]] | None = None,
+        drop: Callable[[EngineRequest, Mapping[str, Any]], Coroutine[Any, Any, None]] | None = None,
         clock: Clock | None = None,
         side: DecodeSide | None = None,
         counts: DispatchCounts | None = None,
@@ -173,6 +175,7 @@ class RemotePrefill:
         self._conditional = conditional
         self._timeout_s = timeout_s
         self._check = check
+        self._drop = drop
         self._clock = clock or AsyncioClock()
         self._gauge = QueueGauge(queue, self._clock)
         self._cancels: set[asyncio.Task[None]] = set()
@@ -242,12 +245,17 @@ class RemotePrefill:
                 request.request_id, entry, deadline_s=self._timeout_s, start_within_s=start_within_s
             )
             self._gauge.enqueued()
-            reply = messages.parse_prefill_reply(await expected.wait(deadline_s - self._clock.now_s()))
-        params = reply.kv_transfer_params
+            try:
+                reply = messages.parse_prefill_reply(await expected.wait(deadline_s - self._clock.now_s()))
+                params = reply.kv_transfer_params
+                if self._check is not None:
+                    await self._check(params)
+            except asyncio.CancelledError:
+                if expected.taken is not None:
+                    self._not_wanted(request, messages.parse_prefill_reply(expected.taken).kv_transfer_params)
+                raise
         if reply.prefill_s is not None:
             self.prefill_s[request.request_id] = reply.prefill_s
-        if self._check is not None:
-            await self._check(params)
         if self.side is not None:
             self.side.handed_over(request.request_id, self._clock.now_s())
         return params
@@ -260,7 +268,14 @@ class RemotePrefill:
 
     def abandon(self, request_id: str) -> None:
         """Take the entry out of the queue, in the background: the request must not wait for that."""
-        task = asyncio.create_task(self._cancel(request_id), name=f"cancel prefill {request_id}")
+        self._in_background(self._cancel(request_id), f"cancel prefill {request_id}")
+
+    def _not_wanted(self, request: EngineRequest, params: Mapping[str, Any]) -> None:
+        if self._drop is not None:
+            self._in_background(self._drop(request, params), f"drop the KV of {request.request_id}")
+
+    def _in_background(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
         self._cancels.add(task)
         task.add_done_callback(self._cancels.discard)
 
@@ -271,7 +286,7 @@ class RemotePrefill:
             log.warning("the prefill entry of %s stays until its deadline: %s", request_id, error)
 
     async def finish(self) -> None:
-        """Return when no cancellation is under way; each is bounded by the queue's own deadline."""
+        """Return when no cancellation is under way. Each is bounded: by the queue's deadline, or by that of `drop`."""
         while self._cancels:
             await asyncio.wait(tuple(self._cancels))
         await self._gauge.close()

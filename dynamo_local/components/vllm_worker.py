@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -159,7 +160,7 @@ class VllmWorker:
         await context.register_key(model_key_prefix(context.namespace, config.name), card.encode())
 
     async def _make_remote(self, context: WorkerContext, config: VllmWorkerConfig) -> RemotePrefill:
-        from dynamo_local.components.handoffs import EngineDirectory
+        from dynamo_local.components.handoffs import EngineDirectory, dropped
         from dynamo_local.components.remote_prefill import RemotePrefill
         from dynamo_local.transport.settings import WatchedSettings, disagg_settings_key
 
@@ -184,6 +185,7 @@ class VllmWorker:
             conditional=config.conditional_disagg,
             timeout_s=config.prefill_timeout_s,
             check=directory.check,
+            drop=partial(dropped, self._engine),
             side=self._side(config),
             counts=self._counts,
         )

@@ -53,6 +53,11 @@ class ExpectedReply:
             raise from_wire(message["error"])
         return message.get("result")
 
+    @property
+    def taken(self) -> Any:
+        """The result, if one was accepted: its KV is ours to pull. None for an error too."""
+        return self.future.result().get("result") if self.future.done() and not self.future.cancelled() else None
+
     def close(self) -> None:
         """A reply that comes from now on is refused."""
         self._replies.forget(self)

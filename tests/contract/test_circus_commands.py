@@ -136,7 +136,7 @@ async def test_without_a_supervisor_the_answer_is_typed(commander: Commander) ->
 
 
 async def test_a_hundred_commands_at_once_are_all_answered(commander: Commander) -> None:
-    """Lesson 13: circus refuses all but one with errno 5; here each reply is for the one who asked."""
+    """Circus refuses all but one with errno 5; here each reply is for the one who asked."""
     hold = commander.supervisor.hold = asyncio.Event()
     held = [asyncio.ensure_future(commander.ask("dynamo_scale", component=f"C{n}", target="+1")) for n in range(25)]
     await eventually(lambda: len(commander.supervisor.commands) == 25)

@@ -152,7 +152,7 @@ def test_constant_load_settles(
 
 
 def test_a_load_without_its_kv_use_is_missing() -> None:
-    """NaN for it made all comparisons false in the predecessor (lesson 14)."""
+    """NaN for it made all comparisons false in the predecessor."""
     pulls = (Reading(1.0, None, {"d": Load(gpu_cache_usage_perc=Missing("not told"))}),)
     decision = LoadPolicy(load_options()).on_tick(IntervalObservation(30.0, 0.0, pulls, worker_pools(None, 2)))
     assert [(reason.step, reason.rule) for reason in decision.reasons] == [(0, Rule.MISSING)]

@@ -219,6 +219,7 @@ class SimEngine(EngineBase):
         for stream in self._streams.values():
             stream.reason = stream.reason or "abort"
             stream.wake()
+        await self._transfers.told()
         await ended(self._timer, self._beat, *self._transfers.tasks())
         if self._listener is not None:
             await self._listener.close()

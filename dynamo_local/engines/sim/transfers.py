@@ -273,6 +273,7 @@ class OutputStream:
 logger = logging.getLogger(__name__)
 
 _REMEMBERED_EXPIRIES = 1000
+TOLD_S = 1.0
 
 
 def kv_transfer_params(
@@ -331,6 +332,11 @@ class KvTransfers:
     def tasks(self) -> Iterable[asyncio.Task[None]]:
         """The pulls that are under way."""
         return (*self._pulls.values(), *self._telling)
+
+    async def told(self) -> None:
+        """Return when other engines know which of their KV is not wanted, or past `TOLD_S`: a lease frees it then."""
+        if self._telling:
+            await asyncio.wait(tuple(self._telling), timeout=TOLD_S)
 
     def forget(self, request_id: str, stream: OutputStream) -> None:
         """Nobody waits for this request any more. KV that it was to pull is not wanted, either."""

@@ -104,7 +104,7 @@ async def test_every_entry_goes_to_exactly_one_of_many_pullers(make: MakeQueue) 
 
 
 async def test_a_dead_workers_entry_is_delivered_again_after_ack_wait(make: MakeQueue) -> None:
-    """Lesson 17: acked only after the work, so that a worker's death loses nothing."""
+    """Acked only after the work, so that a worker's death loses nothing."""
     queue = make()
     await queue.enqueue("r", {"n": 1}, deadline_s=10)
     first = await queue.pull(5)  # and is never heard of again
@@ -148,7 +148,7 @@ async def test_a_delayed_nak_waits(make: MakeQueue) -> None:
 
 
 async def test_an_entry_that_nobody_finishes_becomes_a_dead_letter(make: MakeQueue) -> None:
-    """Lesson 17: after `max_deliver` attempts it is handed out no more, is visible, and is counted nowhere."""
+    """After `max_deliver` attempts it is handed out no more, is visible, and is counted nowhere."""
     queue = make()
     await queue.enqueue("poison", {"prompt_token_ids": [1]}, deadline_s=30)
     for attempt in range(1, MAX_DELIVER + 1):
@@ -218,7 +218,7 @@ async def test_enqueuing_twice_adds_one_entry(make: MakeQueue) -> None:
 
 
 async def test_a_runs_start_purges_what_earlier_runs_left(make: MakeQueue) -> None:
-    """Lesson 18: stale entries of the last run do not jam this one; its own stay."""
+    """Stale entries of the last run do not jam this one; its own stay."""
     old, new = make("old"), make("new")
     await old.enqueue("stale waiting", {}, deadline_s=60)
     await old.enqueue("stale in flight", {}, deadline_s=60)
@@ -232,7 +232,7 @@ async def test_a_runs_start_purges_what_earlier_runs_left(make: MakeQueue) -> No
 
 
 async def test_start_purges_other_runs_dead_letters(make: MakeQueue) -> None:
-    """Lesson 18: what `dead_letters` shows is of this run."""
+    """What `dead_letters` shows is of this run."""
     old, new = make("old"), make("new")
     await old.enqueue("poison", {}, deadline_s=60)
     for _ in range(MAX_DELIVER):
@@ -253,7 +253,7 @@ async def test_start_without_purge_keeps_everything(make: MakeQueue) -> None:
 
 
 async def test_an_entry_of_another_run_is_dropped_by_the_consumer(make: MakeQueue) -> None:
-    """Lesson 18: also one that an orphan of the last run enqueued after the purge."""
+    """Also one that an orphan of the last run enqueued after the purge."""
     orphan, queue = make("old"), make("new")
     await queue.start(purge_stale=True)
     await orphan.enqueue("stale", {}, deadline_s=60)
@@ -281,7 +281,7 @@ async def test_what_cannot_be_encoded_is_refused(make: MakeQueue) -> None:
 
 
 async def test_an_unreachable_server_is_never_an_empty_queue(make: MakeQueue, connection: Client | None) -> None:
-    """Lesson 14's rule: missing is not zero. Every call says `NatsUnavailable`."""
+    """Missing is not zero. Every call says `NatsUnavailable`."""
     queue = make()
     await queue.enqueue("r", {}, deadline_s=10)
     if connection is None:

@@ -151,7 +151,7 @@ async def test_conditional_disagg_sends_only_long_prompts_away(cluster: FakeClus
 
 
 async def test_prefill_worker_death_is_a_pause_not_an_error(cluster: FakeCluster) -> None:
-    """Lesson 17: entries in the hands of a killed prefill worker are redelivered, no request is lost."""
+    """Entries in the hands of a killed prefill worker are redelivered, no request is lost."""
     slow = await start_prefill(cluster, speed=0.02)
     await start_decode(cluster, remote=True)
     await start_processor(cluster)
@@ -254,7 +254,7 @@ async def test_closing_a_decoding_stream_frees_the_engine(cluster: FakeCluster) 
 
 
 async def test_a_drain_lets_everything_finish(cluster: FakeCluster) -> None:
-    """Lesson 1: prefill and decode workers asked to leave finish all that they have begun."""
+    """Prefill and decode workers asked to leave finish all that they have begun."""
     prefill = await start_prefill(cluster)
     spare = await start_prefill(cluster)
     decode = await start_decode(cluster, remote=True)

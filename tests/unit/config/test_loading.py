@@ -44,7 +44,7 @@ def test_common_reaches_those_that_list_it_and_gives_way_to_their_own(tmp_path: 
 
 
 def test_an_override_inside_a_common_mapping_keeps_its_other_keys(tmp_path: Path) -> None:
-    """lesson 21: a part that is overridden does not take its neighbours along, wherever they came from."""
+    """A part that is overridden does not take its neighbours along, wherever they came from."""
     path = write(tmp_path, "Common: {sim: {speed: 2, start-up-s: 1}}\nA: {common-configs: [sim]}\n")
 
     config = load_config(path, env={}, overrides=["--A.sim.start_up_s=5"])
@@ -93,7 +93,7 @@ def test_host_section_and_its_override(tmp_path: Path) -> None:
 
 
 def test_worker_json_holds_merged_sections_without_host_and_envs(tmp_path: Path) -> None:
-    """lesson 11: a service's `envs` may hold tokens, and this text goes to every worker and to the statefile."""
+    """A service's `envs` may hold tokens, and this text goes to every worker and to the statefile."""
     path = write(
         tmp_path,
         "Host: {gpus: 'sim:2'}\nCommon: {model: m}\n"
@@ -111,7 +111,7 @@ def test_worker_json_holds_merged_sections_without_host_and_envs(tmp_path: Path)
 
 
 def test_what_is_shown_has_no_secrets(tmp_path: Path) -> None:
-    """lesson 11: `--dry-run` prints the merged configuration."""
+    """`--dry-run` prints the merged configuration."""
     path = write(
         tmp_path,
         "Host: {nats_server: 'nats://user:s3cret@127.0.0.1:4222', gpus: 'sim:2'}\n"

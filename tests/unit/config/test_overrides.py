@@ -47,7 +47,7 @@ def test_values_are_json_where_they_parse_and_text_otherwise(text: str, value: A
 
 @pytest.mark.parametrize(("text", "value"), [("-1", -1), ("-0.5", -0.5), ("-1e-3", -0.001), ("-.5", "-.5")])
 def test_negative_numbers_are_values_in_either_form(text: str, value: Any) -> None:
-    """lesson 21: the predecessor refused any value that begins with a minus."""
+    """The predecessor refused any value that begins with a minus."""
     assert parse_overrides(["--A.key", text]) == {"A": {"key": value}}
     assert parse_overrides([f"--A.key={text}"]) == {"A": {"key": value}}
 
@@ -84,7 +84,7 @@ def test_later_words_win_and_mappings_merge() -> None:
     ],
 )
 def test_a_wrong_word_is_named_and_never_loops(words: list[str], named: str) -> None:
-    """lesson 21: a stray word looped for ever."""
+    """A stray word looped for ever."""
     with pytest.raises(ConfigError, match=named):
         parse_overrides(words)
 
@@ -96,7 +96,7 @@ def test_any_words_end_in_sections_or_in_a_config_error(words: list[str]) -> Non
 
 
 def test_an_override_of_workers_keeps_resources() -> None:
-    """lesson 21: overrides replaced a whole ServiceArgs, dropping `resources`."""
+    """Overrides replaced a whole ServiceArgs, dropping `resources`."""
     base = {"ServiceArgs": {"workers": 1, "resources": {"gpu": 2, "memory": "20Gi"}}}
 
     assert deep_merge(base, {"ServiceArgs": {"workers": 4, "resources": {"gpu": 1}}}) == {

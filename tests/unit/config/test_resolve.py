@@ -85,7 +85,7 @@ def test_decorators_alone_make_a_graph() -> None:
 
 
 def test_yaml_and_command_line_lie_over_decorators() -> None:
-    """lesson 21: each layer changes what it names and nothing else."""
+    """Each layer changes what it names and nothing else."""
     text = "VllmWorker:\n  max-local-prefill-length: 20\n  ServiceArgs: {workers: 2, resources: {gpu: '2'}}\n"
     words = ["--VllmWorker.ServiceArgs.workers", "3", "--VllmWorker.ServiceArgs.drain-deadline=90"]
 
@@ -97,14 +97,14 @@ def test_yaml_and_command_line_lie_over_decorators() -> None:
 
 
 def test_yaml_envs_reach_the_worker() -> None:
-    """lesson 22: YAML `ServiceArgs.envs` had no effect."""
+    """YAML `ServiceArgs.envs` had no effect."""
     spec = run("VllmWorker: {ServiceArgs: {envs: {B: yaml, N: 1}}}", ["--VllmWorker.ServiceArgs.envs.C=word"])
 
     assert dict(spec.service("VllmWorker").envs) == {"A": "decorator", "B": "yaml", "N": "1", "C": "word"}
 
 
 def test_gpus_are_asked_for_per_worker() -> None:
-    """lesson 6: `gpu: 3` was read as total; the refusal says "per worker"."""
+    """`gpu: 3` was read as total; the refusal says "per worker"."""
     with pytest.raises(ConfigError, match="per worker"):
         run("VllmWorker: {ServiceArgs: {resources: {gpu: three}}}")
 

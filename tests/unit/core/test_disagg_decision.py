@@ -66,7 +66,7 @@ def test_the_reason_is_worded_as_dynamo_words_it() -> None:
 
 
 def test_an_unknown_queue_is_not_an_empty_one() -> None:
-    """Missing is not zero (lesson 14's rule): the prefill stays here, and the log says why."""
+    """Missing is not zero: the prefill stays here, and the log says why."""
     decision = decide(queue_size=Missing("nats timeout"))
     assert not decision.remote
     assert decision.reason.endswith("prefill queue size: unknown/2): prefill queue size unknown: nats timeout")

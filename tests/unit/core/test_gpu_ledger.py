@@ -110,7 +110,7 @@ def test_a_ledger_is_a_value() -> None:
 
 
 def test_a_dead_workers_device_is_not_free_until_its_memory_is_back() -> None:
-    """lesson 4: released, but NVML still shows memory in use: not handed out; memory returned: free again."""
+    """Released, but NVML still shows memory in use: not handed out; memory returned: free again."""
     (device,) = devices(1)
     ledger = ledger_of(1).allocate("a", 1).release("a").observe([replace(device, memory_used_bytes=70 * GIB)])
     assert ledger.free == ()
@@ -120,7 +120,7 @@ def test_a_dead_workers_device_is_not_free_until_its_memory_is_back() -> None:
 
 
 def test_a_strangers_device_is_not_handed_out() -> None:
-    """lesson 4: a process list that is not empty, or used memory above the bound, keeps a device back."""
+    """A process list that is not empty, or used memory above the bound, keeps a device back."""
     first, second, third = devices(3)
     process = GpuProcess(4711, "python", 20 * 1024**2)
     ledger = GpuLedger.of([replace(first, processes=(process,)), replace(second, memory_used_bytes=GIB), third])
@@ -235,13 +235,13 @@ def test_a_plan_serves_larger_asks_first_and_keeps_the_order_given() -> None:
 
 
 def test_no_index_is_invented_past_the_physical_count() -> None:
-    """lesson 5: three asks on two devices are refused, naming the asks and that there are two."""
+    """Three asks on two devices are refused, naming the asks and that there are two."""
     with pytest.raises(GpuError, match="too few GPUs: 3 needed, 2 of 2 free"):
         plan(devices(2), [GpuAsk(f"d_V_{n}", "V", 1) for n in range(3)])
 
 
 def test_the_shortage_names_asks_per_worker_and_holders() -> None:
-    """lesson 6: `gpu: 3` is per worker, and the one-line message says so, with who holds what."""
+    """`gpu: 3` is per worker, and the one-line message says so, with who holds what."""
     first, second, third, fourth = devices(4)
     seen = [replace(first, processes=(GpuProcess(77, "train", 70 * GIB),)), second, third, fourth]
     elsewhere = {second.uuid: "namespace other (watcher other_W, arbiter pid 9)"}

@@ -10,7 +10,7 @@ from dynamo_local.core.secrets import MASK, allowed_env, mask_config, mask_env, 
 
 
 def test_only_allow_listed_variables_reach_a_worker() -> None:
-    """lesson 11: the manager's whole environment went to its workers."""
+    """The manager's whole environment went to its workers."""
     allowed = (
         "PATH HOME LANG LC_ALL LD_LIBRARY_PATH CUDA_HOME NCCL_DEBUG UCX_TLS VLLM_X HF_HOME OMP_NUM_THREADS "
         "PYTHONPATH https_proxy HTTP_PROXY DYN_LOG ETCD_ENDPOINTS NATS_SERVER"
@@ -30,7 +30,7 @@ def test_pass_env_adds_names_and_globs() -> None:
 
 
 def test_values_whose_names_hold_secrets_are_masked() -> None:
-    """TOKEN, KEY, SECRET, PASSWORD, in any case and anywhere in the name; lesson 11."""
+    """TOKEN, KEY, SECRET, PASSWORD, in any case and anywhere in the name."""
     environ = {
         "HF_TOKEN": "x",
         "api_key": "x",

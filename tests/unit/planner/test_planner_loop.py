@@ -118,7 +118,7 @@ async def test_a_load_stands_for_three_pulls_and_is_missing_then() -> None:
 
 @on_virtual_time
 async def test_a_failing_tick_is_counted_told_once_and_tried_again() -> None:
-    """Lesson 15: the predecessor's autoscaling ended with its first exception, in silence."""
+    """The predecessor's autoscaling ended with its first exception, in silence."""
     rig = Rig()
     rig.pools_fail = [ValueError("no fleet"), ValueError("no fleet"), ValueError("no fleet")]
     rig.start()

@@ -278,7 +278,7 @@ def test_two_service_decorators_are_refused() -> None:
 
 
 def test_gpus_are_per_worker_and_the_message_says_so() -> None:
-    """lesson 6: `gpu: 3` was read as total."""
+    """`gpu: 3` was read as total."""
     with pytest.raises(GraphError, match="per worker"):
         service(resources={"gpu": "three"})(type("W", (), {}))
 

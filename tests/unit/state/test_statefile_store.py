@@ -111,14 +111,14 @@ def incrementer(store: StateStore, times: int) -> subprocess.Popen[bytes]:
 
 
 def test_two_processes_lose_no_update(store: StateStore) -> None:
-    """lesson 9: one lock spans read and write, so 2 x 60 increments are 120."""
+    """One lock spans read and write, so 2 x 60 increments are 120."""
     writers = [incrementer(store, 60) for _ in range(2)]
     assert [writer.wait(50) for writer in writers] == [0, 0]
     assert store.read().components[NAME].restarts == 120
 
 
 def test_a_reader_never_sees_a_torn_file(tmp_path: Path) -> None:
-    """lesson 9: without a lock, beside a writer of a large file, every read is whole, valid and not older."""
+    """Without a lock, beside a writer of a large file, every read is whole, valid and not older."""
     store = StateStore(tmp_path / "dynamo.json")
     store.create(state(workers=64))
     writer = incrementer(store, 60)
@@ -155,7 +155,7 @@ with StateStore(Path(sys.argv[1])).transaction() as state:
 
 @pytest.mark.parametrize(("moment", "restarts"), [("before replace", 0), ("after replace", 7)])
 def test_a_crash_in_the_commit_leaves_the_old_or_the_new_file(store: StateStore, moment: str, restarts: int) -> None:
-    """lesson 9: killed between the temporary file and the replace, or after it; the lock is free either way."""
+    """Killed between the temporary file and the replace, or after it; the lock is free either way."""
     done = subprocess.run([sys.executable, "-c", KILLED, str(store.path), moment], timeout=30, check=False)
     assert done.returncode == -signal.SIGKILL
     assert store.read().components[NAME].restarts == restarts
@@ -185,7 +185,7 @@ def test_a_full_disk_leaves_the_old_file(store: StateStore, monkeypatch: pytest.
 
 
 def test_the_wait_for_the_lock_has_a_deadline(store: StateStore) -> None:
-    """lesson 12: another process that sits on the lock gives a named outcome, not a hang."""
+    """Another process that sits on the lock gives a named outcome, not a hang."""
     impatient = StateStore(store.path, lock_timeout_s=0.05)
     with (
         FileLock(store.path.with_name(".dynamo.json.lock")),
@@ -202,7 +202,7 @@ def test_threads_that_wait_have_the_same_deadline(store: StateStore) -> None:
 
 
 def test_only_our_own_file_is_removed(store: StateStore) -> None:
-    """lesson 10: leaving takes this namespace's file alone; another namespace's stays, and so does the folder."""
+    """Leaving takes this namespace's file alone; another namespace's stays, and so does the folder."""
     sibling = StateStore(store.path.with_name("other.json"))
     sibling.create(State(namespace="other", run_id=OTHER_RUN))
     assert store.remove_if_owned(RUN) is Removal.REMOVED
@@ -211,14 +211,14 @@ def test_only_our_own_file_is_removed(store: StateStore) -> None:
 
 
 def test_a_file_of_another_run_is_not_removed(store: StateStore) -> None:
-    """lesson 10: a late leaver finds its successor's file and leaves it."""
+    """A late leaver finds its successor's file and leaves it."""
     store.rewrite(state(OTHER_RUN))
     assert store.remove_if_owned(RUN) is Removal.NOT_OURS
     assert store.read().run_id == OTHER_RUN
 
 
 def test_a_broken_file_is_nobodys(store: StateStore) -> None:
-    """lesson 10: what cannot be read may hold somebody's evidence; leaving does not remove it."""
+    """What cannot be read may hold somebody's evidence; leaving does not remove it."""
     store.path.write_text("{")
     assert store.remove_if_owned(RUN) is Removal.NOT_OURS
     assert store.path.read_text() == "{"
@@ -308,7 +308,7 @@ def test_a_missing_file_is_not_made_by_a_transaction(tmp_path: Path) -> None:
 
 
 def test_a_token_in_the_environment_reaches_no_file(tmp_path: Path) -> None:
-    """lesson 11: a writer whose environment is full of secrets leaves none in the folder."""
+    """A writer whose environment is full of secrets leaves none in the folder."""
     code = (
         "import sys; from pathlib import Path; from dynamo_local.state import *\n"
         "store = StateStore(Path(sys.argv[1]))\n"

@@ -159,7 +159,7 @@ worker.wait()
 
 
 def test_the_lock_outlives_a_killed_arbiter_and_ends_with_the_worker(folder: Path, rivals: GpuLocks) -> None:
-    """lesson 4: `kill -9` of the arbiter leaves its worker's GPU reserved; the worker's death frees it."""
+    """`kill -9` of the arbiter leaves its worker's GPU reserved; the worker's death frees it."""
     arbiter = subprocess.Popen([sys.executable, "-c", ARBITER, str(folder), A], stdout=subprocess.PIPE, text=True)
     worker_pid = None
     try:

@@ -179,7 +179,7 @@ def test_cuda_visible_devices_is_honoured(
 def test_devices_that_do_not_exist_are_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, gpus: str | None, visible: str | None, message: str
 ) -> None:
-    """lesson 5: an unknown index or UUID is refused, and the error names the devices that exist."""
+    """An unknown index or UUID is refused, and the error names the devices that exist."""
     install(monkeypatch, uuids("a", "b", "c"))
     env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     with pytest.raises(GpuError, match=message):

@@ -54,7 +54,7 @@ def test_a_strangers_folder_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_control_socket_that_the_kernel_would_cut_is_refused(tmp_path: Path) -> None:
-    """A unix socket's path has at most 107 bytes (circus-facts)."""
+    """A unix socket's path has at most 107 bytes."""
     deep = tmp_path / ("f" * 60)
     paths = Paths.of("n" * 60, {"XDG_RUNTIME_DIR": str(deep), "HOME": str(tmp_path)})
     with pytest.raises(ConfigError, match="107"):

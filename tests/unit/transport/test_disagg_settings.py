@@ -148,7 +148,7 @@ async def test_a_value_that_cannot_be_used_changes_nothing(
 async def test_an_etcd_that_is_away_at_the_start_delays_nobody(
     store: ScriptedStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Lesson 12: `start` has a deadline; the value is taken when etcd answers."""
+    """`start` has a deadline; the value is taken when etcd answers."""
     settings = WatchedSettings(store, KEY, DEFAULT)  # type: ignore[arg-type]
     await settings.start(timeout_s=0.01)
     assert settings.current == DEFAULT
@@ -161,7 +161,7 @@ async def test_an_etcd_that_is_away_at_the_start_delays_nobody(
 async def test_a_watch_that_breaks_is_begun_anew(
     store: ScriptedStore, watched: WatchedSettings, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An unexpected error is logged; the settings stay live (lesson 15: nothing ends silently)."""
+    """An unexpected error is logged; the settings stay live: nothing ends silently."""
     monkeypatch.setattr("dynamo_local.transport.settings.REWATCH_PAUSE_S", 0.0)
     store.events.put_nowait(RuntimeError("a bug in the client"))
     await store.tell(put(b'{"max_prefill_queue_size": 4}'))

@@ -254,7 +254,7 @@ def test_our_own_revoke_confirms_and_is_not_reported() -> None:
 
 
 def test_a_revoke_that_etcd_does_not_answer_has_a_deadline() -> None:
-    """lesson 12: it is an error in time, and nothing keeps the lease alive any more."""
+    """It is an error in time, and nothing keeps the lease alive any more."""
 
     async def main() -> None:
         async with at_work() as worker:
@@ -294,7 +294,7 @@ async def test_reinstating_a_lease_that_is_held_changes_nothing(worker: Worker) 
 
 
 async def test_starting_waits_for_etcd_and_gives_up_in_time() -> None:
-    """lesson 12 and 23: it comes up when etcd does, and past the deadline it says so."""
+    """It comes up when etcd does, and past the deadline it says so."""
     etcd = FakeEtcd()
     etcd.available = False
     worker = Worker(etcd)

@@ -212,7 +212,7 @@ async def test_many_changes_need_few_commits(bench: Bench) -> None:
 
 
 async def test_a_broken_file_is_made_up_for_once_it_is_repaired(bench: Bench) -> None:
-    """lesson 9: nothing is lost but time, and a resume is not forgotten."""
+    """Nothing is lost but time, and a resume is not forgotten."""
     await bench.written(DRAINING)
     good = bench.store.path.read_text()
     bench.store.path.write_text("{")

@@ -225,7 +225,7 @@ async def test_an_acknowledgement_that_cannot_be_written_is_tried_again(arbiter:
 
 
 async def test_a_step_that_fails_is_shown_and_tried_again(arbiter: Arbiter) -> None:
-    """Lesson 15: a bug must not end the following in silence."""
+    """A bug must not end the following in silence."""
     arbiter.fails = [RuntimeError("boom")]
     await arbiter.planner.decide(decode=2)
     await arbiter.phase("under_way", 0)

@@ -127,7 +127,7 @@ async def test_a_body_too_large_is_a_413(house: Make):
 
 
 async def test_a_body_that_does_not_come_is_a_408(house: Make, monkeypatch: pytest.MonkeyPatch):
-    """lesson 12: a client must not hold up a drain for ever."""
+    """A client must not hold up a drain for ever."""
     monkeypatch.setattr("dynamo_local.components.openai.http_io.BODY_TIMEOUT_S", 0.02)
 
     async def stuck() -> Any:
@@ -272,7 +272,7 @@ async def test_asking_other_processors_is_bounded(house: Make):
     ],
 )
 async def test_an_answer_without_a_good_end_is_no_answer(house: Make, script: Any, status: int, stream: bool):
-    """lesson 14: missing text is never passed off as all there is."""
+    """Missing text is never passed off as all there is."""
     response = await post(house(FakeEndpoint(script)), body={**CHAT, "stream": stream})
     if stream and script == [[text("Hel")]]:
         assert response.status_code == 200
@@ -284,7 +284,7 @@ async def test_an_answer_without_a_good_end_is_no_answer(house: Make, script: An
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_frontends_own_deadline_holds(house: Make, stream: bool):
-    """lesson 12: also when the data plane forgets its own."""
+    """Also when the data plane forgets its own."""
     made = house(FakeEndpoint([asyncio.Event()]), request_timeout_s=0.02)
     response = await post(made, body={**CHAT, "stream": stream})
     assert response.status_code == 504
@@ -315,7 +315,7 @@ async def test_a_stream_that_ends_badly_after_its_last_item_is_complete(house: M
 
 
 async def test_a_processor_that_lingers_after_its_last_item_is_cut_off(house: Make, monkeypatch: pytest.MonkeyPatch):
-    """lesson 12: the wait for a stream's end is bounded."""
+    """The wait for a stream's end is bounded."""
     monkeypatch.setattr("dynamo_local.components.openai.generation.END_WAIT_S", 0.01)
     made = house(FakeEndpoint([*answer("Hello"), asyncio.Event()]))
     assert (await post(made)).json()["choices"][0]["message"]["content"] == "Hello"

@@ -159,7 +159,7 @@ async def test_queued_until_the_first_token_and_in_flight_until_the_end(house: M
 
 @pytest.mark.parametrize("script", [errors.NoWorkers("none"), [[prompt()], errors.EngineError("broken")]])
 async def test_a_failed_request_counts_as_an_error(house: Make, script: Any):
-    """lesson 14: without a token it has no TTFT, no ISL and no OSL, rather than zeros."""
+    """Without a token it has no TTFT, no ISL and no OSL, rather than zeros."""
     made = house(FakeEndpoint(script))
     async with made.client() as client:
         await client.post(CHAT_URL, json=CHAT)

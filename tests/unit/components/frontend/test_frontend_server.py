@@ -21,7 +21,7 @@ JSON = b"Content-Type: application/json\r\n"
 
 
 def test_a_port_in_use_is_named_with_the_way_out():
-    """lesson 19: a collision is told, and how to choose another port."""
+    """A collision is told, and how to choose another port."""
     with bind_socket("127.0.0.1", 0) as taken:
         taken.listen()
         port = taken.getsockname()[1]
@@ -124,7 +124,7 @@ async def test_stopping_closes_idle_connections(house: Make):
 
 
 async def test_stopping_is_bounded_by_cutting_what_does_not_end(house: Make, monkeypatch: pytest.MonkeyPatch):
-    """lesson 12: a peer that never finishes its request does not hold a stop."""
+    """A peer that never finishes its request does not hold a stop."""
     monkeypatch.setattr("dynamo_local.components.openai.server.CLOSE_TIMEOUT_S", 0.3)
     made = house()
     async with made.served() as server, asyncio.timeout(5):

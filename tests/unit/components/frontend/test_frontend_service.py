@@ -155,7 +155,7 @@ async def test_from_start_to_drain_to_stop(context: Callable[..., FakeContext]):
 
 
 async def test_a_port_in_use_fails_the_start(context: Callable[..., FakeContext]):
-    """lesson 19: with the port, and how to choose another; nothing is announced."""
+    """With the port, and how to choose another; nothing is announced."""
     with bind_socket("127.0.0.1", 0) as taken:
         taken.listen()
         made = context(port=taken.getsockname()[1])

@@ -185,7 +185,7 @@ async def test_what_no_worker_can_do_is_not_asked_for_ever(house: Make, error: E
 
 
 async def test_the_deadline_in_mid_stream_is_an_error_event(house: Make):
-    """lesson 12: a stream that stalls does not hang its client."""
+    """A stream that stalls does not hang its client."""
     made = house(FakeEndpoint([[text("Hel")], asyncio.Event()]), request_timeout_s=0.1)
     async with made.served() as server, httpx.AsyncClient(base_url=server.url) as client:
         *_, end = events((await client.post(CHAT_URL, json=STREAM)).text)
@@ -419,7 +419,7 @@ async def test_many_streams_at_once_are_all_right(house: Make):
 
 
 async def test_a_drain_lets_streams_finish_and_refuses_what_is_new(house: Make):
-    """lesson 1: then the socket is closed, and with it the connections that idle."""
+    """Then the socket is closed, and with it the connections that idle."""
     made, gate = gated(house)
     async with (
         asyncio.timeout(SOON_S),

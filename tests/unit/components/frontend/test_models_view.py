@@ -106,7 +106,7 @@ def test_the_keys_and_the_card_are_as_the_workers_write_them():
 
 
 async def test_the_view_follows_the_store_through_a_failed_watch(monkeypatch: pytest.MonkeyPatch):
-    """lesson 14: what was known stays until the store says otherwise; a watch that fails is started again."""
+    """What was known stays until the store says otherwise; a watch that fails is started again."""
     monkeypatch.setattr("dynamo_local.components.models_view.WATCH_RETRY_S", 0.0)
     key = "dynamo/models/m:1"
     view = ModelsView("dynamo")
@@ -127,7 +127,7 @@ async def test_the_view_follows_the_store_through_a_failed_watch(monkeypatch: py
 
 
 async def test_waiting_for_a_model_has_a_deadline(serve_model: Serve):
-    """lesson 12: the outcome is named."""
+    """The outcome is named."""
     view = ModelsView("dynamo")
     assert not await view.wait_ready(0.01)
     key = serve_model(view, "m", 1)

@@ -150,7 +150,7 @@ async def test_the_next_prefill_goes_on_during_a_hand_off(bench: Bench, monkeypa
 
 
 async def test_a_failed_prefill_is_given_back_and_done_again(bench: Bench) -> None:
-    """Lesson 17: an engine's failure is a nak, not an ack: the entry is delivered again."""
+    """An engine's failure is a nak, not an ack: the entry is delivered again."""
     bench.engine.errors = [EngineError("out of luck")]
     with bench.decode.expect("r") as expected:
         await bench.ask("r")
@@ -160,7 +160,7 @@ async def test_a_failed_prefill_is_given_back_and_done_again(bench: Bench) -> No
 
 
 async def test_an_unexpected_failure_does_not_end_the_worker(bench: Bench) -> None:
-    """Lesson 15: a defect is logged and its entry given back; the loop goes on."""
+    """A defect is logged and its entry given back; the loop goes on."""
     bench.engine.errors = [RuntimeError("a defect")]
     with bench.decode.expect("r") as expected:
         await bench.ask("r")
@@ -231,7 +231,7 @@ async def test_an_outage_of_the_queue_is_survived(bench: Bench, monkeypatch: pyt
 
 
 async def test_a_drain_finishes_what_is_pulled_and_waits_for_the_hand_offs(bench: Bench) -> None:
-    """Lesson 1: nothing new is pulled, the computation ends and is answered, the KV is waited for."""
+    """Nothing new is pulled, the computation ends and is answered, the KV is waited for."""
     bench.engine.gate.clear()
     bench.engine.pulled.clear()
     with bench.decode.expect("r0") as expected:

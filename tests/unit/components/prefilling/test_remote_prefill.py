@@ -77,7 +77,7 @@ async def test_own_entries_count_until_the_next_sample(monkeypatch: pytest.Monke
 
 
 async def test_an_unknown_depth_is_missing_not_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lesson 14: no answer, or an outage, is Missing with its reason."""
+    """No answer, or an outage, is Missing with its reason."""
     monkeypatch.setattr(remote_prefill, "DEPTH_TIMEOUT_S", 0.02)
     silent = CountingQueue()
     silent.hold = asyncio.Event()
@@ -164,6 +164,29 @@ async def test_a_cancelled_request_takes_its_entry_with_it() -> None:
     await remote.finish()
     assert not queue.server.entries
     assert remote.waiting == 0
+
+
+async def test_kv_that_came_for_a_client_that_leaves_is_dropped() -> None:
+    """It was accepted, so the prefill worker holds it for us: without that, until its lease ends."""
+    checking, dropped = asyncio.Event(), list[Any]()
+
+    async def check(_params: Any) -> None:
+        checking.set()
+        await asyncio.Event().wait()
+
+    async def drop(of: EngineRequest, params: Any) -> None:
+        dropped.append((of.request_id, params))
+
+    queue = FakePrefillQueue()
+    remote, replies = make(queue, timeout_s=30, check=check, drop=drop)
+    asked = asyncio.create_task(remote.prefill(request(), 0.0))
+    assert await queue.pull(2)
+    await replies.send_reply("decode", "r", {"kv_transfer_params": {"remote_request_id": "p"}})
+    await checking.wait()
+    asked.cancel()
+    await asyncio.wait([asked])
+    await remote.finish()
+    assert dropped == [("r", {"remote_request_id": "p"})]
 
 
 async def test_a_prompt_too_large_for_nats_is_local() -> None:

@@ -29,14 +29,14 @@ def test_each_role_leaves_by_its_sign(role: Role, expected: LeaveBy) -> None:
 
 
 def test_a_worker_that_never_served_gets_less_time() -> None:
-    """Nothing is cut by ending it; one that has served keeps its whole deadline (lesson 1)."""
+    """Nothing is cut by ending it; one that has served keeps its whole deadline."""
     assert leave_deadline_s(600.0, served=True) == 600.0
     assert leave_deadline_s(600.0, served=False) == 10.0
     assert leave_deadline_s(3.0, served=False) == 3.0
 
 
 def test_what_a_deadline_cuts_is_counted_or_unknown() -> None:
-    """lesson 14: unknown is not none."""
+    """Unknown is not none."""
     assert cut_streams(load(5, active=2, waiting=1)) == 3
     assert cut_streams(NO_LOAD) is NO_LOAD
 

@@ -364,7 +364,7 @@ def test_silence_is_nobodys_fault_while_nobody_can_be_asked() -> None:
 
 
 def test_a_load_that_is_too_old_is_none() -> None:
-    """lesson 14: unknown is not zero, nor what it was."""
+    """Unknown is not zero, nor what it was."""
     life = Life(fleet("ready"))
     life.heard({0: load(7)})
     for _ in range(3):

@@ -93,7 +93,7 @@ def test_a_suffixed_entry_on_its_way_out_keeps_its_name() -> None:
 
 
 def test_each_worker_asks_for_its_own_devices() -> None:
-    """lesson 7: a worker of two GPUs gets two when it is added."""
+    """A worker of two GPUs gets two when it is added."""
     templates = (replace(DECODE, gpus_per_worker=2),)
     then = scaled(fleet("ready", templates=templates), "+1", 0.0)
     assert len(then.worker(name(1)).gpus) == 2
@@ -126,7 +126,7 @@ def test_drains_that_cannot_be_taken_back_are_let_go() -> None:
     ["pending", "starting", "crashed", "start_timed_out", "backing_off", "draining/restarting", "exited/restarting"],
 )
 def test_capacity_on_its_way_counts(state: str) -> None:
-    """lesson 16: a worker that loads, or comes back, is not asked for again."""
+    """A worker that loads, or comes back, is not asked for again."""
     assert scale(fleet("ready", state), "=2").or_raise() == ()
 
 
@@ -205,7 +205,7 @@ def test_one_may_wait_for_devices_of_leaving_workers() -> None:
 
 
 def test_a_drain_taken_back_cancels_who_waits_for_its_devices() -> None:
-    """planner-rules, 5: else an entry would wait for ever."""
+    """Else an entry would wait for ever."""
     view = on_ledger(
         [worker(0, "ready"), worker(1, "pending"), worker(0, "ready", PREFILL), worker(1, "draining", PREFILL)], 3
     )

@@ -39,7 +39,7 @@ def test_an_idle_worker_with_a_warm_cache_is_not_cold() -> None:
 
 @pytest.mark.parametrize("policy", [VictimPolicy.LEAST_LOADED, VictimPolicy.COLDEST])
 def test_a_missing_load_is_not_an_idle_worker(policy: VictimPolicy) -> None:
-    """lesson 14: it goes last; if all are missing, the suffix decides."""
+    """It goes last; if all are missing, the suffix decides."""
     assert order(policy, NO_LOAD, load(10_000, active=8, hits=0.9), NO_LOAD) == [1, 2, 0]
     assert order(policy, NO_LOAD, NO_LOAD) == [1, 0]
 

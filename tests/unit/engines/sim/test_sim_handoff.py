@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dynamo_local.clock import AsyncioClock, run_virtual
+from dynamo_local.components.handoffs import dropped
 from dynamo_local.engines.sim.engine import SimEngine
 from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.engines.sim.tokens import expected_tokens, prompt_digest
@@ -216,6 +217,43 @@ def test_a_decode_that_is_aborted_in_mid_pull_gives_everything_back() -> None:
         await p.wait_handoffs()
         assert AsyncioClock().now_s() == aborted_s
         assert p.load().kv_active_blocks == 0
+
+    virtual(body)
+
+
+def test_an_engine_that_closes_tells_first_which_kv_it_does_not_want() -> None:
+    """Four of 48 `down`s waited for the lease of KV whose decode worker had left."""
+
+    class FarTransport(InMemoryTransport):
+        async def pull(self, host: str, port: int, request: PullRequest) -> None:
+            await asyncio.sleep(0.1)
+            await super().pull(host, port, request)
+
+    async def main() -> None:
+        transport = FarTransport()
+        p, d = (SimEngine(SimOptions(**OPTIONS), transport=transport, perf_model=PERF) for _ in range(2))
+        await p.start()
+        await d.start()
+        params = await prefill(p, PROMPT)
+        task = asyncio.create_task(collect(d, PROMPT, params))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        await asyncio.wait([task])
+        closed_s = AsyncioClock().now_s()
+        await d.close()
+        await p.wait_handoffs()
+        await p.close()
+        assert AsyncioClock().now_s() == pytest.approx(closed_s + 0.1)
+
+    run_virtual(main())
+
+
+def test_kv_that_is_dropped_is_free_at_once() -> None:
+
+    async def body(p: SimEngine, d: SimEngine) -> None:
+        params = await prefill(p, PROMPT)
+        await dropped(d, EngineRequest("r", PROMPT, SamplingParams(500)), params)
+        assert (p.num_held, d.load().kv_active_blocks) == (0, 0)
 
     virtual(body)
 

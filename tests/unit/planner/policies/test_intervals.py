@@ -132,7 +132,7 @@ def test_a_persons_change_is_held_for_an_interval() -> None:
 
 
 def test_a_tick_that_fails_costs_its_interval_and_nothing_else() -> None:
-    """Lesson 15, the policy's part: the next interval decides again."""
+    """The next interval decides again."""
     intervals, policy = made()
     policy.fails = True
     with pytest.raises(RuntimeError, match="boom"):
@@ -201,7 +201,7 @@ def test_a_deferred_up_is_carried_out_when_the_gpu_is_really_free() -> None:
 
 
 def test_a_deferred_up_counts_as_capacity_on_its_way() -> None:
-    """Lesson 16: no second up for that component while it waits."""
+    """No second up for that component while it waits."""
     intervals, policy = deferred()
     decision = until_decided(intervals, DRAINING, kv=0.95, queue=0.3)
     assert (decision.acts, decision.targets[DECODE]) == ((), 5)
