@@ -31,6 +31,7 @@ async def ask(served: Served) -> None:
         await asyncio.gather(*asked)
 
 
+@pytest.mark.full
 def test_the_share_that_kept_the_targets_is_told_with_why_others_missed(graph: Served) -> None:
     asyncio.run(ask(graph))
     until(lambda: (graph.status()["targets"] or {}).get("total", {}).get("requests") == REQUESTS, 10)

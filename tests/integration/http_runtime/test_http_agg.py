@@ -117,6 +117,7 @@ async def test_a_full_cache_brings_another_server_and_an_idle_one_goes() -> None
         assert list(cut(served)) == []
 
 
+@pytest.mark.full
 async def test_two_sections_serve_two_models_behind_one_frontend() -> None:
     sections = {"Chat": section("aggregated", 1), "Other": section("aggregated", 1, model="other")}
     with http_graph(**sections).started() as served:

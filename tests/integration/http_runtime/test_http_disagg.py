@@ -113,6 +113,7 @@ async def test_servers_flip_both_ways_under_load_and_no_request_fails(graph: Ser
     assert done == ["prefill", "decode"] * 2
 
 
+@pytest.mark.full
 async def test_a_flip_waits_for_its_streams_and_is_taken_back(graph: Served) -> None:
     async with graph.client() as client:
         streams = [asyncio.create_task(ask(client, 400, stream=True)) for _ in range(2)]  # one for each server

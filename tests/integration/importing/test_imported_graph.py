@@ -22,6 +22,7 @@ os.execv({sys.executable!r}, [{sys.executable!r}, {str(SERVER)!r}, "--port", por
 """
 
 
+@pytest.mark.full
 def test_an_imported_script_starts_and_answers(tmp_path_factory: pytest.TempPathFactory) -> None:
     program = tmp_path_factory.mktemp("bin") / "vllm"
     program.write_text(STUB)

@@ -64,6 +64,7 @@ async def up_and_down(here: Cluster, config: dict[str, Any]) -> None:
     assert lease.body["spec"].get("holderIdentity", "") == ""
 
 
+@pytest.mark.full
 async def test_a_planner_in_a_pod_follows_a_load_up_and_down(tmp_path: Path) -> None:
     with fake(tmp_path) as (admin, config):
         async with cluster(admin, config, tmp_path) as here:

@@ -60,6 +60,7 @@ def test_panels_have_places_and_numbers_of_their_own() -> None:
     assert len(queries()) == 18, "each has a title of its own"
 
 
+@pytest.mark.full
 async def test_each_metric_is_one_that_a_graph_has(graph: Served) -> None:
     await ask(graph)
 

@@ -80,6 +80,7 @@ def unknown(why: str) -> Callable[[Traffic | Missing], bool]:
     return lambda traffic: isinstance(traffic, Missing) and why in traffic.reason
 
 
+@pytest.mark.full
 async def test_a_window_has_the_means_of_what_was_served(scraped: Scraped) -> None:
     await scraped.until(unknown("Prometheus has"))
     scraped.requests(1)  # a series begins with its first request: what came before its first scrape is in no increase

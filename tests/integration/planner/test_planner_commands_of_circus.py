@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.infra, pytest.mark.timeout(200)]
 SLO = ("--policy=slo", "--ttft=500", "--itl=20")
 
 
+@pytest.mark.full
 def test_every_planner_command_reaches_the_planner_and_the_second_run_is_told_from_the_first() -> None:
     with alone() as served:
         served.start()

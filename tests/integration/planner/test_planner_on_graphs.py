@@ -367,6 +367,7 @@ async def test_workers_come_and_go_with_the_load_and_no_request_is_lost(graph: S
         assert component in {event["component"] for event in caused}, "the event log names the decision"
 
 
+@pytest.mark.full
 async def test_tensorboard_tells_what_the_decision_log_tells(graph: Served) -> None:
     folder = Path(planner(graph, "status")["tensorboard"])
     planner(graph, "stop")

@@ -124,6 +124,7 @@ async def test_drain_and_cancel_by_name(graph: Served) -> None:
     assert answers == [expected(prompt, 400, ignore_eos=True) for prompt in prompts]
 
 
+@pytest.mark.full
 async def test_the_last_ready_worker_needs_force_and_its_name_comes_back(graph: Served) -> None:
     with pytest.raises(ArbiterRefused, match=r"dynamo_VllmWorker would go, the last ready worker .* --force"):
         await ascale(graph, "VllmWorker", "=0")

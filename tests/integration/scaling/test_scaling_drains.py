@@ -136,6 +136,7 @@ async def asked_anew(served: Served, count: int) -> list[int]:
     return list(await asyncio.gather(*(one(number) for number in range(count))))
 
 
+@pytest.mark.full
 async def test_frontends_come_go_and_are_replaced_under_load_and_no_request_is_lost() -> None:
     """Requests come on kept connections and on new ones. /metrics of the port tells the sum, which never falls."""
     with Served("--gpus", "sim:1", TWO, target=AGG).started() as served:

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.infra
 SECRET = "zebra crossing"
 
 
+@pytest.mark.full
 async def test_requests_are_recorded_and_simulated_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     words = (f"--Frontend.record-trace={path}", "--ttft", "300")

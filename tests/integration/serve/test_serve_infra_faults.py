@@ -85,6 +85,7 @@ def _endpoints(served: Served) -> list[str]:
     return sorted(key.rpartition(":")[0] for key in served.keys(f"{served.namespace}/components/"))
 
 
+@pytest.mark.full
 async def test_a_killed_nats_is_restarted_and_the_graph_heals() -> None:
     with Served().started() as served:
         pids, old = served.pids(), served.server_pid("nats")

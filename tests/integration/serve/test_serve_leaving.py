@@ -51,6 +51,7 @@ async def _until_refused(client: openai.AsyncOpenAI) -> None:
                 return
 
 
+@pytest.mark.full
 async def test_sighup_is_refused_and_ctrl_c_lets_a_stream_finish() -> None:
     with Served() as served:
         process = served.start_foreground()

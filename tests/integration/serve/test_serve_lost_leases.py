@@ -17,6 +17,7 @@ from tests.drivers.served import AGG, Served, auntil, expected
 pytestmark = pytest.mark.infra
 
 
+@pytest.mark.full
 async def test_a_worker_whose_lease_is_revoked_finishes_and_does_not_come_back() -> None:
     with Served("--VllmWorker.ServiceArgs.workers=2").started() as served:
         async with streaming(served, "Let me finish.", tokens=1500) as (stream,):

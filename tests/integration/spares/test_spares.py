@@ -87,6 +87,7 @@ async def test_a_worker_that_was_a_spare_and_dies_is_a_crash_of_that_worker(serv
     assert "SIGKILL" in crashed, crashed
 
 
+@pytest.mark.full
 async def test_a_spare_that_dies_is_replaced_after_a_delay_and_said(served: Served) -> None:
     spare = warm(served)
     os.kill(spare["pid"], signal.SIGKILL)

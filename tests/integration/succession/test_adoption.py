@@ -25,6 +25,7 @@ TOKENS = 4000
 did much else."""
 
 
+@pytest.mark.full
 async def test_eight_streams_live_through_the_managers_death_and_an_adoption() -> None:
     with Served(*KEEP).started() as served:
         before, pids = served.status(), served.pids()

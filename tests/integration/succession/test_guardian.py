@@ -125,6 +125,7 @@ def test_a_new_serve_right_after_the_kill_starts_anew() -> None:
         assert len(served.pids_of("circus_plugins.guardian")) == 1
 
 
+@pytest.mark.full
 def test_arbiter_and_guardian_killed_the_next_serve_sweeps_and_says_so() -> None:
     with parent().started() as served:
         old = children(served)

@@ -209,6 +209,7 @@ def test_a_run_of_an_earlier_release_is_adopted() -> None:
         assert "adopt" in served.log("arbiter") or served.paths.log_file("dynamo_arbiter").exists()
 
 
+@pytest.mark.full
 def test_two_runs_never_hold_one_gpu_because_their_shells_differ() -> None:
     with _echo("--gpus", "0,1", files={"pynvml.py": NVML}).started() as one:
         other = {**one.env, "HOME": str(one.folder / "home2"), "XDG_RUNTIME_DIR": str(one.folder / "run2")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import httpx
+import pytest
 
 from dynamo_local.arbiter.exporter import Exporter, Place
 from dynamo_local.arbiter.links import Links
@@ -18,6 +19,7 @@ from tests.fakes.planner.planned_arbiter import QUICK, Arbiter
 from tests.tools.scraped import Samples, by_label, samples
 
 
+@pytest.mark.full
 async def test_gauges_follow_it_and_its_end_writes_a_report(tmp_path: Path) -> None:
     arbiter, clock = Arbiter(tmp_path), AsyncioClock()
     await arbiter.statefile.create()

@@ -93,6 +93,7 @@ async def test_an_engine_that_drifts_while_it_is_measured_is_noticed(tmp_path):
     assert 0.1 < found.size < 0.4
 
 
+@pytest.mark.full
 async def test_a_noisy_neighbour_of_the_engine_is_noticed(tmp_path):
     points = tuple(sweep(LIMITS, (Kind.PREFILL, Kind.DECODE), (5, 3)))
     graphs: list[InProcessGraph] = []

@@ -67,6 +67,7 @@ def test_aggregated_engines_are_heard_later_by_what_was_measured(engines):
     assert (alone.attainment, heard.attainment) == (1.0, 0.0)
 
 
+@pytest.mark.full
 def test_more_load_needs_more_prefill_workers_and_the_split_is_named(engines):
     planned = found(engines, 40.0)
     assert planned.attained
@@ -75,6 +76,7 @@ def test_more_load_needs_more_prefill_workers_and_the_split_is_named(engines):
     assert all(tried.metrics.attainment <= planned.best.metrics.attainment for tried in planned.alternatives)
 
 
+@pytest.mark.full
 def test_what_no_fleet_keeps_is_said_with_the_best_one(engines):
     planned = found(engines, 40.0, gpus=2)
     assert not planned.attained

@@ -40,6 +40,7 @@ class Read(HTMLParser):
         self.words.append(data)
 
 
+@pytest.mark.full
 def test_it_asks_nobody_for_anything() -> None:
     html = page(collect([line(n, step=n % 2) for n in range(1, 9)]), "Planner of dynamo")
     read = Read(html)
@@ -54,6 +55,7 @@ def test_it_asks_nobody_for_anything() -> None:
     assert policy.startswith("default-src 'none'")
 
 
+@pytest.mark.full
 def test_after_fifty_thousand_decisions_it_is_below_a_megabyte() -> None:
     full = collect([line(n, told=reasons(1, why="because " * 100)) for n in range(1, CHANGES_MAX + 10)])
     names = {one.figure for chart in CHARTS for one in chart.series}
@@ -102,6 +104,7 @@ def test_charts_of_which_nothing_is_known_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 40])
+@pytest.mark.full
 def test_a_picture_is_an_svg_with_the_first_charts(count: int, tmp_path: Path) -> None:
     log, to = tmp_path / "d.jsonl", tmp_path / "p.svg"
     DecisionLog(log).append({**line(n), "seq": n} for n in range(1, count + 1))

@@ -48,6 +48,7 @@ def test_a_file_that_cannot_be_written_is_named(log: Path, tmp_path: Path) -> No
         write_report(log, tmp_path / "no" / "r.html", title="T")
 
 
+@pytest.mark.full
 def test_rotated_logs_are_read_oldest_first(tmp_path: Path) -> None:
     path = decision_log_path(tmp_path)
     log = DecisionLog(path, max_bytes=6000)
@@ -57,6 +58,7 @@ def test_rotated_logs_are_read_oldest_first(tmp_path: Path) -> None:
     assert write_report(path, tmp_path / "r.html", title="T") > 2
 
 
+@pytest.mark.full
 def test_only_our_oldest_reports_go(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner_report_page, "REPORTS_KEPT", 2)
     folder = reports_folder(tmp_path)
@@ -101,6 +103,7 @@ def planner(log: Path, tmp_path: Path) -> Planner:
     return found
 
 
+@pytest.mark.full
 async def test_a_report_is_written_when_the_hours_are_over_and_one_at_the_end(
     planner: Planner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +134,7 @@ async def test_without_an_interval_nothing_is_written(planner: Planner) -> None:
     assert (planner.reports, planner.told) == (0, [])
 
 
+@pytest.mark.full
 async def test_an_interval_that_is_changed_counts_at_once(planner: Planner) -> None:
     planner.schedule.began()
     planner.clock.at_s += 3600.0

@@ -117,6 +117,7 @@ def test_a_log_of_the_twin_decides_the_same_tick_for_tick(options: PlannerConfig
     assert (again.whole, again.without, again.policies) == (True, 0, [options.policy])
 
 
+@pytest.mark.full
 def test_a_replay_begins_with_the_requests_that_the_log_has_from_before(tmp_path: Path) -> None:
     first = of_the_twin(OPTIONS[3])
     known = ticks.recorded_requests(written(tmp_path / "ticks.jsonl", first), Skipped())
