@@ -101,7 +101,7 @@ MUTATIONS = (
         "dynamo_local/planner/queueing.py",
         "shares[workers] = min(share if share >= 0 else of(workers, 0.0), shares[workers + 1])",
         "shares[workers] = share if share >= 0 else of(workers, 0.0)",
-        ("tests/unit/planner/queueing",),
+        ("tests/unit/planner/test_queueing.py",),
     ),
 )
 
