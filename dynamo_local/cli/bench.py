@@ -25,6 +25,7 @@ from dynamo_local.cli.common import (
     namespace_option,
     progress_bar,
 )
+from dynamo_local.components.text.model import TINY_FOLDER, TINY_MODEL
 from dynamo_local.errors import EXIT_FAILED, EXIT_OK, BadInput, DynamoError, NotRunning
 
 if TYPE_CHECKING:
@@ -37,10 +38,14 @@ LENGTH = click.IntRange(1, 1_000_000)
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The server and the load, as the command line says. `rate` None: as fast as `concurrency` lets."""
+    """The server and the load, as the command line says. `rate` None: as fast as `concurrency` lets.
+
+    `tokenizer`: a folder, or a name that the tools look up.
+    """
 
     url: str
     model: str
+    tokenizer: str
     key: str | None
     requests: int
     rate: float | None
@@ -81,6 +86,8 @@ def bench(
     --with vllm runs `vllm bench serve`, --with aiperf runs `aiperf profile`; words after -- go to that tool. A key is
     read from --api-key-file or from OPENAI_API_KEY. Exit code 1: a request failed.
     """
+    if more and not more[0].startswith("-"):
+        raise BadInput(f"{more[0]} is no option: a namespace is -n {more[0]}; a tool's own words begin with an option")
     if more and tool == "own":
         raise BadInput(f"{more[0]} is for another tool: say --with vllm or --with aiperf")
     if trace is not None and tool != "own":
@@ -89,7 +96,7 @@ def bench(
     if url is None:
         raise NotRunning("this graph has no Frontend that is ready; `dynamo status` shows its workers")
     key = _key(api_key_file)
-    asked = Bench(url, _model(url, key, model), key, **numbers)
+    asked = Bench(url, *_model(url, key, model), key, **numbers)
     if tool == "own":
         found = _own(asked, trace)
     elif as_json and tool == "aiperf":
@@ -124,22 +131,28 @@ def _headers(key: str | None) -> dict[str, str]:
     return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
-def _model(url: str, key: str | None, wanted: str | None) -> str:
-    """The wanted model, else the first one. Raises `BadInput` for one that is not served."""
+def _model(url: str, key: str | None, wanted: str | None) -> tuple[str, str]:
+    """The wanted model, else the first one, and where its tokenizer is. Raises `BadInput` for one that is not served.
+
+    The place is that of `root` in the answer, as vLLM's clients take it.
+    """
     import httpx
 
     try:
         answer = httpx.get(f"{url}/v1/models", headers=_headers(key), timeout=MODELS_TIMEOUT_S)
         if answer.status_code == httpx.codes.UNAUTHORIZED:
             raise BadInput(f"the Frontend wants a key: --api-key-file FILE, or {KEY_ENV}")
-        names = [str(each["id"]) for each in answer.raise_for_status().json()["data"]]
+        roots = {
+            str(each["id"]): str(each.get("root", each["id"])) for each in answer.raise_for_status().json()["data"]
+        }
     except (httpx.HTTPError, ValueError, KeyError) as error:
         raise DynamoError(f"{url}/v1/models did not answer as expected: {error}; see `dynamo status`") from None
-    if not names:
+    if not roots:
         raise NotRunning(f"{url} lists no model yet; `dynamo status` shows its workers")
-    if wanted is not None and wanted not in names:
-        raise BadInput(f"no model is named {wanted!r}; there are: {', '.join(names)}")
-    return wanted or names[0]
+    if wanted is not None and wanted not in roots:
+        raise BadInput(f"no model is named {wanted!r}; there are: {', '.join(roots)}")
+    name = wanted or next(iter(roots))
+    return name, str(TINY_FOLDER) if roots[name] == TINY_MODEL else roots[name]
 
 
 def _own(asked: Bench, trace: Path | None) -> dict[str, Any]:
@@ -176,6 +189,7 @@ def command_of(tool: str, asked: Bench, more: Sequence[str]) -> list[str]:
             "backend": "openai",
             "endpoint": "/v1/completions",
             "model": asked.model,
+            "tokenizer": None if "--tokenizer" in more else asked.tokenizer,
             "dataset-name": "random",
             "random-input-len": asked.isl,
             "random-output-len": asked.osl,
@@ -190,6 +204,7 @@ def command_of(tool: str, asked: Bench, more: Sequence[str]) -> list[str]:
         words = {
             "url": asked.url,
             "model": asked.model,
+            "tokenizer": None if "--tokenizer" in more else asked.tokenizer,
             "endpoint-type": "completions",
             "synthetic-input-tokens-mean": asked.isl,
             "output-tokens-mean": asked.osl,
@@ -198,7 +213,7 @@ def command_of(tool: str, asked: Bench, more: Sequence[str]) -> list[str]:
             "concurrency": asked.concurrency,
             "random-seed": asked.seed,
         }
-        begin = ["aiperf", "profile", "--streaming"]
+        begin = ["aiperf", "profile", "--streaming", "--use-server-token-count", "--extra-inputs", "ignore_eos:true"]
     given = [word for name, value in words.items() if value is not None for word in (f"--{name}", str(value))]
     return [*begin, *given, *more]
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from click.testing import CliRunner
 
 from dynamo_local.cli.bench import Bench, command_of, figures_of_vllm
+from dynamo_local.cli.main import cli
 from dynamo_local.measuring.bench import NoAnswer, Sent, arrivals, figures, table
 from tests.tools.answers import checked
 
-ASKED = Bench("http://127.0.0.1:8000", "m", "a-secret", 10, None, 4, 1024, 128, 0)
+ASKED = Bench("http://127.0.0.1:8000", "m", "/models/m", "a-secret", 10, None, 4, 1024, 128, 0)
 
 
 def test_figures_are_those_of_vllm_bench_serve() -> None:
@@ -45,6 +47,19 @@ def test_no_key_is_on_a_command_line(tool: str) -> None:
     assert ASKED.key not in " ".join(words)
     assert words[-2:] == ["--more", "1"]
     assert ASKED.url in words
+
+
+@pytest.mark.parametrize("tool", ["vllm", "aiperf"])
+def test_a_tool_is_told_where_the_tokenizer_is_unless_its_own_words_say_so(tool: str) -> None:
+    words = command_of(tool, ASKED, [])
+    assert words[words.index("--tokenizer") + 1] == ASKED.tokenizer
+    assert command_of(tool, ASKED, ["--tokenizer", "/t"]).count("--tokenizer") == 1
+
+
+def test_a_stray_word_is_no_word_of_a_tool() -> None:
+    result = CliRunner().invoke(cli, ["bench", "mine", "--with", "vllm"])
+    assert result.exit_code != 0
+    assert "a namespace is -n mine" in str(result.exception)
 
 
 def test_the_result_of_vllm_has_our_keys() -> None:
