@@ -142,9 +142,8 @@ def _model(url: str, key: str | None, wanted: str | None) -> tuple[str, str]:
         answer = httpx.get(f"{url}/v1/models", headers=_headers(key), timeout=MODELS_TIMEOUT_S)
         if answer.status_code == httpx.codes.UNAUTHORIZED:
             raise BadInput(f"the Frontend wants a key: --api-key-file FILE, or {KEY_ENV}")
-        roots = {
-            str(each["id"]): str(each.get("root", each["id"])) for each in answer.raise_for_status().json()["data"]
-        }
+        models = answer.raise_for_status().json()["data"]
+        roots = {str(each["id"]): str(each.get("root", each["id"])) for each in models}
     except (httpx.HTTPError, ValueError, KeyError) as error:
         raise DynamoError(f"{url}/v1/models did not answer as expected: {error}; see `dynamo status`") from None
     if not roots:
