@@ -103,3 +103,5 @@ def log_to_stderr(level: str) -> None:
     handler.addFilter(RequestIdFilter())
     handler.setFormatter(OncePerSecond(FORMAT))
     logging.basicConfig(level=level, handlers=[handler])
+    # A package behind vLLM's API sets the root logger to ERROR when it is imported: ours keep their own level.
+    logging.getLogger("dynamo_local").setLevel(level)
