@@ -29,6 +29,14 @@ WORDS = (
     "--Common.sim.speed=10",
     *(f"--{component}.ServiceArgs.standby=0" for component in COMPONENTS),  # each may be put to sleep by hand
 )
+PLANNED = (
+    "--planner",
+    "--Planner.policy=load",
+    "--Planner.adjustment-interval=3",
+    "--Planner.metric-pulling-interval=0.5",
+    "--Planner.min-gpu-budget=2",
+)
+"""A planner beside a person: it wants another number of workers than the last command."""
 COMING = ("ready", "starting", "pending", "flipping", "waking")
 CLIENTS = 8
 
@@ -228,8 +236,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--actions", type=int, default=200)
     parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--planner", action="store_true", help="a planner decides beside the actions")
     words = parser.parse_args()
-    with Served(*WORDS, target=DISAGG).started() as served:
+    with Served(*WORDS, *(PLANNED if words.planner else ()), target=DISAGG).started() as served:
         mixed, found = asyncio.run(run(served, seed=words.seed, actions=words.actions, requests=words.requests))
         facts = served.status()["lead_times"]
         last = [
