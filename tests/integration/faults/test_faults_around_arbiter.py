@@ -49,7 +49,6 @@ def no_room(folder: Path, arbiter: psutil.Process, *, mounted: bool) -> Iterator
         yield
 
 
-@pytest.mark.full
 def test_a_full_disk_stops_nothing_and_is_made_good(tmp_path: Path) -> None:
     folder = tmp_path / "disk"
     with (

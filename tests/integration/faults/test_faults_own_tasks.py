@@ -75,7 +75,6 @@ def _counted(served: Served, name: str) -> float:
     )
 
 
-@pytest.mark.full
 def test_sampling_that_dies_is_started_again_and_no_worker_is_held_to_be_silent(served: Served) -> None:
     bug, pids = Path(served.cwd, "sampling"), served.pids()
     assert _task(served, "load sampling")["deaths"] == 0

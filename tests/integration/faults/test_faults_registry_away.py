@@ -67,7 +67,6 @@ def _stopped(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.full
 async def test_workers_that_die_in_an_outage_of_etcd_come_back_spread_and_none_of_it_is_their_failure(
     own_etcd: RealEtcd, nats_server: RealNats
 ) -> None:

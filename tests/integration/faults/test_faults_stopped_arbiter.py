@@ -61,7 +61,6 @@ async def _stopped_under_load(served: Served, for_s: float, *, judged_within_s: 
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.full
 async def test_an_arbiter_that_was_stopped_for_longer_than_the_bound_of_health_blames_nobody() -> None:
     with Served("--Host.health-bound-s=2") as served:
         await _stopped_under_load(served, 5.0, judged_within_s=4.0)

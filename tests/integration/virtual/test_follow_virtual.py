@@ -68,7 +68,6 @@ async def phase(served: Served, wanted: str, decision_id: int) -> dict:
     return follow(served)
 
 
-@pytest.mark.full
 async def test_one_three_one_under_load_is_acknowledged_when_it_is_so_and_loses_nothing(
     shared: Served, planner: ForeignPlanner
 ) -> None:
