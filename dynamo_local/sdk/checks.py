@@ -62,7 +62,10 @@ KEYS_SHOWN = 24
 """An unknown key's error lists the known ones, up to so many."""
 
 
-SERVICE_ARG_KEYS = frozenset({"workers", "resources", "envs"})
+SERVICE_ARG_KEYS = frozenset(
+    ("workers", "resources", "envs", "standby", "start_deadline_s", "drain_deadline_s", "colocate", "flippable")
+)
+"""The fields of `config.schema.ServiceArgs`, which this package may not import; a test compares them."""
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
@@ -70,7 +73,7 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     names = sorted({name.replace("_", "-") for name in known})
     said = f"unknown key {key!r}"
     if key.replace("-", "_") in SERVICE_ARG_KEYS:
-        return f"{said}; did you mean 'ServiceArgs.{key}'?"
+        return f"{said}; did you mean 'ServiceArgs.{key.replace('_', '-')}'?"
     if near := nearest(key.replace("_", "-"), names):
         return said + near
     if len(names) > KEYS_SHOWN:

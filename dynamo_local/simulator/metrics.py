@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dynamo_local.profile.repetitions import quantile
 from dynamo_local.simulator.fleet import FleetPoint
 from dynamo_local.simulator.options import Slo
 from dynamo_local.simulator.process import Job
@@ -110,9 +111,4 @@ def spread(values: Sequence[float]) -> Spread:
     if not values:
         return Spread()
     ordered = sorted(values)
-    return Spread(math.fsum(ordered) / len(ordered), *(percentile(ordered, share) for share in (0.5, 0.95, 0.99)))
-
-
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of them do not exceed; `ordered` ascends and is not empty."""
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+    return Spread(math.fsum(ordered) / len(ordered), *(quantile(ordered, share) for share in (0.5, 0.95, 0.99)))

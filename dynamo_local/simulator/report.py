@@ -11,8 +11,9 @@ from typing import Any
 
 from dynamo_local.planner.policies.explain import explain_reason
 from dynamo_local.planner.values import Reason
+from dynamo_local.profile.repetitions import quantile
 from dynamo_local.simulator.fleet import FleetPoint
-from dynamo_local.simulator.metrics import Metrics, percentile
+from dynamo_local.simulator.metrics import Metrics
 from dynamo_local.simulator.options import Slo
 from dynamo_local.simulator.simulation import Acted, Run
 from dynamo_local.system.pages import STYLE, page_template, svg, write_page
@@ -163,7 +164,7 @@ def _ttft(axis: Any, run: Run, width_s: float, slo: Slo) -> None:
     bins = _binned([at_s for at_s, _ in jobs], [value for _, value in jobs], width_s)
     minutes = [(index + 0.5) * width_s / 60 for index in sorted(bins)]
     for share, color in ((0.5, "tab:blue"), (0.95, "tab:red")):
-        values = [percentile(sorted(bins[index]), share) for index in sorted(bins)]
+        values = [quantile(bins[index], share) for index in sorted(bins)]
         axis.plot(minutes, values, color=color, marker=".", markersize=3, linewidth=1, label=f"p{share * 100:.0f}")
     if slo.ttft_ms is not None:
         axis.axhline(slo.ttft_ms, color="black", linestyle="--", linewidth=0.8, label="target")

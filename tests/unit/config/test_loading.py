@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from dynamo_local.config.loading import load_config
-from dynamo_local.config.schema import HostConfig
+from dynamo_local.config.schema import HostConfig, ServiceArgs
 from dynamo_local.config.yaml_text import parse_yaml
 from dynamo_local.errors import ConfigError
+from dynamo_local.sdk.checks import SERVICE_ARG_KEYS, unknown_key
 
 
 def write(folder: Path, text: str) -> Path:
@@ -216,3 +217,9 @@ def test_an_error_names_the_file_and_the_line_of_its_key(tmp_path: Path) -> None
     first.write_text("Host: {}\nA:\n  common-configs: [model]\n")
     with pytest.raises(ConfigError, match=r"/a\.yaml, line 3: A: common-configs lists 'model'"):
         load_config(first, env={})
+
+
+def test_each_field_of_service_args_is_known_where_it_stands_outside_of_it() -> None:
+    """`VllmWorker: {standby: 1}` is told where it belongs."""
+    assert ServiceArgs.model_fields.keys() == SERVICE_ARG_KEYS
+    assert unknown_key("start-deadline-s", ["model"]).endswith("did you mean 'ServiceArgs.start-deadline-s'?")

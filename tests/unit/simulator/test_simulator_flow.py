@@ -22,8 +22,9 @@ from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.engines.sim.scheduler import SimScheduler
 from dynamo_local.errors import ConfigError
 from dynamo_local.planner.records.decision_log import DecisionLog, as_json, describe, read
+from dynamo_local.profile.repetitions import quantile
 from dynamo_local.simulator.fleet import FleetPoint, RoleCount
-from dynamo_local.simulator.metrics import gpu_seconds, measure, percentile, spread
+from dynamo_local.simulator.metrics import gpu_seconds, measure, spread
 from dynamo_local.simulator.options import DECODE, PREFILL, FleetShape, SimulationOptions, Slo
 from dynamo_local.simulator.process import Dropped, Job
 from dynamo_local.simulator.records import recorded
@@ -339,8 +340,8 @@ def test_gpu_seconds_count_from_the_first_arrival_to_the_last_completion() -> No
 
 def test_percentiles_are_values_that_were_seen() -> None:
     values = [float(value) for value in range(1, 101)]
-    assert [percentile(values, share) for share in (0.5, 0.95, 0.99, 1.0)] == [50.0, 95.0, 99.0, 100.0]
-    assert percentile([3.0], 0.5) == 3.0
+    assert [quantile(values, share) for share in (0.5, 0.95, 0.99, 1.0)] == [50.0, 95.0, 99.0, 100.0]
+    assert quantile([3.0], 0.5) == 3.0
     found = spread([4.0, 1.0, 2.0])
     assert (found.mean, found.p50, found.p99) == (pytest.approx(7 / 3), 2.0, 4.0)
     assert spread([]).mean is None
