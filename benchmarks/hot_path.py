@@ -20,7 +20,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final, cast
 
 import uvicorn
-from uvicorn.server import ServerState
 
 from benchmarks.harness import Report
 from benchmarks.load import chat
@@ -103,7 +102,7 @@ class Bench:
         from dynamo_local.components.models_view import ModelCard, ModelsView, models_prefix
         from dynamo_local.components.openai.app import create_app
         from dynamo_local.components.openai.generation import FrontendDeps
-        from dynamo_local.components.openai.server import BoundedHttpProtocol
+        from dynamo_local.components.openai.server import BoundedHttpProtocol, FrontendState
         from dynamo_local.components.pipeline import Pipeline
         from dynamo_local.components.text.tokenizer import load_tokenizer
         from dynamo_local.core.types import Instance
@@ -125,7 +124,7 @@ class Bench:
         app = create_app(FrontendDeps(chat=client, completions=client, models=models))
         self._config = uvicorn.Config(app, ws="none", lifespan="off", log_config=None, access_log=False)
         self._config.load()
-        self._state, self._protocol = ServerState(), BoundedHttpProtocol
+        self._state, self._protocol = FrontendState(), BoundedHttpProtocol
 
     def _ask(self, number: int, tokens: int, *, stream: bool) -> Any:
         protocol = self._protocol(config=self._config, server_state=self._state, app_state={})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -321,6 +321,27 @@ class Rule(enum.StrEnum):
     """An up that was decided earlier, whose GPU is free now."""
     OVERRIDDEN = "overridden"
     """A plugin wanted another number than the policy."""
+
+
+ROUNDINGS = 64
+"""A formula's result is at most so many representable numbers away from the exact one."""
+
+
+def boundary(near: float, holds: Callable[[float], bool]) -> tuple[float, float]:
+    """Neighbours among floats: the greatest for which `holds`, and the next one. `near` is at most `ROUNDINGS` away.
+
+    Further away, the result is not a boundary; it is never searched for longer.
+    """
+    for _ in range(ROUNDINGS):
+        if holds(near):
+            break
+        near = math.nextafter(near, -math.inf)
+    above = math.nextafter(near, math.inf)
+    for _ in range(ROUNDINGS):
+        if not holds(above):
+            break
+        near, above = above, math.nextafter(above, math.inf)
+    return near, above
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,7 +203,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection. Refused requests never reach the application."""
 
     flow: _Flow
-    server_state: _ServerState
+    server_state: FrontendState
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -592,7 +592,7 @@ class _Connections(set[Any]):
             self.none.set()
 
 
-class _ServerState(ServerState):
+class FrontendState(ServerState):
     """uvicorn's, and what the connections share."""
 
     def __init__(self) -> None:
@@ -609,7 +609,7 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, *, idle: bool, acceptor: Acceptor | None) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
-        self.server_state: _ServerState = _ServerState()
+        self.server_state: FrontendState = FrontendState()
         self.open_connections = self.server_state.connections = _Connections()
         self._acceptor = acceptor
         self._idle = idle

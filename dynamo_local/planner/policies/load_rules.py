@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from dynamo_local.core.types import floor_workers
-from dynamo_local.planner.values import Counterfactual, Rule
+from dynamo_local.planner.values import Counterfactual, Rule, boundary
 
 NEW_DECODE_WORKER_GRACE_PERIOD = 3
 """For this many intervals after a new decode worker decode does not go down: the empty cache lowers the mean."""
@@ -249,11 +249,7 @@ def _last(side: Side, mean: float, ends: tuple[float, float], with_side: WithSid
         return value + buffer * (value - first)
 
     buffer = NEW_PREFILL_WORKER_QUEUE_BUFFER_PERIOD
-    emptied = (side.up + buffer * first) / (buffer + 1)
-    while expected(emptied) > side.up:
-        emptied = math.nextafter(emptied, -math.inf)
-    while expected(grows := math.nextafter(emptied, math.inf)) <= side.up:
-        emptied = grows
+    emptied, grows = boundary((side.up + buffer * first) / (buffer + 1), lambda value: expected(value) <= side.up)
     if expected(last) > side.up:
         yield _Change("prefill_queue_last", last, emptied, grows, apply)
     else:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.values import Forecasts, Prediction, Series, Traffic, Window
+from dynamo_local.planner.values import ROUNDINGS, Forecasts, Prediction, Series, Traffic, Window, boundary
 
 EMPTY = Series(window_s=180.0)
 GONE = Missing("Prometheus does not answer")
@@ -96,3 +96,17 @@ def test_a_prediction_is_made_of_all_three_forecasts() -> None:
 def test_half_a_prediction_is_none() -> None:
     assert EMPTY.prediction(GONE) == GONE
     assert EMPTY.prediction(Forecasts(((6.0,), GONE, (21.0,)))) == Missing(f"isl: {GONE.reason}")
+
+
+@pytest.mark.parametrize("off", [-3, 0, 3])
+def test_the_boundary_of_a_rounded_formula_is_found_among_its_neighbours(off: int) -> None:
+    exact = near = 0.1
+    for _ in range(abs(off)):
+        near = math.nextafter(near, math.copysign(math.inf, off))
+    assert boundary(near, lambda value: value <= exact) == (exact, math.nextafter(exact, math.inf))
+
+
+def test_a_boundary_that_is_far_away_is_not_searched_for_long() -> None:
+    asked: list[float] = []
+    boundary(1.0, lambda value: bool(asked.append(value)))
+    assert len(asked) <= 2 * ROUNDINGS + 2

@@ -268,7 +268,7 @@ async def test_a_client_that_sends_on_after_a_413_is_cut_off(house: Make, monkey
     async with house(max_body_bytes=4096).served() as server, connection(server) as (reader, writer):
         head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
         writer.write(head % 2**40)
-        assert await reader.readline() == b"HTTP/1.1 413 Request Entity Too Large\r\n"
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")  # Python 3.13 has another phrase
         async with asyncio.timeout(10):
             with pytest.raises(ConnectionError):
                 await _send_on(writer)
