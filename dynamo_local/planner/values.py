@@ -330,7 +330,7 @@ ROUNDINGS = 64
 def boundary(near: float, holds: Callable[[float], bool]) -> tuple[float, float]:
     """Neighbours among floats: the greatest for which `holds`, and the next one. `near` is at most `ROUNDINGS` away.
 
-    Further away, the result is not a boundary; it is never searched for longer.
+    Further away, the result is no boundary. The search is never longer.
     """
     for _ in range(ROUNDINGS):
         if holds(near):
