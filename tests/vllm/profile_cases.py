@@ -21,9 +21,17 @@ else, too, what was begun ends late."""
 SMALL = ("--small", "--budget", "100s", "--no-actions")
 LENGTHS_MIN, LOADS_MIN = 16, 15
 """Prompts and decode passes in a whole profile of an engine with 4,096 tokens of context."""
-LOAD = ("--rate", "16", "--isl", "100", "--osl", "64", "--spread", "0.2")
-"""More than two sequences at once, of which each token takes 3 to 20 ms."""
+ANSWER = 64
 FEW, MANY = 2, 16
+
+
+def too_much_for(few: dict[str, Any]) -> tuple[str, ...]:
+    """A load of half as much again as `FEW` sequences at once can decode on this host, as it was measured."""
+    pass_ms = min(
+        each["mean_ms"] for each in few["points"] if each["kind"] == "decode" and each["requests"] > FEW - 0.5
+    )
+    rate = 1.5 * FEW * 1000 / (pass_ms * ANSWER)
+    return ("--rate", f"{rate:.1f}", "--isl", "100", "--osl", str(ANSWER), "--spread", "0.2")
 
 
 def profiled(served: Served, graph: str, file: Path, folder: Path, *words: str) -> dict[str, Any]:
@@ -118,13 +126,15 @@ class Profiled:
         self, vllm_host: VllmHost, tmp_path: Path
     ) -> None:
         folders = {seqs: tmp_path / f"profile-{seqs}" for seqs in (FEW, MANY)}
+        documents = {}
         with vllm_host.aggregated(tmp_path) as served:
             for seqs, folder in folders.items():
                 words = ("agg", tmp_path / "agg.yaml", folder, *SMALL, f"--VllmWorker.max-num-seqs={seqs}")
-                document = await asyncio.to_thread(profiled, served, *words)
+                documents[seqs] = document = await asyncio.to_thread(profiled, served, *words)
                 assert document["engines"]["agg"]["max_num_seqs"] == seqs
             profiles = [word for folder in folders.values() for word in ("--profile", str(folder))]
-            done = served.cli("plan", *profiles, *LOAD, "--ttft", "2000", "--itl", "200", "--json", timeout_s=300.0)
+            load = too_much_for(documents[FEW])
+            done = served.cli("plan", *profiles, *load, "--ttft", "2000", "--itl", "200", "--json", timeout_s=300.0)
         assert done.returncode == 0, done.stdout + done.stderr
         planned = json.loads(done.stdout)
         print({each["profile"]: (each["gpus"], each["attainment"]) for each in planned["profiles"]}, planned["yaml"])

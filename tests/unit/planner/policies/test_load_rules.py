@@ -100,7 +100,6 @@ def _source(module: ModuleType) -> str:
     return Path(module.__file__).read_text()
 
 
-@pytest.mark.full
 def test_every_mutant_of_the_rules_fails_a_case() -> None:
     """Else a rule could change and nobody would know. What comes behind the rules only explains them."""
     source, alive = _source(rules), []
