@@ -6,6 +6,7 @@ const REQUESTS_MAX = 200;
 const SILENT_MS = 20000; // the server says something each 15 s
 const FIRST_MS = 4000;
 const POLL_MS = 2000;
+const POLLS = 30;
 const LATER_MS = [500, 1000, 2000, 5000, 10000];
 
 export const live = {
@@ -38,9 +39,10 @@ function become(connection) {
 }
 
 export class Refused extends Error {
-  constructor(status, text) {
+  constructor(status, text, answer) {
     super(text);
     this.status = status;
+    this.answer = answer;
   }
 }
 
@@ -62,7 +64,7 @@ export async function ask(path, options = {}) {
   const text = await answer.text();
   let found = null;
   try { found = JSON.parse(text); } catch { /* not ours: a proxy's page */ }
-  if (!answer.ok) throw new Refused(answer.status, found?.error ?? `${answer.status} ${answer.statusText}`);
+  if (!answer.ok) throw new Refused(answer.status, found?.error ?? `${answer.status} ${answer.statusText}`, found);
   return found;
 }
 
@@ -112,8 +114,8 @@ export function take(kind, value) {
 
 /** The one-time code of the address is exchanged for a cookie, and leaves the address at once. */
 export async function enter() {
-  const code = decodeURIComponent(location.hash.slice(1)).replace(/^code=/, "");
-  if (code && !code.includes("/")) {
+  const code = /^#code=([\w-]{16,200})$/.exec(location.hash)?.[1];
+  if (code) {
     history.replaceState(null, "", location.pathname + location.search);
     try {
       await ask("api/session", { method: "POST", body: { code } });
@@ -130,6 +132,7 @@ let failures = 0;
 let watchdog = 0;
 let pollTimer = 0;
 let polling = false;
+let polls = 0;
 const KINDS = ["snapshot", "state", "point", "mark", "request", "gap"];
 
 function heard() {
@@ -198,6 +201,7 @@ async function lost() {
 function startPolling() {
   if (polling) return;
   polling = true;
+  polls = 0;
   become("poll");
   pollOnce();
 }
@@ -219,7 +223,11 @@ async function pollOnce() {
     }
     return;
   }
-  if (polling) pollTimer = setTimeout(pollOnce, POLL_MS);
+  polls += 1;
+  if (polling && polls >= POLLS) { // the stream may work again: an arbiter that was away made it silent, too
+    stopPolling();
+    open();
+  } else if (polling) pollTimer = setTimeout(pollOnce, POLL_MS);
 }
 
 export function start() {
