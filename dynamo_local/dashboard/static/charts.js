@@ -46,7 +46,7 @@ class Timeline {
     this.frame = 0;
     this.timer = 0;
     this.asked = 0;
-    this.cursor = null;
+    this.touched = -Infinity;
   }
 
   get from() { return this.to - this.span; }
@@ -71,7 +71,7 @@ class Timeline {
     this.want();
   }
 
-  pan(seconds) { this.look(this.to + seconds, this.span, this.follow && seconds >= 0 ? undefined : false); }
+  pan(seconds) { this.touched = performance.now(); this.look(this.to + seconds, this.span, this.follow && seconds >= 0 ? undefined : false); }
 
   zoom(factor, at = 0.5) {
     const middle = this.from + this.span * at;
@@ -243,7 +243,7 @@ class Plot {
     this.shown = this.keys();
     this.names = this.shown.join();
     const series = this.shown.map((key, at) => ({
-      stroke: colour.series[at % 8], width: 1.6, dash: DASHES[at % 4], points: { show: false },
+      stroke: colour.series[at % 8], width: chart.band?.includes(at + 1) ? 0.8 : 1.6, dash: DASHES[at % 4], points: { show: false },
       paths: chart.steps ? uPlot.paths.stepped({ align: 1 }) : undefined,
     }));
     if (this.target !== undefined) series.push({ stroke: colour.bad, width: 1, dash: [4, 4], points: { show: false } });
@@ -263,7 +263,7 @@ class Plot {
       legend: { show: false },
       cursor: { sync: { key: "time", setSeries: false }, drag: { setScale: false, x: false, y: false }, points: { size: 6 } },
       select: { show: false },
-      scales: { x: { time: true, auto: false, min: timeline.from, max: timeline.to }, y: { range: (plot, low, high) => [0, chart.share ? 100 : Math.max(high ?? 0, this.target ?? 0, chart.steps ? 1 : 1e-3) * 1.08] } },
+      scales: { x: { time: true, auto: false, min: timeline.from, max: timeline.to }, y: { range: (plot, low, high) => [0, chart.share ? 100 : Math.max(high || 1, this.target ?? 0, chart.steps ? 1 : 0) * 1.08] } },
       axes: [
         { ...axis, size: 26, space: 70, values: ticks },
         { ...axis, size: AXIS_PX, space: 28, values: (plot, splits) => splits.map((value) => figure(value)) },
@@ -282,7 +282,8 @@ class Plot {
   rows() { return rows(this.timeline, this.shown, this.chart.share ? 100 : 1, this.target); }
 
   update(dataToo) {
-    if (!this.seen) { this.stale = true; return; }
+    // While a person pans, charts that nobody sees wait.
+    if (!this.seen && performance.now() - this.timeline.touched < 400) { this.stale = true; return; }
     const wanted = this.chart.target ? live.state?.targets?.[this.chart.target] : undefined;
     if (this.keys().join() !== this.names || (typeof wanted === "number" ? wanted : undefined) !== this.target) { this.build(); return; }
     this.plot.batch(() => {
@@ -495,7 +496,7 @@ export function Time() {
       ${SPANS.map(([word, span]) => html`<button aria-pressed=${Math.abs(timeline.span - span) < 1} onClick=${() => timeline.look(timeline.follow ? now() : timeline.to, span, timeline.follow)}>${word}</button>`)}
       <button aria-label="Earlier" onClick=${() => timeline.pan(-timeline.span / 2)}>◀</button>
       <button aria-label="Later" onClick=${() => timeline.pan(timeline.span / 2)}>▶</button>
-      <button aria-label="Zoom in" onClick=${() => timeline.zoom(0.5)}>＋</button>
+      <button aria-label="Zoom in" onClick=${() => timeline.zoom(0.5)}>+</button>
       <button aria-label="Zoom out" onClick=${() => timeline.zoom(2)}>−</button>
       <button aria-pressed=${timeline.follow} onClick=${() => timeline.look(now(), timeline.span, true)}>Now</button></div>`}>
     <p class="quiet window">${clock(timeline.from)} – ${timeline.follow ? "now" : clock(timeline.to)} · ${duration(timeline.span)} · a point is ${duration(timeline.step)} · ${zone()}

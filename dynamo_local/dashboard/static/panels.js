@@ -108,7 +108,22 @@ function Log({ worker }) {
   </div>`;
 }
 
-const loadWords = (load) => facts(load, 6).map(([key, value]) => (key ? `${key} ${value}` : value)).join(" · ") || MISSING;
+const LOAD = {
+  request_active_slots: (value) => `${number(value)} running`,
+  num_requests_waiting: (value) => `${number(value)} waiting`,
+  gpu_cache_usage_perc: (value) => `KV ${share(value)}`,
+};
+
+function loadWords(load) {
+  if (load === null || typeof load !== "object") return plain(load, 100);
+  const words = Object.entries(LOAD).filter(([key]) => typeof load[key] === "number").map(([key, say]) => say(load[key]));
+  return words.join(" · ") || facts(load, 4).map(([key, value]) => `${key} ${value}`).join(" · ") || MISSING;
+}
+
+const gpuWords = (gpus) => (Array.isArray(gpus) ? gpus : []).slice(0, 16).map((each) => {
+  const index = live.state?.gpus?.find((gpu) => gpu.uuid === each)?.index;
+  return index ?? plain(each, 12);
+}).join(", ") || MISSING;
 
 function Worker({ id, worker, onAct }) {
   const [open, setOpen] = useState(false);
@@ -122,7 +137,7 @@ function Worker({ id, worker, onAct }) {
       <td data-label="State"><${State} value=${name(worker.state)} /></td>
       <td data-label="Age">${duration(age)}</td>
       <td data-label="Load">${loadWords(worker.load)}</td>
-      <td data-label="GPUs">${Array.isArray(worker.gpus) ? worker.gpus.map((gpu) => plain(gpu, 12)).join(", ") || MISSING : plain(worker.gpus, 40)}</td>
+      <td data-label="GPUs">${gpuWords(worker.gpus)}</td>
       <td data-label="Restarts">${number(worker.restarts)}</td>
       ${onAct && html`<td data-label="Acts"><button onClick=${() => onAct({ worker: id, component: worker.component })} aria-label=${`Act on ${shown}`}>Act…</button></td>`}
     </tr>

@@ -1,6 +1,6 @@
 // Requests as waterfalls: lengths and times, never text.
 
-import { html, useLive, useState, useEvery, Panel } from "./ui.js";
+import { html, useLive, useState, useEffect, useEvery, Panel } from "./ui.js";
 import { live, ask, query } from "./live.js";
 import { MISSING, plain, name, number, duration, clock } from "./words.js";
 
@@ -59,6 +59,18 @@ export function Requests() {
   const [asked, setAsked] = useState({ kind: "", list: [] });
   const [wanted, setWanted] = useState("");
   const [found, setFound] = useState(null);
+  useEffect(() => {
+    // A problem of the verdict links to `#requests=failed`.
+    const follow = () => {
+      const wished = /^#requests=(latest|slowest|failed)$/.exec(location.hash)?.[1];
+      if (!wished) return;
+      setFound(null);
+      setKind(wished);
+      document.getElementById("requests")?.scrollIntoView();
+    };
+    addEventListener("hashchange", follow);
+    return () => removeEventListener("hashchange", follow);
+  }, []);
   useEvery(5000, async (ended) => {
     if (kind === "latest") return;
     const answer = await ask(`api/requests?${query({ kind, limit: 50 })}`);

@@ -39,10 +39,10 @@ export const Panel = ({ id, title, aside, children, wide }) => html`
 
 const SIGNS = { good: "●", busy: "◐", idle: "○", bad: "✕", unknown: "?" };
 const KINDS = [
-  [/^(ready|running|serving|active|ok|registered)/i, "good"],
+  [/^(ready|running|serving|active|ok|registered|held|in use)/i, "good"],
   [/^(start|drain|flip|wak|prewarm|loading|restart|stopping|retir|prepar)/i, "busy"],
-  [/^(sleep|asleep|idle|free|parked|stopped|held)/i, "idle"],
-  [/^(crash|fail|dead|quarantin|lost|gone|kill|broken|refus)/i, "bad"],
+  [/^(sleep|asleep|idle|free|parked|stopped)/i, "idle"],
+  [/^(crash|fail|dead|quarantin|lost|gone|kill|broken|refus|fault|timed)/i, "bad"],
 ];
 
 export const kindOf = (state) => KINDS.find(([words]) => words.test(state ?? ""))?.[1] ?? "unknown";
