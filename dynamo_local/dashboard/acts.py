@@ -3,6 +3,7 @@ do."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ NAME_MAX = 200
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """The command of an act, what it makes of the body, and how the answer reads. `destructive` needs the name again."""
+    """The command, the body as its properties, and the answer in words. A `destructive` one needs the name again."""
 
     command: str
     properties: Callable[[Body], dict[str, Any]]
@@ -103,7 +104,7 @@ class Acts:
         if not dry and act.destructive:
             confirmed(body, str(properties["name"]))
         if dry:
-            properties["dry_run"] = True
+            properties["would"] = True
         reply = await self._collector.ask(act.command, COMMIT_TIMEOUT_S, **properties)
         if dry:
             return {"text": act.words(reply), "would": reply.get("instructions") or reply.get("workers") or []}
@@ -113,7 +114,7 @@ class Acts:
         from dynamo_local.dashboard.whatif import finished
 
         path = Path(_text(body, "value"))
-        if not path.is_absolute() or not path.is_file():
+        if not path.is_absolute() or not await asyncio.to_thread(path.is_file):
             raise BadInput(f"{path} is no file; name the configuration by its whole path")
         dry = body.get("dry_run") is True
         if not dry:

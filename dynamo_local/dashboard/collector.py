@@ -31,6 +31,7 @@ from dynamo_local.system.paths import Paths
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
+LOGS_S = 0.2
 ANSWER_S = 3.0
 GAP_AFTER_S = 2.5
 """The arbiter did not answer for so long: that is a gap."""
@@ -158,6 +159,9 @@ class Collector:
         self._adopted = False
         self._lost: tuple[float, str] | None = None
         self._answered_s = time.time()
+        self._why: str | None = None
+        self._starts: dict[tuple[str, int | None], float] = {}
+        self._instances: dict[int, str] = {}
         self._asking = asyncio.Lock()
 
     async def ask(self, command: str, timeout_s: float = ANSWER_S, **properties: Any) -> dict[str, Any]:
@@ -168,6 +172,14 @@ class Collector:
     async def run(self) -> None:
         """Poll until cancelled."""
         await asyncio.to_thread(self._begin)
+        following = asyncio.create_task(self._follow_logs(), name="logs")
+        try:
+            await self._poll()
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    async def _poll(self) -> None:
         flushed_s = devices_s = 0.0
         next_s = time.monotonic()
         offset_s = time.time() - time.monotonic()
@@ -218,10 +230,6 @@ class Collector:
             graph = (await self.ask("dynamo_status"))["graph"]
         except (DynamoError, OSError, ValueError) as error:
             graph, why = None, str(error)
-        for mark in await asyncio.to_thread(self._read_marks):
-            self._marks.append(mark)
-            self._new_marks.append(mark)
-            self.stream.put("mark", mark)
         self._heard(graph, why, now_s)
         if graph is not None:
             ended = self.requests.ended_since(now_s - WINDOW_S)
@@ -231,9 +239,25 @@ class Collector:
             self.stream.put("point", point)
             if self.writer is not None:
                 self.writer.add(now_s, values)
+        self._why = why if self._lost is not None or self.graph is None else None
+        self._show()
+
+    def _show(self) -> None:
         self.stream.put_state(
-            state_of(self.graph, alive_since_s=self._since_s, adopted=self._adopted, why=why, extra=self._extra)
+            state_of(self.graph, alive_since_s=self._since_s, adopted=self._adopted, why=self._why, extra=self._extra)
         )
+
+    async def _follow_logs(self) -> None:
+        """What is logged is on the page within half a second: the next poll of the arbiter is not waited for."""
+        while True:
+            await asyncio.sleep(LOGS_S)
+            found = await asyncio.to_thread(self._read_marks)
+            for mark in found:
+                self._marks.append(mark)
+                self._new_marks.append(mark)
+                self.stream.put("mark", mark)
+            if found:
+                self._show()
 
     def _heard(self, graph: dict[str, Any] | None, why: str | None, now_s: float) -> None:
         """Note whether the arbiter is there, whether it is another one, and how long it was away."""
@@ -245,6 +269,7 @@ class Collector:
             elif self._lost is None and self.graph is None:
                 self._since_s = None
             return
+        self._note_starts(graph, now_s)
         before, self.graph = self.graph, graph
         if before is None or before.get("run_id") != graph.get("run_id"):
             if before is not None:
@@ -260,6 +285,20 @@ class Collector:
             self._lost = None
             self._since_s = self._since_s or now_s
         self._answered_s = now_s
+
+    def _note_starts(self, graph: dict[str, Any], now_s: float) -> None:
+        """Give each worker `since`: when its process began. Of one process it never changes."""
+        known = self._starts
+        self._starts = {}
+        self._instances = {}
+        for worker in graph["workers"]:
+            key = (worker["watcher_name"], worker.get("pid"))
+            uptime_s = worker.get("uptime_s")
+            if uptime_s is not None:
+                self._starts[key] = worker["since"] = known.get(key, round(now_s - uptime_s, 1))
+            if isinstance(worker.get("lease"), str):
+                with contextlib.suppress(ValueError):
+                    self._instances[int(worker["lease"], 16)] = str(worker["watcher_name"])
 
     def _note_clock(self, before_s: float) -> float:
         """A clock that was set leaves a gap, and no point is moved."""
@@ -285,8 +324,12 @@ class Collector:
         for record in self._events.poll() if self._events is not None else ():
             if record["event"] == RUN_ADOPTED:
                 self._adopted = True
-            if str(record.get("to")) in DIED:
-                self._remember_words(str(record["watcher_name"]))
+            name, state = str(record["watcher_name"]), str(record.get("to"))
+            if state in DIED:
+                self._remember_words(name)
+            for worker in (self.graph or {}).get("workers") or ():
+                if worker["watcher_name"] == name:
+                    worker["state"] = state
             if not is_aside(record):
                 found.append(event_mark(record))
         found += [mark_of(record) for record in (self._decisions.poll() if self._decisions is not None else ())]
@@ -342,6 +385,7 @@ class Collector:
 
     def ended(self, request: dict[str, Any]) -> None:
         """The Frontend has handed a request over."""
+        request["worker"] = self._instances.get(request.pop("instance", None))
         self.requests.add(request)
         self.stream.put("request", request)
 
@@ -359,13 +403,18 @@ class RequestSocket(asyncio.DatagramProtocol):
                 self._ended(request)
 
 
-async def open_request_socket(path: Path, ended: Callable[[dict[str, Any]], None]) -> asyncio.DatagramTransport:
-    """Bind the socket, in place of one that a killed process left."""
+def _bound(path: Path) -> socket.socket:
     path.unlink(missing_ok=True)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     sock.setblocking(False)
     sock.bind(str(path))
     path.chmod(0o600)
+    return sock
+
+
+async def open_request_socket(path: Path, ended: Callable[[dict[str, Any]], None]) -> asyncio.DatagramTransport:
+    """Bind the socket, in place of one that a killed process left."""
+    sock = _bound(path)
     transport, _ = await asyncio.get_running_loop().create_datagram_endpoint(lambda: RequestSocket(ended), sock=sock)
     return transport
 

@@ -72,14 +72,12 @@ def state_of(
 
 def _worker(worker: Json, last_words: str | None) -> Json:
     name, load = str(worker["watcher_name"]), worker.get("load")
-    uptime_s = worker.get("uptime_s")
     return {
         "name": name,
         "component": worker.get("component"),
         "role": worker.get("role"),
         "state": worker.get("state"),
         "trouble": _is_trouble(worker),
-        "age_s": None if uptime_s is None else round(float(uptime_s)),
         "since": worker.get("since"),
         "pid": worker.get("pid"),
         "load": load,

@@ -298,7 +298,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--settings", required=True)
     logging.basicConfig(level="INFO", stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     given = json.loads(parser.parse_args(arguments).settings)
-    settings = Settings(**{**given, "names": tuple(given["names"])}).checked()
+    settings = Settings(**{**given, "names": tuple(given.get("names", ()))}).checked()
     paths = Paths.found(settings.namespace, os.environ)
     try:
         serve(settings, paths, lambda process: log.info("ready"))
