@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dynamo_local.arbiter.event_log import RUN_ADOPTED, EventTail, event_log_path, is_aside
 from dynamo_local.arbiter.event_log import read as read_events
 from dynamo_local.dashboard.figures import cut, decision_mark, event_mark, point_of, state_of
@@ -79,7 +81,7 @@ class ControlClient:
                 if not lives(self._paths):
                     break
                 continue
-            answer: dict[str, Any] = json.loads(self._socket.recv())
+            answer: dict[str, Any] = msgspec.json.decode(self._socket.recv())
             if answer.get("id") == call_id:
                 if answer.get("status") != "ok":
                     raise DynamoError(str(answer.get("reason") or "the arbiter refused"), code=answer.get("code"))

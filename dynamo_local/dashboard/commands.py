@@ -119,12 +119,13 @@ def history(since: str, points: int, columns: str | None, as_csv: bool, as_json:
 
 
 def _answer(span: Any, from_s: float, to_s: float, size: int) -> dict[str, Any]:
+    gaps = [{"began": gap["from"], "ended": gap["to"], "why": gap["why"]} for gap in span.gaps]
     return {
-        "from": from_s,
-        "to": to_s,
+        "began": from_s,
+        "ended": to_s,
         "step_s": span.step_s,
         "columns": span.columns,
-        "gaps": span.gaps,
+        "gaps": gaps,
         "bytes": size,
     }
 

@@ -164,6 +164,8 @@ class HistoryWriter:
     def _open(self) -> None:
         try:
             self._db = self._opened()
+        except OSError as error:
+            self._trouble(f"the history cannot be opened ({error.strerror or error})")
         except sqlite3.DatabaseError as error:
             if isinstance(error, sqlite3.OperationalError) and "malformed" not in str(error):
                 self._trouble(f"the history cannot be opened ({error})")

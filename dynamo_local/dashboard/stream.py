@@ -37,7 +37,10 @@ class Event:
 
 def encoded(value: Json) -> str:
     """JSON on one line. `<` is escaped, so that a name is never markup, whatever reads it."""
-    text = json.dumps(finite(value), ensure_ascii=True, separators=(",", ":"), allow_nan=False, default=str)
+    try:
+        text = json.dumps(value, separators=(",", ":"), allow_nan=False, default=str)
+    except ValueError:  # rare: a walk through the value costs more than its encoding
+        text = json.dumps(finite(value), separators=(",", ":"), default=str)
     return text.replace("<", "\\u003c").replace(">", "\\u003e")
 
 
