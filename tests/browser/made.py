@@ -158,7 +158,13 @@ def made_state() -> Json:
 def made_marks(now_s: float) -> list[Json]:
     numbers = {"predicted": "14.2 requests/s", "capacity": "12.0", "would_change": "a forecast below 12.0 requests/s"}
     return [
-        mark(now_s - 240, "decision", "VllmWorker +1 (scale up)", rule="scale_up: forecast above capacity", detail=numbers),
+        mark(
+            now_s - 240,
+            "decision",
+            "VllmWorker +1 (scale up)",
+            rule="scale_up: forecast above capacity",
+            detail=numbers,
+        ),
         mark(
             now_s - 200,
             "held",
@@ -175,7 +181,13 @@ def made_marks(now_s: float) -> list[Json]:
             rule="gpu budget",
             detail={"free": 0, "would_change": "one free GPU"},
         ),
-        mark(now_s - 120, "crash", "dynamo_VllmWorker_2: ready to crashed", worker="dynamo_VllmWorker_2", reason="exit code 1"),
+        mark(
+            now_s - 120,
+            "crash",
+            "dynamo_VllmWorker_2: ready to crashed",
+            worker="dynamo_VllmWorker_2",
+            reason="exit code 1",
+        ),
         mark(now_s - 30, "drain", "dynamo_VllmWorker_1: ready to draining", worker="dynamo_VllmWorker_1"),
     ]
 
@@ -387,7 +399,7 @@ class MadeServer:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(("127.0.0.1", 0))
             self.port = sock.getsockname()[1]
-            config = uvicorn.Config(self._watched(build_app(page)), log_level="error", lifespan="off", ws="none")
+            config = uvicorn.Config(self._watched(build_app(page)), log_level="critical", lifespan="off", ws="none")
             self._server = uvicorn.Server(config)
             self._server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
             ticks = asyncio.create_task(self._tick())

@@ -42,7 +42,8 @@ class Package:
 
     @property
     def url(self) -> str:
-        return f"{os.environ.get('npm_config_registry', REGISTRY).rstrip('/')}/{self.name}/-/{self.name}-{self.version}.tgz"
+        registry = os.environ.get("NPM_CONFIG_REGISTRY", REGISTRY).rstrip("/")
+        return f"{registry}/{self.name}/-/{self.name}-{self.version}.tgz"
 
 
 PAGE = (
@@ -141,7 +142,9 @@ def main(words: list[str]) -> int:
     folder = chosen.tests or VENDOR
     if chosen.check:
         other = [name for name, content in files.items() if (folder / name).read_bytes() != content]
-        print("\n".join(f"{folder / name} is not as the registry has it" for name in other) or "as the registry has them")
+        print(
+            "\n".join(f"{folder / name} is not as the registry has it" for name in other) or "as the registry has them"
+        )
         return 1 if other else 0
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():

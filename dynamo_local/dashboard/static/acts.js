@@ -44,7 +44,7 @@ export function ActDialog({ target, onClose }) {
     const made = { act };
     if (ACTS[act].on === "worker") made.worker = target.worker;
     if (ACTS[act].on === "component") made.component = target.component;
-    if (ACTS[act].value) made.value = value;
+    if (ACTS[act].value) made.value = act === "scale" && /^\d+$/.test(value.trim()) ? `=${value.trim()}` : value.trim();
     return made;
   };
   const call = async (more, at) => {
@@ -112,7 +112,7 @@ export function WhatIf() {
     if (form.ttft) targets.ttft_ms = Number(form.ttft);
     if (form.itl) targets.itl_ms = Number(form.itl);
     try {
-      const { id } = await ask("api/whatif", { method: "POST", body: { hours: Number(form.hours), policy: form.policy || null, targets, fleet: form.fleet.trim() || null } });
+      const { id } = await ask("api/whatif", { method: "POST", body: { hours: Number(form.hours), policy: form.policy || null, targets, fleet: form.fleet.trim() ? form.fleet.split(",").map(Number) : null } });
       setRun({ id, state: "running" });
     } catch (problem) {
       setError(plain(problem.message, 500));
@@ -130,7 +130,7 @@ export function WhatIf() {
         <label class="field">Policy<select value=${form.policy} onChange=${set("policy")}>${POLICIES.map(([value, word]) => html`<option value=${value}>${word}</option>`)}</select></label>
         <label class="field">TTFT target, ms<input type="number" min="1" step="any" placeholder="as it is" value=${form.ttft} onInput=${set("ttft")} /></label>
         <label class="field">ITL target, ms<input type="number" min="0.1" step="any" placeholder="as it is" value=${form.itl} onInput=${set("itl")} /></label>
-        <label class="field">Fleet<input placeholder="as it is" maxlength="200" autocomplete="off" value=${form.fleet} onInput=${set("fleet")} /></label>
+        <label class="field">Fleet, prefill and decode workers<input placeholder="as it is, or 2, 3" pattern=" *[0-9]+ *, *[0-9]+ *" maxlength="200" autocomplete="off" value=${form.fleet} onInput=${set("fleet")} /></label>
         <div class="buttons"><button class="primary" disabled=${running}>Run</button>${running && html`<button type="button" onClick=${cancel}>Cancel</button>`}</div>
         ${error && html`<p class="note bad" role="alert">${error}</p>`}
       </form>`}

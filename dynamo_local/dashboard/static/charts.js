@@ -1,6 +1,6 @@
 // Time: one window for all charts, the marks above them, and a table of each.
 
-import { html, useState, useEffect, useRef, useLive, Panel } from "./ui.js";
+import { html, useState, useEffect, useRef, useMemo, useLive, Panel } from "./ui.js";
 import { live, on, ask, query } from "./live.js";
 import { MarkDetails, markSign, now } from "./panels.js";
 import { MISSING, plain, figure, clock, duration, name, zone } from "./words.js";
@@ -276,6 +276,8 @@ class Plot {
       },
     };
     this.plot = new uPlot(options, this.rows(), this.box);
+    this.plot.series.forEach((each) => Object.assign(each, { fullDash: each.dash, fullWidth: each.width }));
+    this.light = false;
     this.readout(this.plot);
   }
 
@@ -286,12 +288,23 @@ class Plot {
     if (!this.seen && performance.now() - this.timeline.touched < 400) { this.stale = true; return; }
     const wanted = this.chart.target ? live.state?.targets?.[this.chart.target] : undefined;
     if (this.keys().join() !== this.names || (typeof wanted === "number" ? wanted : undefined) !== this.target) { this.build(); return; }
+    this.lighten(performance.now() - this.timeline.touched < 250);
     this.plot.batch(() => {
       if (dataToo || this.stale) this.plot.setData(this.rows(), false);
       this.plot.setScale("x", { min: this.timeline.from, max: this.timeline.to });
     });
     this.stale = false;
     this.readout(this.plot);
+  }
+
+  /** Dashes and bands are most of a frame's cost without a GPU: a chart that moves is drawn with plain lines. */
+  lighten(moving) {
+    if (moving === this.light) return;
+    this.light = moving;
+    this.plot.series.forEach((each, at) => {
+      each.dash = moving ? [] : each.fullDash;
+      each.width = moving ? 1 : each.fullWidth;
+    });
   }
 
   /** Gaps and marks, under the lines. */
@@ -302,7 +315,7 @@ class Plot {
     const at = (seconds) => bbox.left + ((seconds - from) / (to - from)) * bbox.width;
     ctx.fillStyle = colour.gap;
     for (const gap of [...this.timeline.gaps, ...live.gaps]) {
-      const [left, right] = [Math.max(bbox.left, at(gap.from)), Math.min(bbox.left + bbox.width, at(gap.to))];
+      const [left, right] = [Math.max(bbox.left, at(gap.from)), Math.min(bbox.left + bbox.width, at(gap.to ?? now()))];
       if (right > left) ctx.fillRect(left, bbox.top, Math.max(1, right - left), bbox.height);
     }
     ctx.strokeStyle = colour.mark;
@@ -341,10 +354,16 @@ class Plot {
 const labelOf = (chart, key) => chart.series.find(([each]) => each === key)?.[1] ?? name(key.replace(/^workers_/, ""));
 
 function Table({ timeline, chart, keys }) {
+  const [, again] = useState(0);
+  useEffect(() => {
+    const listener = () => again((count) => count + 1);
+    timeline.listeners.add(listener);
+    return () => timeline.listeners.delete(listener);
+  }, []);
   const [times, ...columns] = rows(timeline, keys, chart.share ? 100 : 1);
   const inside = times.map((at, index) => [at, index]).filter(([at]) => at >= timeline.from && at <= timeline.to);
   const step = Math.max(1, Math.ceil(inside.length / TABLE_ROWS));
-  const chosen = inside.filter((_, index) => index % step === 0 || index === inside.length - 1).reverse();
+  const chosen = inside.filter(([, row], index) => index % step === 0 || index === inside.length - 1 || columns.every((column) => column[row] === null)).slice(-4 * TABLE_ROWS).reverse();
   return html`<div class="scroll table-view" tabindex="0" role="region" aria-label=${`${chart.title} as a table`}><table>
     <caption>${chart.title}, ${chart.unit}; each ${step === 1 ? "" : `${step}th `}point of ${duration(timeline.step)}</caption>
     <thead><tr><th scope="col">Time</th>${keys.map((key) => html`<th scope="col">${labelOf(chart, key)}</th>`)}</tr></thead>
@@ -361,14 +380,14 @@ function Chart({ timeline, chart }) {
     const made = new Plot(timeline, chart, box.current, {});
     plot.current = made;
     timeline.plots.set(chart.id, made);
-    setNames(made.names);
-    const listener = () => { if (made.names !== plot.named) { plot.named = made.names; setNames(made.names); } };
+    const listener = () => setNames(`${made.names} ${made.target ?? ""}`);
+    listener();
     timeline.listeners.add(listener);
     const ends = gestures(timeline, box.current);
     return () => { ends(); timeline.listeners.delete(listener); timeline.plots.delete(chart.id); made.end(); };
   }, []);
   useEffect(() => { plot.current.legend = legend.current; plot.current.readout(plot.current.plot); });
-  const keys = names ? names.split(",") : [];
+  const keys = names ? names.split(" ")[0].split(",") : [];
   return html`<figure class=${chart.wide ? "chart wide" : "chart"} aria-labelledby=${`chart-${chart.id}`}>
     <figcaption><h3 id=${`chart-${chart.id}`}>${chart.title} <span class="quiet">${chart.unit}</span></h3>
       <button aria-pressed=${asTable} onClick=${() => setAsTable(!asTable)} aria-label=${`${chart.title} as a table`}>Table</button></figcaption>
@@ -489,9 +508,11 @@ export function Time() {
     timeline.look(now(), timeline.span, true);
     return () => { timeline.listeners.delete(listener); ends.forEach((end) => end()); };
   }, []);
+  // The same tree each time: a chart draws itself, so that a frame of a pan costs no diff of eight charts.
+  const charts = useMemo(() => html`<div class="charts">${CHARTS.map((chart) => html`<${Chart} key=${chart.id} timeline=${timeline} chart=${chart} />`)}</div>`, []);
   const groups = grouped(timeline);
   timeline.lane = groups;
-  const gone = timeline.gaps.filter((gap) => gap.to > timeline.from && gap.from < timeline.to);
+  const gone = [...timeline.gaps, ...live.gaps].filter((gap, at, all) => all.findIndex((each) => each.from === gap.from) === at && (gap.to ?? Infinity) > timeline.from && gap.from < timeline.to);
   return html`<${Panel} id="time" title="Time" wide aside=${html`<div class="tabs" role="group" aria-label="Window">
       ${SPANS.map(([word, span]) => html`<button aria-pressed=${Math.abs(timeline.span - span) < 1} onClick=${() => timeline.look(timeline.follow ? now() : timeline.to, span, timeline.follow)}>${word}</button>`)}
       <button aria-label="Earlier" onClick=${() => timeline.pan(-timeline.span / 2)}>◀</button>
@@ -503,6 +524,6 @@ export function Time() {
       ${gone.length > 0 && html` · <span class="warn">${gone.length === 1 ? "one gap" : `${gone.length} gaps`}: ${plain(gone.at(-1).why, 120)}</span>`}
       ${timeline.error && html` · <span class="bad" role="alert">history: ${timeline.error}</span>`}</p>
     <${Marks} timeline=${timeline} groups=${groups} />
-    <div class="charts">${CHARTS.map((chart) => html`<${Chart} key=${chart.id} timeline=${timeline} chart=${chart} />`)}</div>
+    ${charts}
   <//>`;
 }

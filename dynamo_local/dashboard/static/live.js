@@ -107,7 +107,8 @@ export function take(kind, value) {
     live.requests = bounded([...live.requests, value], REQUESTS_MAX);
     tell("request");
   } else if (kind === "gap") {
-    live.gaps = bounded([...live.gaps, value], MARKS_MAX);
+    // A gap that ends comes again, with its end.
+    live.gaps = bounded([...live.gaps.filter((gap) => gap.from !== value.from), value], MARKS_MAX);
     tell("gap");
   }
 }
