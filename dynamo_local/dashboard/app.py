@@ -50,7 +50,7 @@ HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What the routes share."""
+    """The parts that the routes share."""
 
     namespace: str
     collector: Collector

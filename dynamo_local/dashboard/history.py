@@ -114,7 +114,7 @@ class HistoryWriter:
     def __init__(self, path: Path, bytes_max: int = BYTES_MAX) -> None:
         self.path = path
         self.note: str | None = None
-        """What is wrong with the history, for people."""
+        """The history's trouble, for people. None: there is none."""
         self._bytes_max = bytes_max
         self._levels = Levels()
         self._ids: dict[str, int] = {}

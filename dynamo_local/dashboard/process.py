@@ -88,7 +88,7 @@ def password_of(path: str | None) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--password-file {path} cannot be read: {error}") from None
     if len(text) < 8:
-        raise ConfigError(f"--password-file {path}: the password has {len(text)} characters; it needs 8")
+        raise ConfigError(f"--password-file {path}: a password has at least 8 characters, this one {len(text)}")
     return text
 
 
@@ -102,7 +102,7 @@ class DashboardProcess:
         self.collector = Collector(
             paths, history=settings.history, devices=Devices().look, on_new_run=self.sessions.clear
         )
-        self._whatifs = WhatIfs(paths)
+        self._whatifs = WhatIfs(self.collector)
         self._server: HttpServer | None = None
         self._stop = asyncio.Event()
 
@@ -212,7 +212,7 @@ class Devices:
         self._tried = False
 
     def look(self) -> dict[str, Any]:
-        """By UUID."""
+        """Memory, use and processes of each device, by UUID."""
         if not self._tried:
             self._tried = True
             with contextlib.suppress(Exception):

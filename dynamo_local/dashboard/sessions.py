@@ -1,4 +1,4 @@
-"""Who may see the page: one-time codes, cookies, tokens, and the rules for `Host` and `Origin`. Time is an argument.
+"""Access to the page: one-time codes, cookies, tokens, and the rules for `Host` and `Origin`. Time is an argument.
 
 A code stands in the fragment of the page's URL, which browsers never send. The page exchanges it for a cookie.
 """

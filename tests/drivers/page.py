@@ -52,6 +52,15 @@ class Viewer:
         assert status == 200, body
         return body
 
+    def raw(self, path: str) -> bytes:
+        """The answer's bytes."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=TIMEOUT_S)
+        try:
+            connection.request("GET", path, headers=self._headers)
+            return connection.getresponse().read()
+        finally:
+            connection.close()
+
     def act(self, **body: Any) -> Any:
         status, answer, _ = self.ask("POST", "/api/acts", body)
         assert status == 200, answer

@@ -85,24 +85,34 @@ async def test_a_request_is_shown_with_its_phases_and_no_text(served: Served, vi
     assert "secret" not in json.dumps(request)
 
 
-def test_a_hostile_request_id_comes_through_as_text(served: Served, viewer: Viewer) -> None:
-    name = "</script><img/src=x/onerror=alert(1)>"
-    body = json.dumps({"model": "none</script>", "messages": []}).encode()
-    import urllib.error
-    import urllib.request
+def test_a_what_if_stands_beside_what_happened(viewer: Viewer) -> None:
+    status, begun, _ = viewer.ask("POST", "/api/whatif", {"fleet": [1, 1], "targets": {"ttft_ms": 400}})
+    assert status == 202, begun
+    path = f"/api/whatif/{begun['id']}"
+    until(lambda: viewer.get(path)["state"] != "running")
+    answer = viewer.get(path)
+    assert answer["state"] == "done", answer
+    assert answer["result"]["requests"] == answer["beside"]["requests"]
+    for body in ({}, {"policy": "none"}, {"fleet": [1]}, {"fleet": [1, 1], "hours": 1e9}, {"fleet": ["--x", 1]}):
+        assert viewer.ask("POST", "/api/whatif", body)[0] == 400
 
-    request = urllib.request.Request(
-        f"{served.url}/v1/chat/completions", body, {"content-type": "application/json", "x-request-id": name}
-    )
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(request, timeout=10)
-    refused.value.close()
-    _, answer, headers = viewer.ask("GET", "/api/logs/%3C/script%3E")
-    assert "error" in answer
-    assert headers["x-content-type-options"] == "nosniff"
-    log = viewer.get(f"/api/logs/{served.namespace}_Frontend")
+
+async def test_a_hostile_request_id_comes_through_as_text(served: Served, viewer: Viewer) -> None:
+    name = "</script><img/src=x/onerror=alert(1)>"
+    await asyncio.to_thread(viewer.follow)
+    async with served.client() as client:
+        await client.chat.completions.create(**asking("hello", 5), extra_headers={"x-request-id": name})
+    shown = await asyncio.to_thread(viewer.await_event, "request", lambda request: request["id"] == name)
+    assert shown["tokens"] == 5
+    assert b"<img" not in viewer.raw("/api/requests")
+
+
+def test_a_log_is_read_from_where_it_was_left(served: Served, viewer: Viewer) -> None:
+    assert viewer.ask("GET", "/api/logs/..%2F..%2Fetc%2Fpasswd")[0] == 404
+    path = f"/api/logs/{served.namespace}_Frontend"
+    log = viewer.get(path)
     assert log["lines"]
-    assert viewer.get(f"/api/logs/{served.namespace}_Frontend?after={log['offset']}")["offset"] >= log["offset"]
+    assert viewer.get(f"{path}?after={log['offset']}")["offset"] >= log["offset"]
 
 
 def test_strangers_see_nothing(served: Served, viewer: Viewer) -> None:

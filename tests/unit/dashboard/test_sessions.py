@@ -1,4 +1,4 @@
-"""Who may see the page, by the rules alone."""
+"""The rules of access to the page: codes, sessions, tokens, `Host` and `Origin`."""
 
 from __future__ import annotations
 
