@@ -21,7 +21,7 @@ LONG_MS = 60_000
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with Served("--Host.dashboard=0").started() as graph:
+    with Served("--Processor.migration-limit=0", "--Host.dashboard=0").started() as graph:
         yield graph
 
 

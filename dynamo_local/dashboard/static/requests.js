@@ -24,7 +24,7 @@ function Waterfall({ request, longest }) {
   </span>`;
 }
 
-const good = (outcome) => /^(ok|completed|complete|done|success|finished|stop|length)/i.test(outcome ?? "");
+const good = (outcome) => ["success", "completed"].includes(outcome);
 
 function Request({ request, longest }) {
   const [open, setOpen] = useState(false);
@@ -43,7 +43,7 @@ function Request({ request, longest }) {
         ${[["model", name(request.model)], ["prefill on", name(request.prefill_worker)], ["decode on", name(request.worker)],
           ["prompt", `${number(request.prompt_tokens)} tokens`], ["cached", `${number(request.cached_tokens)} tokens`], ["answer", `${number(request.tokens)} tokens`],
           ["TTFT", duration(request.ttft_s)], ["ITL", duration(request.itl_s)], ["total", duration(request.total_s)],
-          ["missed", request.missed?.length ? request.missed.map((each) => plain(each, 40)).join(", ") : "nothing"]].map(
+          ["missed", Array.isArray(request.missed) ? request.missed.map((each) => plain(each, 40)).join(", ") || "nothing" : MISSING]].map(
           ([key, value]) => html`<div><dt>${key}</dt><dd>${value}</dd></div>`)}
       </dl>
       <table class="phases"><caption class="sr">Phases of ${name(request.id)}</caption><thead><tr><th scope="col">Phase</th><th scope="col">Time</th><th scope="col">Worker</th></tr></thead>
