@@ -33,7 +33,7 @@ from dynamo_local.system.paths import Paths
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
-LOGS_S = 0.2
+LOGS_S = 0.25
 ANSWER_S = 3.0
 GAP_AFTER_S = 2.5
 """The arbiter did not answer for so long: that is a gap."""

@@ -6,7 +6,7 @@ Missing is None and never 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from dynamo_local.core.fleet.states import traits_of
@@ -98,6 +98,7 @@ def _is_trouble(worker: Json) -> bool:
 
 def _gpu(gpu: Json, workers: Mapping[str, Json], device: Json) -> Json:
     worker = workers.get(str(gpu.get("worker")))
+    ours = {each.get("pid") for each in workers.values()}
     drain = (worker or {}).get("drain") or {}
     return {
         "uuid": gpu["uuid"],
@@ -111,13 +112,22 @@ def _gpu(gpu: Json, workers: Mapping[str, Json], device: Json) -> Json:
         "worker_state": (worker or {}).get("state"),
         "reason": cut(gpu.get("reason")),
         "sleepers": gpu.get("sleepers") or [],
-        "strangers": device.get("strangers") or [],
+        "strangers": strangers(device, ours),
         "allocated": device.get("allocated"),
         "used": device.get("used"),
         "total": device.get("total"),
         "utilisation": device.get("utilisation"),
         "drain_left_s": drain.get("eta_s") if drain.get("eta_s") is not None else drain.get("deadline_s"),
     }
+
+
+def strangers(device: Json, ours: Collection[int | None]) -> list[Json]:
+    """The device's processes that are none of ours. A worker's engine is in the worker's session."""
+    return [
+        {"pid": each["pid"], "name": cut(each["name"], 200), "bytes": each["bytes"]}
+        for each in device.get("processes") or ()
+        if each["pid"] not in ours and each.get("session") not in ours
+    ]
 
 
 def _targets(graph: Json) -> Json:

@@ -241,11 +241,23 @@ class Devices:
                 "processes": []
                 if isinstance(device.processes, Missing)
                 else [
-                    {"pid": each.pid, "name": each.name, "bytes": _known(each.memory_bytes)}
+                    {
+                        "pid": each.pid,
+                        "session": _session(each.pid),
+                        "name": each.name,
+                        "bytes": _known(each.memory_bytes),
+                    }
                     for each in device.processes
                 ],
             }
         return found
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return None
 
 
 def _known(value: Any) -> Any:

@@ -85,11 +85,14 @@ async def test_a_request_is_shown_with_its_phases_and_no_text(served: Served, vi
     assert "secret" not in json.dumps(request)
 
 
-def test_a_what_if_stands_beside_what_happened(viewer: Viewer) -> None:
+async def test_a_what_if_stands_beside_what_happened(served: Served, viewer: Viewer) -> None:
+    async with served.client() as client:
+        await client.chat.completions.create(**asking("what if", 5), extra_headers={"x-request-id": "what-if"})
+    await asyncio.to_thread(until, lambda: viewer.get("/api/requests?id=what-if")["requests"])
     status, begun, _ = viewer.ask("POST", "/api/whatif", {"fleet": [1, 1], "targets": {"ttft_ms": 400}})
     assert status == 202, begun
     path = f"/api/whatif/{begun['id']}"
-    until(lambda: viewer.get(path)["state"] != "running")
+    await asyncio.to_thread(until, lambda: viewer.get(path)["state"] != "running")
     answer = viewer.get(path)
     assert answer["state"] == "done", answer
     assert answer["result"]["requests"] == answer["beside"]["requests"]

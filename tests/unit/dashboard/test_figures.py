@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynamo_local.dashboard.figures import TEXT_MAX, event_mark, percentile, point_of, state_of, verdict
+from dynamo_local.dashboard.figures import TEXT_MAX, event_mark, percentile, point_of, state_of, strangers, verdict
 
 
 def worker(name: str = "dynamo_VllmWorker", state: str = "ready", **more: Any) -> dict[str, Any]:
@@ -69,6 +69,16 @@ def test_what_is_unknown_is_null() -> None:
     assert point["running"] is None
     assert point["waiting"] is None
     assert point["gpus_used"] is None
+
+
+def test_a_strangers_process_is_named_and_ours_are_not() -> None:
+    processes = [
+        {"pid": 7, "session": 7, "name": "worker", "bytes": 1},
+        {"pid": 8, "session": 7, "name": "its engine", "bytes": 2},
+        {"pid": 9, "session": 9, "name": "</script>", "bytes": None},
+    ]
+    assert strangers({"processes": processes}, {7, None}) == [{"pid": 9, "name": "</script>", "bytes": None}]
+    assert strangers({}, {7}) == []
 
 
 def test_no_values_have_no_percentile() -> None:
