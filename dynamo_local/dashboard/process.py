@@ -24,6 +24,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from dynamo_local.components.openai.server import HttpServer, PrivateServer, Tls, bind_socket
+from dynamo_local.core.gpus import GpuProcess
 from dynamo_local.core.types import Missing
 from dynamo_local.dashboard import sessions as rules
 from dynamo_local.dashboard.acts import Acts
@@ -238,19 +239,17 @@ class Devices:
                 "used": _known(device.memory_used_bytes),
                 "total": _known(device.memory_total_bytes),
                 "utilisation": None if isinstance(rates, Missing) else rates.gpu / 100,
-                "processes": []
-                if isinstance(device.processes, Missing)
-                else [
-                    {
-                        "pid": each.pid,
-                        "session": _session(each.pid),
-                        "name": each.name,
-                        "bytes": _known(each.memory_bytes),
-                    }
+                "processes": [] if isinstance(device.processes, Missing) else list(map(_process, device.processes)),
+            }
                     for each in device.processes
                 ],
             }
         return found
+
+
+def _process(found: GpuProcess) -> dict[str, Any]:
+    memory = _known(found.memory_bytes)
+    return {"pid": found.pid, "session": _session(found.pid), "name": found.name, "bytes": memory}
 
 
 def _session(pid: int) -> int | None:
