@@ -241,9 +241,6 @@ class Devices:
                 "utilisation": None if isinstance(rates, Missing) else rates.gpu / 100,
                 "processes": [] if isinstance(device.processes, Missing) else list(map(_process, device.processes)),
             }
-                    for each in device.processes
-                ],
-            }
         return found
 
 
