@@ -1,4 +1,4 @@
-"""One Chromium for a run, and a page of its own for each test. What a page logs as an error fails its test."""
+"""One Chromium for a run, and a page of its own for each test. An error that a page logs fails its test."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ class MadeRequests:
 
 
 class MadeCollector:
-    """What the routes ask of a collector, from memory."""
+    """A collector for the routes, in memory."""
 
     def __init__(self) -> None:
         now_s = time.time()

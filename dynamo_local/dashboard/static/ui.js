@@ -42,7 +42,7 @@ const KINDS = [
   [/^(ready|running|serving|active|ok|registered|held|in use)/i, "good"],
   [/^(start|drain|flip|wak|prewarm|loading|restart|stopping|retir|prepar)/i, "busy"],
   [/^(sleep|asleep|idle|free|parked|stopped)/i, "idle"],
-  [/^(crash|fail|dead|quarantin|lost|gone|kill|broken|refus|fault|timed)/i, "bad"],
+  [/^(crash|fail|dead|quarantin|stranger|lost|gone|kill|broken|refus|fault|timed)/i, "bad"],
 ];
 
 export const kindOf = (state) => KINDS.find(([words]) => words.test(state ?? ""))?.[1] ?? "unknown";
