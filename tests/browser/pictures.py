@@ -36,7 +36,8 @@ def main(folder: Path) -> None:
             page.get_by_role("button", name="1 h").click()
             page.wait_for_selector(".window:has-text('1 h 0 min')")
             page.get_by_role("button", name="5 min").click()
-            page.locator(".lane button").nth(2).click()
+            page.wait_for_selector(".window:has-text('5 min 0 s')")
+            page.get_by_role("button", name="VllmWorker +1 (scale up)").nth(1).click()
             page.wait_for_selector(".mark-details")
             return page
 

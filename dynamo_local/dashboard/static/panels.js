@@ -60,9 +60,9 @@ function Gpu({ gpu }) {
   const strangers = gpu.strangers ?? [];
   return html`<li class="gpu">
     <div class="gpu-head"><b>GPU ${gpu.index ?? MISSING}</b><span class="quiet clip" title=${name(gpu.name)}>${name(gpu.name)}</span></div>
-    <div class="gpu-who"><${State} value=${name(gpu.state ?? (held ? "in use" : "free"))} />
-      ${held && html`<span class="clip" title=${held}>${held}</span>`}</div>
-    <div class="quiet clip">${gpu.role ? name(gpu.role) : ""}${gpu.role && gpu.model ? " · " : ""}${gpu.model ? name(gpu.model) : ""}</div>
+    <div class="gpu-who"><${State} value=${name(gpu.state ?? (held ? "in use" : "free"))} /></div>
+    ${held && html`<div class="break">${held}</div>`}
+    <div class="quiet break">${gpu.role ? name(gpu.role) : ""}${gpu.role && gpu.model ? " · " : ""}${gpu.model ? name(gpu.model) : ""}</div>
     <${Bar} value=${part} label="Memory" text=${`${bytes(memory)} of ${bytes(gpu.total)}`} />
     <${Bar} value=${gpu.utilisation} label="Utilisation" text=${`${share(gpu.utilisation)} busy`} />
     ${typeof gpu.allocated === "number" && gpu.used !== gpu.allocated && html`<div class="quiet">allocated ${bytes(gpu.allocated)}</div>`}
