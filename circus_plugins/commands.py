@@ -23,6 +23,8 @@ from dynamo_local.core.fleet import events as fleet
 from dynamo_local.errors import DynamoError
 
 VICTIM_POLICY = ("", "victim_policy", None, "highest-suffix, least-loaded or coldest")
+WOULD = "would"
+"""With this property a command changes nothing. Its answer says what it would do."""
 FORCE = ("", "force", False, "even if it leaves the role without a ready worker")
 
 
@@ -106,7 +108,10 @@ class _FleetCommand:
     async def _run(self, arbiter: Any, props: Any) -> dict[str, Any]:
         names = (*self.arguments, *(option[1] for option in self.options))
         command = parsed(self.record, props, names, new_stimulus_id(self.name.removeprefix("dynamo_")))
-        return {**await supervisor_of(arbiter).run(command), "stimulus_id": command.stimulus_id}
+        supervisor = supervisor_of(arbiter)
+        if props.get(WOULD) is True:
+            return await supervisor.would(command)
+        return {**await supervisor.run(command), "stimulus_id": command.stimulus_id}
 
 
 class DynamoScale(_FleetCommand, Command):  # type: ignore[misc]

@@ -22,7 +22,7 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 STAGED = ROOT / "build" / "pages"
 TOP = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-ASSETS = (".svg", ".png", ".service")
+ASSETS = (".svg", ".png", ".webp", ".service")
 LINK = re.compile(r"(?P<before>\]\()(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?(?P<after>\))")
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 

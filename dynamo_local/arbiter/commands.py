@@ -25,6 +25,7 @@ from dynamo_local.core.fleet.events import (
     Sleep,
     Wake,
 )
+from dynamo_local.core.fleet.fleet import Fleet
 from dynamo_local.core.fleet.moves import Answer, Move, MoveKind
 from dynamo_local.errors import DrainNotCancellable, DynamoError, FlipNotCancellable, NotEnoughGpus, TimedOut
 from dynamo_local.system.gpu_pool import GpuSample
@@ -99,6 +100,22 @@ class Commands:
                 return self._of_plan(command, await self._carried_out(command))
         raise TypeError(f"{command.kind} is not answered here")
 
+    async def would(self, command: Command) -> dict[str, Any]:
+        """The answer that the command would get now. Nothing is changed. Raises its refusal."""
+        if isinstance(command, NEED_GPUS):
+            await self.refresh_gpus(command.stimulus_id)
+        fleet, answer = self._controller.would(command)
+        match command:
+            case Scale():
+                return self._of_component(command.component, answer.moves, fleet)
+            case Drain() | Sleep() | Wake() | Flip():
+                found = self._controller.fleet.find(command.name)
+                name = command.name if found is None else found.name
+                return self._of_one(name, answer.moves, fleet, flips=isinstance(command, Flip))
+            case Restart():
+                return self._of_plan(command, answer)
+        raise DynamoError(f"{command.kind} has no dry run")
+
     async def _carried_out(self, command: Command) -> Answer:
         looks = isinstance(command, NEED_GPUS)
         answer = await (self._on_a_fresh_look(command) if looks else self.committed(command))
@@ -109,17 +126,19 @@ class Commands:
 
     # --- answers ---------------------------------------------------------------------------------
 
-    def _of_component(self, component: str, moves: Iterable[Move]) -> dict[str, Any]:
-        fleet = self._controller.fleet
+    def _of_component(self, component: str, moves: Iterable[Move], fleet: Fleet | None = None) -> dict[str, Any]:
+        now = self._controller.fleet
         return {
             "component": component,
             "instructions": as_json(moves),
-            "ready": len(fleet.ready(component)),
-            "target": fleet.capacity(component),
+            "ready": len(now.ready(component)),
+            "target": (fleet or now).capacity(component),
         }
 
-    def _of_one(self, name: str, moves: Sequence[Move], *, flips: bool = False) -> dict[str, Any]:
-        worker = self._controller.fleet.workers.get(name)
+    def _of_one(
+        self, name: str, moves: Sequence[Move], fleet: Fleet | None = None, *, flips: bool = False
+    ) -> dict[str, Any]:
+        worker = (fleet or self._controller.fleet).workers.get(name)
         answer: dict[str, Any] = {"watcher_name": name, "state": "removed" if worker is None else str(worker.state)}
         if flips:
             target = None if worker is None else worker.flip

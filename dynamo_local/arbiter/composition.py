@@ -16,6 +16,7 @@ from dynamo_local.arbiter import leftovers
 from dynamo_local.arbiter.arbiter_effects import ArbiterEffects
 from dynamo_local.arbiter.commands import Commands
 from dynamo_local.arbiter.controller import FleetController, Waiting
+from dynamo_local.arbiter.dashboard import DashboardProcess
 from dynamo_local.arbiter.deployment import Deployment, Launcher
 from dynamo_local.arbiter.event_log import EventLog, EventRecorder, event_log_path, server_record
 from dynamo_local.arbiter.exporter import Exporter, Place
@@ -81,6 +82,7 @@ class Parts:
     control_api: ControlApi
     runtime_folder: RuntimeFolder
     views: PlannerViews
+    dashboard: DashboardProcess
     prewarmed: PrewarmedPool
     lead_times: RunLeadTimes
 
@@ -156,6 +158,7 @@ def compose(
         control_api=control_api,
         runtime_folder=RuntimeFolder(deployment.paths, [host, exporter, control_api], servers, clock, base.notes.tell),
         views=_views(base, planning, exporter),
+        dashboard=DashboardProcess(deployment.paths, deployment.settings, clock),
         prewarmed=prewarmed,
         lead_times=lead_times,
     )

@@ -124,6 +124,11 @@ class FleetController:
         self._adopt(event, fleet, effects, answer, committed)
         return answer
 
+    def would(self, command: Event) -> tuple[Fleet, Answer]:
+        """The fleet after the command, and its answer, if it were given now. Nothing changes. Raises its refusal."""
+        fleet, _, answer = step(self.fleet, command, self._clock.now_s())
+        return fleet, answer
+
     def tick(self) -> None:
         """Time has passed (`EffectRunner.wake_at` asked for this call)."""
         now_s = self._clock.now_s()

@@ -51,6 +51,8 @@ class Settings:
     metrics_port: int = 0
     metrics_socket: bool = False
     metrics_api_key: str | None = None
+    dashboard: int | None = None
+    history: bool = False
     spares: int = 0
 
 

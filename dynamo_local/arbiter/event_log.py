@@ -172,13 +172,14 @@ def _by_worker(effects: Sequence[Effect]) -> dict[str, list[str]]:
 
 
 class EventTail:
-    """Events and asides as they come, from after `since_seq`.
+    """Events and asides as they come, from after `since_seq`. With other `kinds`: the records of another log.
 
     Survives rotation, a half-written last line and a deleted file.
     """
 
-    def __init__(self, path: Path, since_seq: int) -> None:
+    def __init__(self, path: Path, since_seq: int, kinds: jsonl.Kinds = KINDS) -> None:
         self._path = path
+        self._kinds = kinds
         self._seq = since_seq
         self._inode: int | None = None
         self._offset = 0
@@ -198,14 +199,14 @@ class EventTail:
             return []
         self._offset += len(block)
         *lines, self._rest = (self._rest + block).split(b"\n")
-        return missed + self._new(record for line in lines if (record := parsed(line, KINDS)) is not None)
+        return missed + self._new(record for line in lines if (record := parsed(line, self._kinds)) is not None)
 
     def _missed(self, inode: int) -> list[Record]:
         """The file was rotated or truncated. Read the events since then, also from rotated files."""
         self._inode, self._offset, self._rest = inode, 0, b""
-        if any(record["seq"] < self._seq for record in read(self._path, last=1, asides=True)):
+        if any(record["seq"] < self._seq for record in jsonl.read(self._path, self._kinds, last=1)):
             self._seq = 0  # somebody deleted the log, and an arbiter counts from 1 again
-        return self._new(read(self._path, since_seq=self._seq, asides=True))
+        return self._new(jsonl.read(self._path, self._kinds, since_seq=self._seq))
 
     def _new(self, records: Iterable[Record]) -> list[Record]:
         found = []

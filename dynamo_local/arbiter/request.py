@@ -215,6 +215,8 @@ def _settings(options: ServeOptions, config: Config, environ: Mapping[str, str])
         metrics_port=config.host.metrics_port,
         metrics_socket=config.host.metrics_socket,
         metrics_api_key=config.host.metrics_api_key,
+        dashboard=config.host.dashboard,
+        history=config.host.history,
         spares=config.host.spares,
     )
 

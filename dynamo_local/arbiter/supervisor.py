@@ -126,6 +126,11 @@ class Supervisor:
             return await self._applying.apply(command)
         return await self.parts.commands.run(command)
 
+    async def would(self, command: Command) -> dict[str, Any]:
+        """The answer that the command would get. Nothing changes. Raises as `run` does."""
+        self._check_running()
+        return await self.parts.commands.would(command)
+
     def planner(self) -> ArbiterPlanner:
         """The planner, for the `dynamo planner` commands."""
         self._check_running()
@@ -154,6 +159,8 @@ class Supervisor:
         await (self._start_anew() if found is None else self._take_back(found))
         self.state = "ready"
         parts.prewarmed.begin(parts.tasks)
+        if parts.dashboard.wanted:
+            parts.tasks.keep("the page's process", parts.dashboard.run)
         await self._follow()
         await parts.planning.begin(
             starts=self.deployment.load_planner_flag if self.following is None else False,
@@ -394,6 +401,7 @@ class Supervisor:
             await parts.host.forget(name)
         await parts.system.end_what_is_left()
         await parts.servers.stop()
+        await parts.dashboard.stop()
         await parts.control_api.stop()
         await parts.views.reports.close()
         await parts.exporter.stop()

@@ -19,6 +19,8 @@ COMMANDS = {
     "ls": ("dynamo_local.cli.ls:ls", "List your graphs on this host."),
     "status": ("dynamo_local.cli.status:status", "Show the graph's workers."),
     "top": ("dynamo_local.cli.top:top", "Watch GPUs, workers, drains and the planner, live."),
+    "dashboard": ("dynamo_local.dashboard.commands:dashboard", "Serve a page that shows the graph, live and past."),
+    "history": ("dynamo_local.dashboard.commands:history", "Print the recorded history as a table, JSON or CSV."),
     "scale": ("dynamo_local.cli.workers:scale", "Add workers, or let some finish and leave."),
     "drain": ("dynamo_local.cli.workers:drain", "Let one worker finish and leave, or take that back."),
     "flip": ("dynamo_local.cli.workers:flip", "Have a prefill worker decode, or the other way round."),

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypedDict
 
 import click
 import msgspec
@@ -44,6 +44,25 @@ from dynamo_local.errors import BadInput
 from dynamo_local.profile.document import Document
 
 
+class Gap(TypedDict):
+    """A time without points. Times are seconds since 1970."""
+
+    began: float
+    ended: float | None
+    why: str | None
+
+
+class History(TypedDict):
+    """`dynamo history`: points of one step, column by column. `t` has their times. Null is unknown, never 0."""
+
+    began: float
+    ended: float
+    step_s: int
+    columns: dict[str, list[float | None]]
+    gaps: list[Gap]
+    bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """One answer: the command that gives it, and its record. `lines`: each line is such an object."""
@@ -63,6 +82,7 @@ ANSWERS: Mapping[str, Answer] = {
     "events": Answer("events", EventLine, lines=True),
     "export.kubernetes": Answer("export kubernetes", Exported),
     "flip": Answer("flip", Flipped),
+    "history": Answer("history", History),
     "import": Answer("import", Imported),
     "ls": Answer("ls", list[Run]),
     "plan": Answer("plan", Planned),

@@ -78,6 +78,7 @@ class Frontend:
             page=port.page,
             clock=clock,
             recorder=serving.recorder(context, settings, clock),
+            page_feed=serving.page_feed(context, settings, clock),
         )
         await serving.start(context, deps, create_app(deps), adapters)
 

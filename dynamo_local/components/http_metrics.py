@@ -137,6 +137,8 @@ class EndedRequest:
     phases: Phases | None
     gone: bool
     trace: dict[str, Any] | None
+    worker: int | None = None
+    """The instance that decoded it."""
 
 
 class RequestObserver:
@@ -160,6 +162,7 @@ class RequestObserver:
         self._cached_tokens: int | None = None
         self._kv_hit_rate: float | None = None
         self._trace: dict[str, Any] | None = None
+        self._worker: int | None = None
         self.migrations = 0
         """How often the answer went on at another worker."""
         series.inflight.inc()
@@ -218,6 +221,10 @@ class RequestObserver:
         """The Processor names the prompt's blocks and the worker: `hashes` and `worker`."""
         self._trace = trace
 
+    def on_worker(self, worker: int) -> None:
+        """The Processor names the instance that gave the last token."""
+        self._worker = worker
+
     def ended_request(self) -> EndedRequest:
         """The facts so far."""
         ttft_s = None if self._first_s is None else self._first_s - self._started_s
@@ -232,6 +239,7 @@ class RequestObserver:
             self._phases,
             self._gone,
             self._trace,
+            self._worker,
         )
 
     def gone(self) -> None:

@@ -148,6 +148,10 @@ class HostConfig(BaseModel):
     spares: Annotated[int, Field(ge=0, le=64)] = 0
     """Processes that have an engine's modules imported, and become any worker of it; so many for each engine and
     environment of the graph (docs/actuators.md)."""
+    dashboard: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Serve the page on this port of 127.0.0.1 (docs/dashboard.md). 0: any free one. None: no page."""
+    history: bool = False
+    """Record the history without a page, too. A page always records it."""
     circusd: Annotated[CircusdConfig | None, BeforeValidator(_underscored)] = None
     """Read by `[plugin:dynamo]` of a `circus.ini` only."""
 

@@ -24,6 +24,8 @@ from dynamo_local.system.host_errors import telling
 IPC_PATH_MAX = 107
 """Longest path of a unix socket, bytes (`sun_path` of sockaddr_un, with its final zero)."""
 
+REQUESTS_SOCKET = "req.sock"
+
 
 def check_namespace(namespace: str) -> str:
     """The namespace, if it is fit for file names, watcher names and NATS subjects; else `ConfigError`."""
@@ -129,6 +131,16 @@ class Paths:
     def planner_socket(self) -> Path:
         """The planner's control API. Its path is not longer than that of `control_socket`, whose length is checked."""
         return self.runtime / "api.sock"
+
+    @property
+    def page_socket(self) -> Path:
+        """Where the page's process makes new links."""
+        return self.runtime / "page.sock"
+
+    @property
+    def requests_socket(self) -> Path:
+        """Where the page's process takes ended requests from Frontends."""
+        return self.runtime / REQUESTS_SOCKET
 
     @property
     def circus_endpoint(self) -> str:

@@ -84,10 +84,10 @@ def test_no_package_imports_itself_in_a_circle(imported: dict[str, set[str]]) ->
     assert circles(packages) == []
 
 
-def test_there_are_at_most_fifteen_packages_in_six_layers() -> None:
+def test_there_are_at_most_sixteen_packages_in_six_layers() -> None:
     """`state` and `circus_plugins` are links to folders at the top level, which the design card names."""
     folders = [path for path in (ROOT / "dynamo_local").iterdir() if (path / "__init__.py").is_file()]
-    assert len([folder for folder in folders if not folder.is_symlink()]) <= 15
+    assert len([folder for folder in folders if not folder.is_symlink()]) <= 16
     assert layers(ROOT) <= 6
 
 

@@ -56,6 +56,7 @@ class ProxyFrontend:
             page=port.page,
             clock=clock,
             recorder=self._serving.recorder(context, settings, clock),
+            page_feed=self._serving.page_feed(context, settings, clock),
         )
         await self._serving.start(context, deps, create_app(deps), prefilling)
 

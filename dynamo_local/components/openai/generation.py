@@ -361,6 +361,8 @@ class GenerationProgress:
                 self._on_finish(finish_reason, item.get("usage"))
                 if (trace := item.get("trace")) is not None:
                     self._observer.on_trace(trace)
+                if (worker := item.get("worker")) is not None:
+                    self._observer.on_worker(worker)
         if tokens:
             self._tokens += tokens
             self._observer.on_tokens(tokens, self._now_s())

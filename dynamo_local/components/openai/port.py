@@ -32,7 +32,7 @@ from dynamo_local.clock import Clock
 from dynamo_local.components.http_metrics import PREFIX, HttpMetrics
 from dynamo_local.components.models_view import ModelsView
 from dynamo_local.components.openai import access
-from dynamo_local.components.openai.recorder import Recorder, follow_fleet
+from dynamo_local.components.openai.recorder import PageFeed, Recorder, follow_fleet
 from dynamo_local.components.openai.route import Activity, HttpDeps
 from dynamo_local.components.openai.server import BACKLOG, HttpServer
 from dynamo_local.components.openai.settings import FrontendConfig
@@ -40,6 +40,7 @@ from dynamo_local.errors import ConfigError, StartTimedOut
 from dynamo_local.sdk.context import Work, WorkerContext
 from dynamo_local.system import fd_messages
 from dynamo_local.system.executors import ended
+from dynamo_local.system.paths import REQUESTS_SOCKET
 
 # --- The metrics of several processes as one page, on the port that they share.
 #
@@ -461,6 +462,7 @@ class Serving:
         self._port: SharedPort | None = None
         self._follow: list[asyncio.Task[None]] = []
         self._recorder: Recorder | None = None
+        self._page_feed: PageFeed | None = None
 
     async def open(self, context: WorkerContext, settings: FrontendConfig) -> SharedPort:
         """The port, which siblings may have, too. Raises `ConfigError` where it cannot be had."""
@@ -484,6 +486,14 @@ class Serving:
         following = follow_fleet(self._recorder, context.kv, context.namespace)
         self._follow.append(asyncio.create_task(following, name="recorded-fleet"))
         return self._recorder
+
+    def page_feed(self, context: WorkerContext, settings: FrontendConfig, clock: Clock) -> PageFeed | None:
+        """The way to the page's process. None for a worker without a folder on this host."""
+        if context.siblings_folder is None:
+            return None
+        path = context.siblings_folder.parent.parent / REQUESTS_SOCKET
+        self._page_feed = PageFeed(path, clock, settings.targets)
+        return self._page_feed
 
     async def start(self, context: WorkerContext, deps: HttpDeps, app: ASGIApp, *more_models: ModelsView) -> None:
         """After `open`: follow the models, listen, announce the URL, and take part in the worker's drain."""
@@ -532,6 +542,8 @@ class Serving:
         await ended(*self._follow)
         if self._recorder is not None:
             await self._recorder.close()
+        if self._page_feed is not None:
+            self._page_feed.close()
         if self._port is not None:
             await self._port.close()
 

@@ -7,8 +7,10 @@ one delays a request: records are dropped then, and the gap in `seq` counts them
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import queue
+import socket
 import threading
 import time
 from collections import Counter
@@ -25,7 +27,10 @@ from dynamo_local.core.routing.estimates import Targets
 from dynamo_local.errors import ConfigError
 from dynamo_local.ports import KeyValueStore
 from dynamo_local.system.json_lines import JsonLog, Kinds, LogUnwritable
+from dynamo_local.system.request_log import x_request_id
 
+PAGE_TRY_S = 2.0
+"""Nobody listens to ended requests: look again after so long."""
 SCHEMA = "dynamo.request.trace.v1"
 BLOCK_TOKENS = 64
 """So many tokens have one hash. Dynamo's replay takes any number."""
@@ -138,6 +143,80 @@ class Recorder:
                 if not refused:
                     log.exception("%s: requests could not be recorded", self._path)
                 refused = True
+
+
+class PageFeed:
+    """Hands ended requests to the page's process: one datagram each, lengths and times only, never text.
+
+    It never waits. If nobody listens, or that process is slow, a request is dropped, which costs the page one row.
+    """
+
+    def __init__(self, path: Path, clock: Clock, targets: Targets) -> None:
+        self._path, self._clock = str(path), clock
+        self._targets_s = targets.seconds
+        self._socket: socket.socket | None = None
+        self._next_try_s = 0.0
+
+    def ended(self, request_id: str, status: Status, total_s: float, request: EndedRequest) -> None:
+        """One more request has ended now."""
+        now_s = self._clock.now_s()
+        if self._socket is None and now_s < self._next_try_s:
+            return
+        try:
+            if self._socket is None:
+                self._socket = _connected(self._path)
+            self._socket.send(json.dumps(self._row(request_id, status, total_s, request)).encode())
+        except BlockingIOError:
+            return
+        except OSError:
+            self.close()
+            self._next_try_s = now_s + PAGE_TRY_S
+
+    def close(self) -> None:
+        """Let go of the socket."""
+        if self._socket is not None:
+            self._socket.close()
+        self._socket = None
+
+    def _row(self, request_id: str, status: Status, total_s: float, request: EndedRequest) -> dict[str, Any]:
+        phases, ttft_s = request.phases, request.ttft_s
+        spent: list[tuple[str, float]] = []
+        if ttft_s is not None:
+            before_s = ttft_s
+            if phases is not None:
+                before_s = max(0.0, ttft_s - phases.prefilled_s - phases.handed_off_s)
+                spent = [("prefilled", phases.prefilled_s), ("handed off", phases.handed_off_s)]
+            spent = [("queued", before_s), *spent, ("decoded", max(0.0, total_s - ttft_s))]
+        missed: list[str] | None = None
+        if ttft_s is not None and any(self._targets_s):
+            pairs = zip(("ttft", "itl"), (ttft_s, request.itl_s), self._targets_s, strict=True)
+            missed = [name for name, took_s, most_s in pairs if took_s is not None and most_s and took_s > most_s]
+        return {
+            "id": x_request_id() or request_id[:128],
+            "t": round(self._clock.wall_s(), 3),
+            "model": request.model[:200],
+            "outcome": "cancelled" if request.gone else status,
+            "instance": request.worker,
+            "prompt_tokens": request.prompt_tokens,
+            "cached_tokens": request.cached_tokens,
+            "tokens": request.tokens,
+            "phases": [(name, round(seconds, 6)) for name, seconds in spent],
+            "ttft_s": ttft_s,
+            "itl_s": request.itl_s,
+            "total_s": round(total_s, 6),
+            "missed": missed,
+        }
+
+
+def _connected(path: str) -> socket.socket:
+    found = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    found.setblocking(False)
+    try:
+        found.connect(path)
+    except BaseException:
+        found.close()
+        raise
+    return found
 
 
 def _record(ended: _Ended) -> dict[str, Any]:

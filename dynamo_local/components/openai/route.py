@@ -37,7 +37,7 @@ from dynamo_local.components.openai.http_io import (
     require_json,
     until_disconnect,
 )
-from dynamo_local.components.openai.recorder import Recorder
+from dynamo_local.components.openai.recorder import PageFeed, Recorder
 from dynamo_local.components.openai.settings import FrontendConfig
 from dynamo_local.core.types import Load
 from dynamo_local.errors import DynamoError
@@ -198,6 +198,7 @@ class HttpDeps:
     clock: Clock = field(default_factory=AsyncioClock)
     recorder: Recorder | None = None
     """Where requests are recorded; None: nowhere."""
+    page_feed: PageFeed | None = None
 
     def load(self) -> Load:
         """HTTP requests: `num_requests_waiting` have no token yet, `request_active_slots` are the other ones
@@ -309,6 +310,8 @@ class ModelRoute(ABC, Generic[R]):
             observer.end(status, ended_s)
             if deps.recorder is not None:
                 deps.recorder.ended(request_id, status, ended_s - started_s, observer.ended_request())
+            if deps.page_feed is not None:
+                deps.page_feed.ended(request_id, status, ended_s - started_s, observer.ended_request())
             tracing.note(lambda: spans.answered(observer.ended_request(), stream=request.stream))
             logger.info("request %s: %s after %.0f ms", request_id, status, (ended_s - started_s) * 1e3)
         tracing.note(lambda: spans.responded(200 if answer is None else answer.status))

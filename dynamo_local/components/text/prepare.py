@@ -189,6 +189,8 @@ class Answer:
             found["phases"] = phases
         if self._migrations:
             found["migrations"], self._migrations = self._migrations, 0
+        if reason is not None and self._worker:
+            found["worker"] = self._worker
         if reason is not None and self._traced is not None:  # at the end: its hashes cost the first token nothing
             found["trace"] = self._trace(*self._traced)
         items.append(found)

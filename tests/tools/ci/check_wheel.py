@@ -13,6 +13,10 @@ MUST = (
     "dynamo_local/py.typed",
     "dynamo_local/planner/plugins/plugin.binpb",
     "dynamo_local/planner/plugins/plugin.proto",
+    "dynamo_local/dashboard/static/index.html",
+    "dynamo_local/dashboard/static/main.js",
+    "dynamo_local/dashboard/static/vendor/uplot.js",
+    "dynamo_local/dashboard/static/vendor/uplot.LICENSE",
     "dynamo_local/components/text/tiny_tokenizer/tokenizer.json",
 )
 

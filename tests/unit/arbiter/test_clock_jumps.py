@@ -46,6 +46,10 @@ FOR_RECORDS_ONLY = {
     "dynamo_local/arbiter/planner_report_schedule.py": "which decisions a page shows; a jump makes one early or late",
     "dynamo_local/arbiter/tensorboard.py": "the name of a folder, and the x axis of TensorBoard's wall view",
     "state/leads.py": "the name under which a file that cannot be read is put aside",
+    "dynamo_local/dashboard/app.py": "the times that a viewer asks for, and the clock that it is shown",
+    "dynamo_local/dashboard/collector.py": "the time of a point; a jump is a gap, and waits are monotonic",
+    "dynamo_local/dashboard/commands.py": "the times that a person asks for",
+    "dynamo_local/dashboard/whatif.py": "which requests are tried again; a jump takes fewer or more",
     "dynamo_local/arbiter/progress.py": "the time of a line; whether a boot report is young, or a log a fortnight old",
 }
 """File -> why the time of day is right there, and what a jump does."""
