@@ -288,12 +288,16 @@ def _forecast(graph: Json) -> dict[str, float | None]:
         figures.get(f"engine_{role}_capacity_requests_per_second", math.nan) * max(1.0, _pool(last, role) or math.nan)
         for role in ("prefill", "decode")
     ]
+    numbers: Mapping[str, Any] = {}
+    for reason in (last.get("decision") or {}).get("reasons") or ():
+        if "low_requests_per_second" in reason["numbers"]:
+            numbers = reason["numbers"]
     known = [each for each in capacity if each is not None and math.isfinite(each)]
     return {
         "demand": _rounded(figures.get("observed_requests_per_second")),
-        "forecast": _rounded(figures.get("predicted_requests_per_second")),
-        "forecast_low": _rounded(figures.get("predicted_requests_per_second_low")),
-        "forecast_high": _rounded(figures.get("predicted_requests_per_second_high")),
+        "forecast": _rounded(figures.get("predicted_requests_per_second", numbers.get("expected_requests_per_second"))),
+        "forecast_low": _rounded(numbers.get("low_requests_per_second")),
+        "forecast_high": _rounded(numbers.get("high_requests_per_second")),
         "capacity": _rounded(min(known)) if known else None,
     }
 

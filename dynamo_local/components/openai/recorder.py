@@ -157,11 +157,12 @@ class PageFeed:
         self._socket: socket.socket | None = None
         self._next_try_s = 0.0
 
+    def is_heard(self) -> bool:
+        """Whether somebody listens, or may by now. A graph without a page pays no more than this."""
+        return self._socket is not None or self._clock.now_s() >= self._next_try_s
+
     def ended(self, request_id: str, status: Status, total_s: float, request: EndedRequest) -> None:
         """One more request has ended now."""
-        now_s = self._clock.now_s()
-        if self._socket is None and now_s < self._next_try_s:
-            return
         try:
             if self._socket is None:
                 self._socket = _connected(self._path)
@@ -170,7 +171,7 @@ class PageFeed:
             return
         except OSError:
             self.close()
-            self._next_try_s = now_s + PAGE_TRY_S
+            self._next_try_s = self._clock.now_s() + PAGE_TRY_S
 
     def close(self) -> None:
         """Let go of the socket."""

@@ -310,7 +310,7 @@ class ModelRoute(ABC, Generic[R]):
             observer.end(status, ended_s)
             if deps.recorder is not None:
                 deps.recorder.ended(request_id, status, ended_s - started_s, observer.ended_request())
-            if deps.page_feed is not None:
+            if deps.page_feed is not None and deps.page_feed.is_heard():
                 deps.page_feed.ended(request_id, status, ended_s - started_s, observer.ended_request())
             tracing.note(lambda: spans.answered(observer.ended_request(), stream=request.stream))
             logger.info("request %s: %s after %.0f ms", request_id, status, (ended_s - started_s) * 1e3)
