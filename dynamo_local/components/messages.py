@@ -16,7 +16,8 @@ without it (once per frame of tokens, on the hot path).
     route answer      {"worker_id", "prefix_hit_rate": 0..1, "router": the policy}
     response item     {"text", "num_tokens", "finish_reason", "usage"}, to the Frontend; the first also has
                       "prompt_tokens" and "kv_hit_rate"?, the one with the first tokens
-                      "phases"?, the one with the first tokens of another worker "migrations";
+                      "phases"?, the one with the first tokens of another worker "migrations", the last
+                      "worker"? (the instance that decoded it);
                       `sim_api.choices` adds what requests with extras need
 """
 
