@@ -378,6 +378,7 @@ class ArbiterPlanner:
 
     async def _made(self, world: ArbiterWorld) -> PlannerLoop:
         prefill, _ = planned_components(self._graph)
+        await asyncio.to_thread(decisions.prepare)
         logged = await asyncio.to_thread(
             LoggedDecisions, DecisionLog, self._log_path, self._background, self._tell, self._beside
         )

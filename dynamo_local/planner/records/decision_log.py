@@ -220,6 +220,11 @@ def _adapter() -> TypeAdapter[DecisionRecord]:
     return TypeAdapter(DecisionRecord)
 
 
+def prepare() -> None:
+    """Make what writes records now. It takes 15 ms or more, so a planner has it done in a thread before it decides."""
+    _adapter()
+
+
 def to_line(record: DecisionRecord) -> str:
     """One line of JSON, without its newline."""
     return _adapter().dump_json(record).decode()
