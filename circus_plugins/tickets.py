@@ -12,12 +12,12 @@ import json
 import logging
 import os
 import socket
-import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dynamo_local.circus_plugins.exec_worker import HEADER_BYTES
+from dynamo_local.system.fd_messages import peer_of
 from dynamo_local.system.process_host import LaunchSpec
 from dynamo_local.system.processes import aend_session
 
@@ -27,7 +27,6 @@ CLAIM_TIMEOUT_S = 30.0
 """From the new process's first message to its exec: milliseconds, except on a machine that swaps."""
 _NAME_BYTES_MAX = 256
 _ERROR_BYTES_MAX = 4096
-_PEER = struct.Struct("3i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +110,7 @@ class Tickets:
 
     async def _hand_out(self, peer: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        pid, uid, _gid = _PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        pid, uid = peer_of(peer)
         name = (await loop.sock_recv(peer, _NAME_BYTES_MAX)).decode("utf-8", "replace").strip()
         offer = self._offers.pop(name, None) if uid == os.getuid() else None
         if offer is None:

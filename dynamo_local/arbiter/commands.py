@@ -74,20 +74,15 @@ class Commands:
 
         The cancel of a drain or of a flip is answered when the worker has answered it.
         """
-        fleet = self._controller.fleet
         match command:
             case Drain(cancel=True):
                 return await self._cancel_drain(command)
             case Flip(cancel=True):
                 return await self._cancel_flip(command)
-            case Drain() | Sleep() | Wake() | Flip():
-                found = fleet.find(command.name)
+            case Drain() | Sleep() | Wake() | Flip() | Scale() | Restart():
+                before = self._controller.fleet
                 answer = await self._carried_out(command)
-                flips = isinstance(command, Flip)
-                return self._of_one(command.name if found is None else found.name, answer.moves, flips=flips)
-            case Scale():
-                answer = await self._carried_out(command)
-                return self._of_component(command.component, answer.moves)
+                return self._answered(command, answer, before, self._controller.fleet)
             case ScaleAll():
                 answer = await self._carried_out(command)
                 return {each: self._of_component(each, moves) for each, moves in answer.by_component.items()}
@@ -96,22 +91,24 @@ class Commands:
                 fleet, both = self._controller.fleet, (command.gives, command.takes)
                 numbers = {each: {"ready": len(fleet.ready(each)), "target": fleet.capacity(each)} for each in both}
                 return {"components": numbers, "instructions": as_json(answer.moves)}
-            case Restart():
-                return self._of_plan(command, await self._carried_out(command))
         raise TypeError(f"{command.kind} is not answered here")
 
     async def would(self, command: Command) -> dict[str, Any]:
         """The answer that the command would get now. Nothing is changed. Raises its refusal."""
         if isinstance(command, NEED_GPUS):
             await self.refresh_gpus(command.stimulus_id)
-        fleet, answer = self._controller.would(command)
+        after, answer = self._controller.would(command)
+        return self._answered(command, answer, self._controller.fleet, after)
+
+    def _answered(self, command: Command, answer: Answer, before: Fleet, after: Fleet) -> dict[str, Any]:
+        """The answer's words. A worker is named as `before` knows it: it may be gone, or renamed, in `after`."""
         match command:
             case Scale():
-                return self._of_component(command.component, answer.moves, fleet)
+                return self._of_component(command.component, answer.moves, after)
             case Drain() | Sleep() | Wake() | Flip():
-                found = self._controller.fleet.find(command.name)
+                found = before.find(command.name)
                 name = command.name if found is None else found.name
-                return self._of_one(name, answer.moves, fleet, flips=isinstance(command, Flip))
+                return self._of_one(name, answer.moves, after, flips=isinstance(command, Flip))
             case Restart():
                 return self._of_plan(command, answer)
         raise DynamoError(f"{command.kind} has no dry run")
@@ -135,10 +132,8 @@ class Commands:
             "target": (fleet or now).capacity(component),
         }
 
-    def _of_one(
-        self, name: str, moves: Sequence[Move], fleet: Fleet | None = None, *, flips: bool = False
-    ) -> dict[str, Any]:
-        worker = (fleet or self._controller.fleet).workers.get(name)
+    def _of_one(self, name: str, moves: Sequence[Move], fleet: Fleet, *, flips: bool = False) -> dict[str, Any]:
+        worker = fleet.workers.get(name)
         answer: dict[str, Any] = {"watcher_name": name, "state": "removed" if worker is None else str(worker.state)}
         if flips:
             target = None if worker is None else worker.flip
@@ -219,7 +214,7 @@ class Commands:
             self._call_backs.pop(command.stimulus_id, None)
         if error is not None:
             raise DrainNotCancellable(f"the drain of {name} could not be taken back: {error}")
-        return self._of_one(name, moves)
+        return self._of_one(name, moves, self._controller.fleet)
 
     async def _refusal(self, answered: asyncio.Future[str | None]) -> str | None:
         """Why the worker cannot take its drain back; None if it has."""

@@ -12,13 +12,13 @@ import logging
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 
 from dynamo_local.arbiter.deployment import Settings
 from dynamo_local.clock import Clock
 from dynamo_local.core.types import watcher_name
+from dynamo_local.system.fd_messages import peer_of
 from dynamo_local.system.paths import Paths
 from dynamo_local.system.processes import aend_session, wait_exit
 
@@ -113,5 +113,4 @@ def listener(paths: Paths) -> int | None:
             probe.connect(str(paths.page_socket))
         except OSError:
             return None
-        pid, _, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        return int(pid)
+        return peer_of(probe)[0]

@@ -26,11 +26,6 @@ class Act:
     properties: Callable[[Body], dict[str, Any]]
     words: Callable[[dict[str, Any]], str]
     destructive: bool = False
-    dry_run: bool = True
-
-
-def _worker(body: Body) -> str:
-    return _text(body, "worker")
 
 
 def _text(body: Body, key: str) -> str:
@@ -57,25 +52,26 @@ def _scale(body: Body) -> dict[str, Any]:
 
 
 def _named(body: Body) -> dict[str, Any]:
-    return {"name": _worker(body), "force": _force(body)}
+    return {"name": _text(body, "worker"), "force": _force(body)}
 
 
 ACTS: Mapping[str, Act] = {
     "scale": Act("dynamo_scale", _scale, describe_scale),
     "drain": Act("dynamo_drain", _named, _state, destructive=True),
-    "cancel": Act("dynamo_drain", lambda body: {**_named(body), "cancel": True}, _state, dry_run=False),
+    "cancel": Act("dynamo_drain", lambda body: {**_named(body), "cancel": True}, _state),
     "flip": Act("dynamo_flip", _named, lambda reply: describe_flip(reply, cancel=False), destructive=True),
     "sleep": Act("dynamo_sleep", lambda body: {**_named(body), "level": _level(body)}, _state, destructive=True),
-    "wake": Act("dynamo_wake", lambda body: {"name": _worker(body)}, _state),
+    "wake": Act("dynamo_wake", lambda body: {"name": _text(body, "worker")}, _state),
     "restart": Act("dynamo_restart", _named, describe_restart, destructive=True),
-    "pause": Act("dynamo_planner_pause", lambda body: {}, _planner, dry_run=False),
-    "resume": Act("dynamo_planner_resume", lambda body: {}, _planner, dry_run=False),
+    "pause": Act("dynamo_planner_pause", lambda body: {}, _planner),
+    "resume": Act("dynamo_planner_resume", lambda body: {}, _planner),
 }
 WITHOUT_DRY_RUN = {
     "cancel": "The worker's drain is taken back: the same process serves on.",
     "pause": "The planner decides nothing until it is resumed. Workers stay as they are.",
     "resume": "The planner decides again from its next interval on.",
 }
+"""These always do the same, so the arbiter is not asked."""
 
 
 def _level(body: Body) -> int:
@@ -99,8 +95,8 @@ class Acts:
             raise BadInput(f"there is no act {str(name)[:40]!r}; there are {', '.join([*ACTS, 'apply'])}")
         properties = act.properties(body)
         dry = body.get("dry_run") is True
-        if dry and not act.dry_run:
-            return {"text": WITHOUT_DRY_RUN[str(name)], "would": []}
+        if dry and name in WITHOUT_DRY_RUN:
+            return {"text": WITHOUT_DRY_RUN[name], "would": []}
         if not dry and act.destructive:
             confirmed(body, str(properties["name"]))
         if dry:

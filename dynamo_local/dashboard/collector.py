@@ -22,6 +22,7 @@ import msgspec
 
 from dynamo_local.arbiter.event_log import RUN_ADOPTED, EventTail, event_log_path, is_aside
 from dynamo_local.arbiter.event_log import read as read_events
+from dynamo_local.cli.common import ArbiterRefused
 from dynamo_local.dashboard.figures import cut, decision_mark, event_mark, point_of, state_of
 from dynamo_local.dashboard.history import HistoryReader, HistoryWriter, history_path
 from dynamo_local.dashboard.stream import Stream, encoded
@@ -86,7 +87,7 @@ class ControlClient:
             answer: dict[str, Any] = msgspec.json.decode(self._socket.recv())
             if answer.get("id") == call_id:
                 if answer.get("status") != "ok":
-                    raise DynamoError(str(answer.get("reason") or "the arbiter refused"), code=answer.get("code"))
+                    raise ArbiterRefused(answer)
                 return answer
         self.close()  # a late answer must not be taken for the next one's
         gone = not lives(self._paths)

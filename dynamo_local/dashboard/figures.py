@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from dynamo_local.core.fleet.states import traits_of
+from dynamo_local.profile.repetitions import quantile
 
 Json = dict[str, Any]
 WINDOWS = ("minute", "hour", "day")
@@ -224,8 +225,8 @@ def _well(shares: Mapping[str, float | None], graph: Json) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """The nearest-rank percentile of sorted values."""
-    return values[max(0, math.ceil(share * len(values)) - 1)] if values else None
+    """None without values."""
+    return quantile(values, share) if values else None
 
 
 def point_of(graph: Json, requests: Sequence[Json], window_s: float) -> dict[str, float | None]:
@@ -235,7 +236,7 @@ def point_of(graph: Json, requests: Sequence[Json], window_s: float) -> dict[str
     served = [each for each in (graph.get("components") or {}).values() if each]
     frontend: Json = max(served, key=lambda each: each.get("requests_per_s") or 0.0, default={})
     for what in ("ttft", "itl"):
-        times = sorted(1e3 * each[f"{what}_s"] for each in requests if each.get(f"{what}_s") is not None)
+        times = [1e3 * each[f"{what}_s"] for each in requests if each.get(f"{what}_s") is not None]
         for name, share in PERCENTILES:
             v[f"{what}_{name}"] = _rounded(percentile(times, share))
         if not requests:

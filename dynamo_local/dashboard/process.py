@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import http.client
 import json
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from dynamo_local.components.openai.server import HttpServer, PrivateServer, Tls, bind_socket
+from dynamo_local.components.openai.settings import is_loopback
 from dynamo_local.core.gpus import GpuProcess
 from dynamo_local.core.types import Missing
 from dynamo_local.dashboard import sessions as rules
@@ -66,16 +65,12 @@ class Settings:
             raise ConfigError("--cert and --key belong together; give both")
         if self.base and (not self.base.startswith("/") or self.base.endswith("/") or "//" in self.base):
             raise ConfigError(f"--base-path {self.base}: it begins with / and does not end with one, such as /dynamo")
-        if not rules.is_loopback(self.host) and not (self.cert and self.password_file):
+        if not is_loopback(self.host) and not (self.cert and self.password_file):
             raise ConfigError(
                 f"--listen {self.host}: others than this host can reach it; that needs --cert, --key and "
                 "--password-file, or listen on 127.0.0.1 (and use `ssh -L`)"
             )
         return self
-
-    def argv(self) -> tuple[str, ...]:
-        """The command line of a process with these settings."""
-        return ("--settings", json.dumps(asdict(self)))
 
 
 def password_of(path: str | None) -> str | None:
@@ -162,7 +157,7 @@ class DashboardProcess:
         assert settings.port is not None
         self._sock = bind_socket(settings.host, settings.port, option="Host.dashboard")
         hosts = {*settings.names, settings.host.lower()}
-        if rules.is_loopback(settings.host):
+        if is_loopback(settings.host):
             hosts |= rules.LOOPBACK_NAMES
         page = Page(
             namespace=self._paths.namespace,
@@ -263,27 +258,15 @@ def _known(value: Any) -> Any:
 # --- asking a process that runs
 
 
-class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: Path) -> None:
-        super().__init__("localhost", timeout=ASK_S)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(ASK_S)
-        self.sock.connect(str(self._path))
-
-
 def ask_running(paths: Paths) -> Mapping[str, Any] | None:
     """A new link of the page that runs; None where none does."""
-    connection = _UnixConnection(paths.page_socket)
-    try:
-        connection.request("GET", "/link")
-        found = json.loads(connection.getresponse().read())
-    except (OSError, ValueError, http.client.HTTPException):
-        return None
-    finally:
-        connection.close()
+    import httpx
+
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(paths.page_socket)), timeout=ASK_S) as client:
+        try:
+            found = client.get("http://page/link").json()
+        except (httpx.HTTPError, ValueError):
+            return None
     return found if isinstance(found, dict) else None
 
 

@@ -6,7 +6,6 @@ A code stands in the fragment of the page's URL, which browsers never send. The 
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -112,14 +111,6 @@ def origin_fits(origin: str | None, host: str | None) -> bool:
         return False
     scheme, _, rest = origin.partition("://")
     return scheme in ("http", "https") and rest.lower() == host.lower()
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def _name(host: str) -> str:

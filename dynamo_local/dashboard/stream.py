@@ -66,19 +66,6 @@ def merge_patch(before: Json, after: Json) -> dict[str, Json]:
     return patch
 
 
-def patched(target: Json, patch: Json) -> Json:
-    """RFC 7386 applied, as the page does it."""
-    if not isinstance(patch, dict):
-        return patch
-    found = dict(target) if isinstance(target, dict) else {}
-    for key, value in patch.items():
-        if value is None:
-            found.pop(key, None)
-        else:
-            found[key] = patched(found.get(key), value)
-    return found
-
-
 class Stream:
     """The ring. `epoch` is another one for each run of the process, so that old ids are never taken for new ones."""
 

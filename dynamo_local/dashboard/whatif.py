@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dynamo_local.config.planner import POLICIES
 from dynamo_local.dashboard.collector import Collector, Length
 from dynamo_local.dashboard.figures import cut
 from dynamo_local.errors import BadInput, DynamoError, TimedOut
 from dynamo_local.system.paths import write_private
 
 HOURS_MAX = 24.0
-POLICIES = ("load", "sla", "slo", "throughput-load")
 DEADLINE_S = 600.0
 KEPT = 8
 OUTPUT_BYTES_MAX = 8 * 1024 * 1024

@@ -1,6 +1,7 @@
 """JSON with open descriptors over a unix stream socket: how an arbiter hands a waiting process what it is to become.
 
 A message is its length (8 bytes, big-endian), with which the descriptors travel, and then the JSON.
+`peer_of` says whose process is at the other end.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import asyncio
 import json
 import os
 import socket
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,3 +83,12 @@ def _some(data: bytes) -> bytes:
     if not data:
         raise Closed("the other end was closed")
     return data
+
+
+_UCRED = struct.Struct("3i")
+
+
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """Pid and uid of the process at the other end of a unix socket, as the kernel says (`SO_PEERCRED`, unix(7))."""
+    pid, uid, _gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return int(pid), int(uid)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from dynamo_local.dashboard.stream import patched
 from tests.drivers.served import until
 
 TIMEOUT_S = 30.0
@@ -119,3 +118,16 @@ def server_sent(
         return found
     finally:
         connection.close()
+
+
+def patched(target: Any, patch: Any) -> Any:
+    """RFC 7386 applied, as the page does it."""
+    if not isinstance(patch, dict):
+        return patch
+    found = dict(target) if isinstance(target, dict) else {}
+    for key, value in patch.items():
+        if value is None:
+            found.pop(key, None)
+        else:
+            found[key] = patched(found.get(key), value)
+    return found

@@ -110,7 +110,7 @@ def fetched(package: Package) -> dict[str, bytes]:
 
 
 def manifest(packages: tuple[Package, ...], files: Mapping[str, bytes]) -> bytes:
-    """What stands there: name, version, licence, source, and the SHA-256 of each file as we ship it."""
+    """For each package: name, version, licence, source, and the SHA-256 of each file as we ship it."""
     return (
         json.dumps(
             [

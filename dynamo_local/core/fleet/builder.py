@@ -73,7 +73,7 @@ class StepBuilder:
     def add(self, worker: Worker) -> None:
         """A new entry, which is committed."""
         self._put(worker)
-        self._written[worker.name] = None
+        self.write(worker.name)
 
     def write(self, name: str) -> None:
         """Commit the entry, though its state does not change: a successor must find it."""

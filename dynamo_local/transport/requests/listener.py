@@ -12,10 +12,10 @@ import logging
 import os
 import secrets
 import socket
-import struct
 from typing import Final
 
 from dynamo_local import errors
+from dynamo_local.system.fd_messages import peer_of
 from dynamo_local.transport.requests.frames import TOKEN_BYTES
 from dynamo_local.transport.requests.stream import InboundStream
 
@@ -117,17 +117,8 @@ BACKLOG: Final = 4096
 NAMES: Final = "dynamo-responses-"
 """How the names of unix sockets begin. A worker connects to no others, whatever a message says."""
 
-_UCRED: Final = struct.Struct("3i")
-"""The kernel's facts of a peer (`SO_PEERCRED`, unix(7)): pid, uid, gid."""
-
 RECEIVE_BUFFER_BYTES: Final = 256 * 1024
 """Fixed, because the kernel would otherwise grow it to 6 MiB per slow reader."""
-
-
-def peer_uid(sock: socket.socket) -> int:
-    """Whose process is at the other end of a unix socket, as the kernel says."""
-    _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-    return int(uid)
 
 
 class Offer:
@@ -153,7 +144,7 @@ class _OfOurUser(InboundStream):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        uid = peer_uid(transport.get_extra_info("socket"))
+        _, uid = peer_of(transport.get_extra_info("socket"))
         if uid != os.geteuid():
             self.finish(errors.StreamGap(f"a process of user {uid} has connected"))
 

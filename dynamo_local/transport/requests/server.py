@@ -14,6 +14,7 @@ from typing import Final
 from dynamo_local import errors
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.system import tracing
+from dynamo_local.system.fd_messages import peer_of
 from dynamo_local.system.request_log import bound
 from dynamo_local.system.unread import is_abandoned
 from dynamo_local.transport.nats import CALL_TIMEOUT_S, flush, subscribe
@@ -28,7 +29,7 @@ from dynamo_local.transport.requests.frames import (
     frame,
 )
 from dynamo_local.transport.requests.handlers import Handler, RequestContext, drive
-from dynamo_local.transport.requests.listener import NAMES, peer_uid
+from dynamo_local.transport.requests.listener import NAMES
 from dynamo_local.transport.requests.responses import CallersConnections, Keep, ResponseSender
 
 # One request on the worker: connect back, run the handler, deliver.
@@ -214,7 +215,7 @@ def _unix_socket(name: str) -> socket.socket | None:
     sock.setblocking(False)
     try:
         sock.connect(f"\0{name}")  # at once, or not: a full queue is an error here
-        if peer_uid(sock) == os.geteuid():  # what comes on it later are requests
+        if peer_of(sock)[1] == os.geteuid():  # what comes on it later are requests
             return sock
     except OSError:
         pass

@@ -232,7 +232,7 @@ async def test_a_runs_start_purges_what_earlier_runs_left(make: MakeQueue) -> No
 
 
 async def test_start_purges_other_runs_dead_letters(make: MakeQueue) -> None:
-    """What `dead_letters` shows is of this run."""
+    """`dead_letters` shows entries of this run only."""
     old, new = make("old"), make("new")
     await old.enqueue("poison", {}, deadline_s=60)
     for _ in range(MAX_DELIVER):

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_local.dashboard.stream import CATCH_UP_MAX, RING_MAX, Stream, encoded, merge_patch, patched, server_sent
+from dynamo_local.dashboard.stream import CATCH_UP_MAX, RING_MAX, Stream, encoded, merge_patch, server_sent
+from tests.drivers.page import patched
 
 LEAVES = st.none() | st.booleans() | st.integers(-3, 3) | st.text(max_size=3)
 OBJECTS = st.recursive(

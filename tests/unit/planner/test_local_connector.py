@@ -35,7 +35,7 @@ async def test_one_more_is_asked_for_as_a_planner_and_may_wait_for_gpus() -> Non
 
 
 async def test_a_refusal_is_a_value_and_says_whether_to_try_again() -> None:
-    """What the arbiter refuses must not end the planner's loop."""
+    """A refusal of the arbiter must not end the planner's loop."""
     last = await LocalConnector(FakeScaler(LastReadyWorker("the last one")).run).remove_component("VllmWorker")
     assert last == Refused("the last one", "last_ready_worker", retryable=False)
     full = await LocalConnector(FakeScaler(NotEnoughGpus("none free")).run).add_component("VllmWorker")

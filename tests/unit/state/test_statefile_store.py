@@ -218,7 +218,7 @@ def test_a_file_of_another_run_is_not_removed(store: StateStore) -> None:
 
 
 def test_a_broken_file_is_nobodys(store: StateStore) -> None:
-    """What cannot be read may hold somebody's evidence; leaving does not remove it."""
+    """A file that cannot be read may be somebody's evidence. Leaving does not remove it."""
     store.path.write_text("{")
     assert store.remove_if_owned(RUN) is Removal.NOT_OURS
     assert store.path.read_text() == "{"

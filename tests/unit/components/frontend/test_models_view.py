@@ -106,7 +106,7 @@ def test_the_keys_and_the_card_are_as_the_workers_write_them():
 
 
 async def test_the_view_follows_the_store_through_a_failed_watch(monkeypatch: pytest.MonkeyPatch):
-    """What was known stays until the store says otherwise; a watch that fails is started again."""
+    """A known model stays until the store says otherwise. A watch that fails is started again."""
     monkeypatch.setattr("dynamo_local.components.models_view.WATCH_RETRY_S", 0.0)
     key = "dynamo/models/m:1"
     view = ModelsView("dynamo")

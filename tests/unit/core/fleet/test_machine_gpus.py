@@ -55,7 +55,7 @@ def test_memory_that_returns_late_is_waited_for() -> None:
 
 
 def test_memory_that_does_not_return_is_quarantined_until_it_has_and_both_is_told() -> None:
-    """Somebody has to look at it; the worker's entry does not wait for ever. Whoever has ended the stranger
+    """Somebody has to look at it; the worker's entry does not wait for ever. Once the stranger has ended, the graph
     has the device back without another `serve`."""
     life = leaving()
     life.now_s += 30.1

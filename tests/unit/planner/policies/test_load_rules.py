@@ -101,7 +101,7 @@ def _source(module: ModuleType) -> str:
 
 
 def test_every_mutant_of_the_rules_fails_a_case() -> None:
-    """Else a rule could change and nobody would know. What comes behind the rules only explains them."""
+    """Else a rule could change and nobody would know. The code behind the rules only explains them."""
     source, alive = _source(rules), []
     explaining = source[: source.index("class _Change")].count("\n") + 1
     for changed, tree in mutants(source, before_line=explaining):
