@@ -190,6 +190,7 @@ def run_status(parts: Parts, state: str, following: DecisionFollower | None) -> 
         "quarantined_gpus": dict(fleet.gpus.quarantined),
         "changes": [_change(plan) for plan in fleet.restarts],
         "planner": parts.planning.status(),
+        "models": parts.shares.status(),
         "targets": parts.sampling.kept.status(),
         "components": {
             component: parts.sampling.last_minute.figures(component, now_s)

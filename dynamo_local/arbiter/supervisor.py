@@ -159,6 +159,8 @@ class Supervisor:
         await (self._start_anew() if found is None else self._take_back(found))
         self.state = "ready"
         parts.prewarmed.begin(parts.tasks)
+        parts.tasks.keep("held requests", parts.shares.follow)
+        parts.tasks.keep("shares of the GPUs", parts.shares.run)
         if parts.dashboard.wanted:
             parts.tasks.keep("the page's process", parts.dashboard.run)
         await self._follow()

@@ -33,14 +33,27 @@ MARGIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """The configuration of one model that shares GPUs. Times are in seconds; `cap` None: as many as there are GPUs."""
+    """The configuration of one model that shares GPUs. Times are in seconds; `cap` None: as many as there are GPUs.
+
+    `slots`: requests that one worker serves at once within the targets; None: as many as its engine takes.
+    """
 
     floor: int = 0
     cap: int | None = None
     weight: float = 1.0
     idle_s: float = 300.0
     min_stay_s: float = 10.0
-    max_wait_s: float = 60.0
+    max_wait_s: float = 120.0
+    slots: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeldNow:
+    """Requests of one model that a Frontend holds: how many, and since when the oldest (seconds of CLOCK_MONOTONIC,
+    which all processes of a host share)."""
+
+    count: int
+    since_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

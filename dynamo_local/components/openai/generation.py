@@ -131,7 +131,7 @@ async def until_answered(once: Callable[[], Awaitable[Whole | None]], reply: Rep
         try:
             return await once()
         except REPEATABLE as error:
-            if reply.started or TRIED in error.details:
+            if reply.has_content or TRIED in error.details:
                 raise
             logger.info("request %s: nothing was sent yet, so it is asked again: %s", request_id, error)
     return await once()
