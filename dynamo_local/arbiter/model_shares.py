@@ -40,6 +40,8 @@ RECENT_S = 10.0
 """Requests in the workers are averaged over so long for the rate of now."""
 BUSY_DEFAULT_S = 2.0
 ARRIVES_DEFAULT_S = 30.0
+SLOTS_DEFAULT = 64
+"""For a model of which no worker has told how many requests it takes at once."""
 SLACK_DEFAULT_S = 1.0
 """How long a request may wait where the model has no target for the time to first token."""
 
@@ -54,6 +56,7 @@ class _Usage:
     requests: deque[tuple[float, int]] = field(default_factory=deque)
     used_s: float = -math.inf
     busy_s: float = BUSY_DEFAULT_S
+    slots: int = SLOTS_DEFAULT
 
 
 class ModelShares:
@@ -131,7 +134,7 @@ class ModelShares:
         fleet, now_s = self._controller.fleet, self._clock.now_s()
         if fleet.leaving is not None:
             return
-        specs = [spec for spec in self._graph().services if spec.sharing is not None]
+        specs = [spec for spec in self._graph().services if spec.sharing is not None and spec.resources.gpu]
         models = [self._measured(spec, fleet, now_s) for spec in specs]
         self._usage = {spec.name: self._usage[spec.name] for spec in specs}
         self._decided = shares(models, usable_gpus(fleet, {spec.name for spec in specs}))
@@ -171,6 +174,7 @@ class ModelShares:
         name, usage = spec.name, self._usage.setdefault(spec.name, _Usage(used_s=now_s))
         workers = fleet.of(name)
         requests, slots = _load(workers)
+        usage.slots = slots or usage.slots
         held, held_s = self._held_of(name, now_s)
         if requests or held:
             usage.used_s = now_s
@@ -192,7 +196,7 @@ class ModelShares:
             held_s=held_s,
             rate=rate,
             busy_s=usage.busy_s,
-            slots=spec.sharing.slots or slots or 1,
+            slots=spec.sharing.slots or usage.slots,
             slack_s=_slack_s(spec),
             arrives_s=self._arrives_s(name, workers),
             stayed_s=None if len(ready) < capacity else min((now_s - each.since_s for each in ready), default=None),

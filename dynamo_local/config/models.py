@@ -61,13 +61,15 @@ class ModelSection(SharingArgs):
             raise ValueError(f"workers is {self.workers}, fewer than its floor of {self.floor}")
         if self.cap is not None and self.workers is not None and self.workers > self.cap:
             raise ValueError(f"workers is {self.workers}, more than its cap of {self.cap}")
+        if not self.gpus and not self.floor:
+            raise ValueError("a model without GPUs (gpus: 0) has nothing to share: give it a floor of 1 or more")
         return self
 
 
 def component_of(name: str) -> str:
     """The component of a model's workers: `Qwen3-8B` -> `Qwen3_8B`. It never ends in `_<number>`."""
     plain = re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_") or "model"
-    plain = re.sub(r"_(\d+)$", r"\1", plain)
+    plain = re.sub(r"(?:_\d+)+$", lambda end: end[0].replace("_", ""), plain)
     return plain if plain[0].isalpha() else f"m{plain}"
 
 
