@@ -96,7 +96,11 @@ class DashboardProcess:
         self._paths = paths
         self.sessions = Sessions(password_of(settings.password_file))
         self.collector = Collector(
-            paths, history=settings.history, devices=Devices().look, on_new_run=self.sessions.clear
+            paths,
+            history=settings.history,
+            devices=Devices().look,
+            on_new_run=self.sessions.clear,
+            url=lambda: None if self._server is None else self.url,
         )
         self._whatifs = WhatIfs(self.collector)
         self._server: HttpServer | None = None

@@ -18,7 +18,7 @@ from tests.drivers.served import Served, asking, until
 
 pytestmark = [pytest.mark.infra, pytest.mark.timeout(200)]
 
-WORDS = ("--Host.dashboard=0", "--Frontend.ttft=500", "--Frontend.itl=50", "--on-arbiter-death", "keep")
+WORDS = ("--dashboard", "--Frontend.ttft=500", "--Frontend.itl=50", "--on-arbiter-death", "keep")
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +143,16 @@ def test_an_act_comes_from_the_page_and_shows_the_token(viewer: Viewer) -> None:
     assert viewer.ask("POST", "/api/acts", act, x_dynamo_token=None)[0] == 403
     assert viewer.ask("POST", "/api/acts", act, cookie=None)[0] == 401
     assert viewer.ask("POST", "/api/acts", act)[0] == 200
+
+
+def test_the_status_says_where_the_page_is_and_how_to_get_in(served: Served, viewer: Viewer) -> None:
+    found = until(lambda: served.status()["dashboard"])
+    assert found["url"] == f"{viewer.origin}/"
+    assert link_of(served).startswith(f"{found['url']}#code=")
+    words = found["link"].split()[1:]
+    assert served.ok(*words).startswith(found["url"])
+    assert f"page      {found['url']}" in served.ok("status", "-n", served.namespace)
+    assert "code" not in served.ok("status", "--json", "-n", served.namespace).partition('"dashboard"')[2][:200]
 
 
 def test_a_code_works_once(served: Served) -> None:
