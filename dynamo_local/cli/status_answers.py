@@ -60,6 +60,7 @@ class WorkerStatus(TypedDict):
     component: str
     guests: list[str]
     role: str
+    model: str | None
     state: WorkerState
     pid: int | None
     gpus: list[str]

@@ -238,7 +238,7 @@ class Devices:
                 "used": _known(device.memory_used_bytes),
                 "total": _known(device.memory_total_bytes),
                 "utilisation": None if isinstance(rates, Missing) else rates.gpu / 100,
-                "processes": [] if isinstance(device.processes, Missing) else list(map(_process, device.processes)),
+                "processes": None if isinstance(device.processes, Missing) else list(map(_process, device.processes)),
             }
         return found
 
