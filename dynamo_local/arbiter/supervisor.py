@@ -168,6 +168,8 @@ class Supervisor:
             starts=self.deployment.load_planner_flag if self.following is None else False,
             by_default=self.deployment.load_planner_starts,
         )
+        if self.deployment.settings.dashboard is not None:
+            self.view.event(f"page: dynamo dashboard --open -n {self.deployment.graph.namespace}")
         self.view.ready(ready_facts(parts, self.clock.now_s() - self._started_s))
 
     async def _start_anew(self) -> None:

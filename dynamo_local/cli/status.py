@@ -61,6 +61,8 @@ def render(graph: Mapping[str, Any], *, colour: bool = False) -> str:
     head += [_server(server) for server in graph.get("servers", ()) if server["failures"]]
     if graph.get("metrics_url"):
         head.append(f"metrics   {graph['metrics_url']}")
+    if page := graph.get("dashboard"):
+        head.append(f"page      {page['url']}   its link: {page['link']}")
     head += _queue(graph.get("prefill_queue"))
     head += _dispatch(graph["workers"])
     head += [f"targets   {line}" for line in kept_words(graph.get("targets"))]

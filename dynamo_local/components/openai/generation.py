@@ -353,6 +353,7 @@ class GenerationProgress:
                 self._observer.on_phases(Phases(*phases))
             if (prompt_tokens := item.get("prompt_tokens")) is not None:
                 self._on_prompt(prompt_tokens)
+                self._observer.on_placed(item.get("routed_s"))
                 if (hit_rate := item.get("kv_hit_rate")) is not None:
                     self._observer.on_routed(hit_rate)
             if (migrations := item.get("migrations")) is not None:
