@@ -22,7 +22,7 @@ from dynamo_local.arbiter.controller import FleetController
 from dynamo_local.arbiter.links import Links
 from dynamo_local.arbiter.sampler import Sampling
 from dynamo_local.clock import Clock
-from dynamo_local.core.fleet.events import ScaleAll, VictimPolicy
+from dynamo_local.core.fleet.events import Drain, ScaleAll, VictimPolicy
 from dynamo_local.core.fleet.fleet import Fleet, Worker
 from dynamo_local.core.gpu_shares import HeldNow, ModelNow, Share, Sharing, shares
 from dynamo_local.core.lead_times import OptionKind
@@ -141,6 +141,8 @@ class ModelShares:
         targets = {name: share.workers for name, share in self._decided.items()}
         if any(fleet.capacity(name) != count for name, count in targets.items()):
             await self._order(targets)
+        for name in stranded(fleet, set(targets)):
+            await self._commands.run(Drain(stimulus_id="models:adopted", name=name))
 
     async def _order(self, targets: Mapping[str, int]) -> None:
         """All at once. Where that is refused, each model by itself, so that one in trouble holds no other up."""
@@ -257,6 +259,18 @@ def usable_gpus(fleet: Fleet, components: set[str]) -> int:
     """Devices that the models have or can have: those that are free, and those that their workers hold."""
     held = sum(len(worker.gpus) for worker in fleet.workers.values() if worker.component in components)
     return len(fleet.gpus.free) + held
+
+
+def stranded(fleet: Fleet, components: set[str]) -> list[str]:
+    """Sleepers of an earlier arbiter. Their processes alone hold their GPUs' locks, so that nobody can use the GPUs."""
+    return [
+        name
+        for name, sleeper in fleet.gpus.sleepers.items()
+        if (worker := fleet.workers.get(name)) is not None
+        and worker.component in components
+        and worker.stands_by
+        and any(uuid in fleet.gpus.elsewhere for uuid in sleeper.uuids)
+    ]
 
 
 def _scale(cause: str, targets: Mapping[str, int]) -> ScaleAll:
