@@ -43,8 +43,11 @@ class DynamoStatus(Command):  # type: ignore[misc]
         return self.make_message(**opts)
 
     def execute(self, arbiter: Any, props: Any) -> dict[str, Any]:
-        """`{"graph": {...}}`; never waits: loads are the last ones sampled."""
-        return {"graph": _now(arbiter).status()}
+        """`{"graph": {...}}`; never waits: loads are the last ones sampled. The page says in `page` where it is."""
+        supervisor = _now(arbiter)
+        if isinstance(url := props.get("page"), str):
+            supervisor.parts.dashboard.heard(url)
+        return {"graph": supervisor.status()}
 
     def console_msg(self, msg: dict[str, Any]) -> str:
         """One line a worker."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import fmean
 
 from benchmarks.harness import percentile
 from benchmarks.mixes.made import LOAD_MAX, Mix, Request
-from benchmarks.mixes.policies import Fixed, Ours, Swap, best_split, kept_by_halves, mux
+from benchmarks.mixes.policies import Ours, Swap, best_split, kept_by_halves, mux
 from benchmarks.mixes.world import Policy, Result, World, within
 
 TARGET = 0.99
@@ -52,11 +55,19 @@ def share_of(mix: Mix, requests: Sequence[Request], policy: Policy) -> tuple[flo
     return sum(kept for _, kept in counts) / max(1, sum(came for came, _ in counts)), result
 
 
-def static_share(mix: Mix, requests: Sequence[Request], whole: bool, gpus: float | None = None) -> float:
-    """What the best static split keeps on so many GPUs (None: those of the mix)."""
-    halves = round(2 * (mix.gpus if gpus is None else gpus))
-    curves = [kept_by_halves(mix, requests, model, halves, whole) for model in range(len(mix.engines))]
-    return best_split(curves, halves).kept / max(1, sum(each.at_s >= mix.warm_up_s for each in requests))
+def static_shares(mix: Mix, requests: Sequence[Request], whole: bool, share: float) -> tuple[float, float]:
+    """The share that the best static split keeps on the GPUs of the mix, and the fewest GPUs on which one keeps that `share`."""
+    most = round(2 * GPUS_TRIED * mix.gpus)
+    curves = [kept_by_halves(mix, requests, model, most, whole) for model in range(len(mix.engines))]
+    count = max(1, sum(each.at_s >= mix.warm_up_s for each in requests))
+    enough = (n for n in range(1, most + 1) if best_split(curves, n).kept >= share * count - 1e-9)
+    return best_split(curves, 2 * mix.gpus).kept / count, next(enough, math.inf) / 2
+
+
+def static_share(mix: Mix, requests: Sequence[Request], whole: bool) -> float:
+    """The share that the best static split keeps."""
+    curves = [kept_by_halves(mix, requests, model, 2 * mix.gpus, whole) for model in range(len(mix.engines))]
+    return best_split(curves, 2 * mix.gpus).kept / max(1, sum(each.at_s >= mix.warm_up_s for each in requests))
 
 
 def largest_load(share_at: Callable[[float], float]) -> float:
@@ -81,40 +92,46 @@ def share_with(mix: Mix, policy: str, requests: Sequence[Request]) -> float:
 
 
 def judged(mix: Mix, policies: Sequence[str] = POLICIES, at: float | None = None) -> list[Row]:
-    """All policies on that mix. `at`: the common load factor (None: the largest at which ours keeps 99 %)."""
-    loads = {policy: largest_load(lambda load, p=policy: share_with(mix, p, mix.at(load))) for policy in policies}
-    common = at or max(loads.get("ours", 0.0), LOADS[-1])
-    return [_row(mix, policy, load, common) for policy, load in loads.items()]
-
-
-def _row(mix: Mix, policy: str, load: float, at: float) -> Row:
+    """All policies on that mix. `at`: only at this load factor. None: the largest load of each policy is looked for,
+    and the common load factor is the largest at which ours keeps 99 %."""
+    loads = dict.fromkeys(policies, 0.0)
+    if at is None:
+        for policy in policies:
+            loads[policy] = largest_load(partial(_share_at, mix, policy))
+        at = max(loads["ours"], LOADS[-1])
     requests = mix.at(at)
-    hours = (mix.length_s - mix.warm_up_s) / 3600
-    if policy in ("static", "half"):
-        share, ours = static_share(mix, requests, policy == "static"), share_with(mix, "ours", requests)
-        return Row(mix.family, mix.size, mix.seed, policy, load, at, share, _least_gpus(mix, requests, ours, policy) * hours, 0.0, 0.0)
+    ours = share_with(mix, "ours", requests)
+    found = []
+    for policy in policies:
+        judge = _static_row if policy in ("static", "half") else _moving_row
+        found.append(judge(mix, policy, loads[policy], at, ours))
+    return found
+
+
+def _share_at(mix: Mix, policy: str, load: float) -> float:
+    return share_with(mix, policy, mix.at(load))
+
+
+def _static_row(mix: Mix, policy: str, load: float, at: float, ours: float) -> Row:
+    requests = mix.at(at)
+    share, gpus = static_shares(mix, requests, policy == "static", ours)
+    hours = gpus * (mix.length_s - mix.warm_up_s) / 3600
+    return Row(mix.family, mix.size, mix.seed, policy, load, at, share, hours, 0.0, 0.0)
+
+
+def _moving_row(mix: Mix, policy: str, load: float, at: float, ours: float) -> Row:
+    requests = mix.at(at)
     runs = [share_of(mix, requests, each) for each in _policies(mix, policy, requests)]
     share, result = max(runs, key=lambda run: run[0])
+    per_hour = result.switches / (mix.length_s - mix.warm_up_s) * 3600
     wait_s = cold_wait_s(mix, requests, result)
-    return Row(mix.family, mix.size, mix.seed, policy, load, at, share, result.gpu_hours, wait_s, result.switches / hours)
+    return Row(mix.family, mix.size, mix.seed, policy, load, at, share, result.gpu_hours, wait_s, per_hour)
 
 
 def _policies(mix: Mix, policy: str, requests: Sequence[Request]) -> Sequence[Policy]:
     if policy == "mux":
         return mux(mix, requests)
     return [Ours() if policy == "ours" else Swap()]
-
-
-def _least_gpus(mix: Mix, requests: Sequence[Request], share: float, policy: str) -> float:
-    """The fewest GPUs on which a static split keeps that share."""
-    halves = round(2 * GPUS_TRIED * mix.gpus)
-    whole = policy == "static"
-    curves = [kept_by_halves(mix, requests, model, halves, whole) for model in range(len(mix.engines))]
-    judged_count = sum(each.at_s >= mix.warm_up_s for each in requests)
-    for count in range(1, halves + 1):
-        if best_split(curves, count).kept >= share * judged_count - 1e-9:
-            return count / 2
-    return float("inf")
 
 
 def cold_wait_s(mix: Mix, requests: Sequence[Request], result: Result) -> float:
@@ -131,4 +148,29 @@ def cold_wait_s(mix: Mix, requests: Sequence[Request], result: Result) -> float:
     return percentile(waits, 0.99) if waits else 0.0
 
 
-__all__ = ["Fixed", "Row", "judged", "largest_load", "share_of", "share_with"]
+# --- the table -----------------------------------------------------------------------------------
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Markdown: for each family and size the means over seeds, of each policy in one cell."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.family, row.size), []).append(row)
+    lines = [
+        f"| Mix | Seeds | {' / '.join(POLICIES)}: largest load | share, % | GPU-hours | cold p99, s | switches/h |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for (family, size), found in sorted(groups.items()):
+        by = {policy: [row for row in found if row.policy == policy] for policy in POLICIES}
+        moving = ("ours", "swap")
+        cells = (
+            f"{family}, {size}",
+            str(len(by["ours"])),
+            " / ".join(f"{fmean(row.load for row in by[policy]):.2f}" for policy in POLICIES),
+            " / ".join(f"{100 * fmean(row.share for row in by[policy]):.1f}" for policy in POLICIES),
+            " / ".join(f"{fmean(row.gpu_hours for row in by[policy]):.2f}" for policy in POLICIES[:3]),
+            " / ".join(f"{fmean(row.cold_wait_s for row in by[policy]):.1f}" for policy in moving),
+            " / ".join(f"{fmean(row.switches_per_hour for row in by[policy]):.0f}" for policy in moving),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)

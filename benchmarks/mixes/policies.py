@@ -3,20 +3,19 @@
 * ours: `core.gpu_shares.shares`, each second and when a request is held.
 * static: the best split that is fixed for the whole run, chosen afterwards from the arrivals that are judged. Its GPUs
   are whole, or halves with half the speed and as many slots as keep the time between tokens then.
-* swap: llama-swap's rule. A model has at most one worker; it comes on demand, in place of the least recently used.
+* swap: llama-swap's rule. A model has at most one worker. The worker comes on demand, in place of the least recently used.
 * mux: each model always has a part of a GPU, as in MuxServe. Slots are divided among the models on a GPU, and its
   speed among those that have requests now. The parts follow the mean rates of the whole run.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.mixes.made import Engine, Mix, Request
+from benchmarks.mixes.made import Mix, Request
 from benchmarks.mixes.world import LONG_S, SHORT_S, World, within
-from dynamo_local.core.gpu_shares import ModelNow, Sharing, shares
+from dynamo_local.core.gpu_shares import ModelNow, shares
 
 Placed = tuple[int, tuple[int, ...], int, float]
 """Model, GPUs, slots and speed of a worker that is there from the start."""
@@ -133,7 +132,9 @@ class Split:
     kept: int
 
 
-def kept_by_halves(mix: Mix, requests: Sequence[Request], model: int, halves_max: int, whole: bool) -> Mapping[int, int]:
+def kept_by_halves(
+    mix: Mix, requests: Sequence[Request], model: int, halves_max: int, whole: bool
+) -> Mapping[int, int]:
     """For each number of half GPUs that helps: how many of the model's requests are within the targets on them."""
     engine = mix.engines[model]
     mine = [each for each in requests if each.model == model]
@@ -219,6 +220,3 @@ def _parts(mix: Mix, placed: Sequence[tuple[int, tuple[int, ...]]], careful: boo
         slots = engine.within(1 / share) if careful else engine.slots // share
         found.append((model, gpus, max(1, slots), 1.0))
     return found
-
-
-__all__ = ["LONG_S", "Fixed", "Ours", "Sharing", "Split", "Swap", "best_split", "kept_by_halves", "mux"]

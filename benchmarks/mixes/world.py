@@ -1,8 +1,8 @@
 """A small simulator of several models on the GPUs of one host, for judging only.
 
 A request waits in its model's queue, in order, until a worker has a free place. Prefills of a worker run one after the
-other. Its streams share its passes; a pass grows with the batch. A worker that is taken away takes nothing new, finishes
-what runs, falls asleep, and only then frees its GPUs. Nothing is cut, dropped or reordered.
+other. Its streams share its passes; a pass grows with the batch. A worker that is taken away accepts nothing new,
+finishes what runs, falls asleep, and only then frees its GPUs. Nothing is cut, dropped or reordered.
 """
 
 from __future__ import annotations
@@ -56,24 +56,19 @@ class Worker:
 
 @dataclass(slots=True)
 class Meter:
-    """What a host can measure of one model: exponential means, and the last arrivals. Seconds, requests per second."""
+    """Measurements of one model, as a host has them: exponential means. Seconds, requests per second."""
 
     isl: float
     osl: float
     rates: dict[float, float]
-    """By time constant (s), as of `at_s`."""
+    """Keys are time constants (s). Values are as of `at_s`."""
     at_s: float = 0.0
-    last_s: float = -math.inf
-    bursts: float = 0.0
-    """Bursts per second: the mean over `LONG_S` of arrivals after a pause of `PAUSE_S`."""
 
     def came(self, now_s: float, request: Request) -> None:
         """One more request."""
         for constant, rate in self.rates.items():
             self.rates[constant] = rate * math.exp((self.at_s - now_s) / constant) + 1 / constant
-        burst = 1 / LONG_S if now_s - self.last_s > PAUSE_S else 0.0
-        self.bursts = self.bursts * math.exp((self.at_s - now_s) / LONG_S) + burst
-        self.at_s = self.last_s = now_s
+        self.at_s = now_s
         self.isl += (request.isl - self.isl) * LENGTHS_SHARE
         self.osl += (request.osl - self.osl) * LENGTHS_SHARE
 
@@ -81,17 +76,12 @@ class Meter:
         """The mean with that time constant (s)."""
         return self.rates[constant] * math.exp((self.at_s - now_s) / constant)
 
-    def burst_rate(self, now_s: float) -> float:
-        """Bursts per second, lately."""
-        return self.bursts * math.exp((self.at_s - now_s) / LONG_S)
 
-
-import os
-SHORT_S, LONG_S = 10.0, float(os.environ.get("LS","120"))
-PAUSE_S = 20.0
+SHORT_S, LONG_S = 10.0, 120.0
+"""Time constants of the two mean rates."""
 LENGTHS_SHARE = 0.05
 TYPICAL_ISL, TYPICAL_OSL = 1000.0, 200.0
-"""What is known of a model that had no request yet."""
+"""The lengths that are assumed for a model that had no request yet."""
 
 
 class Policy(Protocol):

@@ -28,6 +28,7 @@ from dynamo_local.arbiter.lead_times import LeadTimeMetrics, LeadTimesNow, LeadT
 from dynamo_local.arbiter.links import Links
 from dynamo_local.arbiter.marks import marks
 from dynamo_local.arbiter.metrics import DispatchMetrics, dispatch_now
+from dynamo_local.arbiter.model_shares import ModelShares
 from dynamo_local.arbiter.notes import Notes, StartWatch
 from dynamo_local.arbiter.planner_control_api import ControlApi
 from dynamo_local.arbiter.planner_views import PlannerViews
@@ -85,6 +86,7 @@ class Parts:
     dashboard: DashboardProcess
     prewarmed: PrewarmedPool
     lead_times: RunLeadTimes
+    shares: ModelShares
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,16 @@ def compose(
         dashboard=DashboardProcess(deployment.paths, deployment.settings, clock),
         prewarmed=prewarmed,
         lead_times=lead_times,
+        shares=ModelShares(
+            lambda: base.launcher.factory.graph,
+            controller,
+            commands,
+            sampling,
+            base.links,
+            lead_times.medians,
+            clock,
+            base.notes.tell,
+        ),
     )
 
 

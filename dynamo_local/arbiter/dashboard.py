@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+from typing import Any
 
 from dynamo_local.arbiter.deployment import Settings
 from dynamo_local.clock import Clock
@@ -28,6 +29,8 @@ NAME = "dashboard"
 LOOK_EVERY_S = 2.0
 DELAY_MAX_S = 60.0
 STOP_TIMEOUT_S = 5.0
+HEARD_S = 5.0
+"""A page that has not asked for the status for so long is gone: it asks once a second."""
 ENVIRONMENT = ("PATH", "HOME", "LANG", "TMPDIR", "XDG_RUNTIME_DIR", "LD_LIBRARY_PATH", "TZ")
 """Beside these it gets Python's own variables and the folders of dynamo-local: no key and no token."""
 
@@ -42,11 +45,28 @@ class DashboardProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._next_s = 0.0
         self._delay_s = LOOK_EVERY_S
+        self._url = ""
+        self._heard_s = -HEARD_S
 
     @property
     def wanted(self) -> bool:
         """Whether there is to be one."""
         return self._settings.dashboard is not None or self._settings.history
+
+    @property
+    def link(self) -> str:
+        """The command that prints a link to the page."""
+        return f"dynamo dashboard --print-url -n {self._paths.namespace}"
+
+    def heard(self, url: str) -> None:
+        """A page asked for the status, and said where it is served. It may be one that a person has started."""
+        self._url, self._heard_s = url, self._clock.now_s()
+
+    def status(self) -> dict[str, Any] | None:
+        """Where the page is served, without a code; None where none is."""
+        if self._clock.now_s() - self._heard_s >= HEARD_S:
+            return None
+        return {"url": self._url, "link": self.link}
 
     async def run(self) -> None:
         """Look every two seconds, until cancelled."""

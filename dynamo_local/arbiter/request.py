@@ -24,6 +24,7 @@ from dynamo_local.components.commands.graph import check_commands, with_commands
 from dynamo_local.components.targets import with_targets
 from dynamo_local.config import resolve
 from dynamo_local.config.loading import COMMON, Config, deep_merge, load_config, normalise, parse_overrides
+from dynamo_local.config.models import GRAPHS, target_of
 from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.config.resolve import check_planner, planned_components, planner_config, planner_starts
 from dynamo_local.core.fleet.backoff import RestartPolicy
@@ -101,7 +102,6 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, 
     """
     if options.adopt and options.replace:
         raise BadInput("--adopt takes the running workers back, --replace ends them: say one of the two")
-    python = load_graph(options.target, base_dir=cwd) if options.target is not None else None
     config = load_config(
         options.file,
         more=options.more_files,
@@ -110,6 +110,12 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, 
         base=options.base,
         kept=options.kept,
     )
+    target = options.target
+    if config.models:
+        if target is not None and not target.startswith(f"{GRAPHS}:models"):
+            raise BadInput(f"{target} and the section Models are two graphs: leave one of the two out")
+        target = target_of(list(config.models))
+    python = load_graph(target, base_dir=cwd) if target is not None else None
     try:
         return _understood(options, environ, cwd, python, config, only_plan=only_plan)
     except ConfigError as error:

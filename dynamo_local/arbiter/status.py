@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_local.arbiter.composition import Parts
+from dynamo_local.arbiter.deployment import WatcherFactory
 from dynamo_local.arbiter.planner_following import DecisionFollower
 from dynamo_local.arbiter.progress import Row
 from dynamo_local.core.fleet import draining as drains
 from dynamo_local.core.fleet.degraded import READY, lacking, shown_state
 from dynamo_local.core.fleet.fleet import Fleet, RestartPlan, Worker
-from dynamo_local.core.fleet.states import TRAITS
+from dynamo_local.core.fleet.states import ROLES, TRAITS
 from dynamo_local.core.gpus import GpuLedger, sleepers_on
 from dynamo_local.core.types import Load, Missing, WorkerState
 from dynamo_local.transport.certificates import Certificates
@@ -38,6 +39,7 @@ def worker_status(
     now_s: float,
     waits_for: str | None = None,
     dispatch: Mapping[str, float] | None = None,
+    model: str | None = None,
 ) -> dict[str, Any]:
     """The worker's part of `workers`.
 
@@ -50,6 +52,7 @@ def worker_status(
         "component": worker.component,
         "guests": list(fleet.template_of(worker).guests),
         "role": str(worker.role),
+        "model": model,
         "state": str(worker.state),
         "pid": worker.pid,
         "gpus": _gpus(worker, fleet),
@@ -185,11 +188,13 @@ def run_status(parts: Parts, state: str, following: DecisionFollower | None) -> 
         "frontend_url": parts.registrations.frontend_url,
         "prefill_queue": parts.sampling.queue.as_json() if parts.links.queue is not None else None,
         "metrics_url": parts.exporter.url,
+        "dashboard": parts.dashboard.status(),
         "gpus": gpu_status(fleet.gpus),
         "gpu_inventory": parts.pool.freshness().as_json(),
         "quarantined_gpus": dict(fleet.gpus.quarantined),
         "changes": [_change(plan) for plan in fleet.restarts],
         "planner": parts.planning.status(),
+        "models": parts.shares.status(),
         "targets": parts.sampling.kept.status(),
         "components": {
             component: parts.sampling.last_minute.figures(component, now_s)
@@ -208,10 +213,20 @@ def run_status(parts: Parts, state: str, following: DecisionFollower | None) -> 
                 now_s,
                 waits_for(each.name),
                 parts.sampling.dispatch.get(each.name),
+                _model(parts.launcher.factory, each),
             )
             for each in fleet.workers.values()
         ],
     }
+
+
+def _model(factory: WatcherFactory, worker: Worker) -> str | None:
+    """The model that the worker's engine serves, by its configuration; None for one without an engine of its own."""
+    if not ROLES[worker.role].computes:
+        return None
+    config = factory.service(worker.component).config
+    name = config.get("served_model_name") or config.get("model")
+    return str(name) if isinstance(name, str) else None
 
 
 def _etcd_shell_file(parts: Parts) -> str | None:

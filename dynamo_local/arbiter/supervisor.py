@@ -159,6 +159,8 @@ class Supervisor:
         await (self._start_anew() if found is None else self._take_back(found))
         self.state = "ready"
         parts.prewarmed.begin(parts.tasks)
+        parts.tasks.keep("held requests", parts.shares.follow)
+        parts.tasks.keep("shares of the GPUs", parts.shares.run)
         if parts.dashboard.wanted:
             parts.tasks.keep("the page's process", parts.dashboard.run)
         await self._follow()
@@ -166,6 +168,8 @@ class Supervisor:
             starts=self.deployment.load_planner_flag if self.following is None else False,
             by_default=self.deployment.load_planner_starts,
         )
+        if self.deployment.settings.dashboard is not None:
+            self.view.event(f"page: dynamo dashboard --open -n {self.deployment.graph.namespace}")
         self.view.ready(ready_facts(parts, self.clock.now_s() - self._started_s))
 
     async def _start_anew(self) -> None:

@@ -1,4 +1,4 @@
-"""`dynamo schema`: the JSON schemas of `--json`, made from the records of its answers (`answers`)."""
+"""`dynamo schema`: the JSON schemas of `--json`, made from the records of its answers (`answers`, `status_answers`)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,14 @@ import msgspec
 from dynamo_local.cli.answers import (
     Applied,
     Benched,
-    DecisionAnswer,
     DoctorList,
     DoctorReport,
     DryRun,
-    EventLine,
     Exchanged,
     Exported,
     Flipped,
     Imported,
-    KeptStatus,
     Planned,
-    PlannerStatus,
-    PluginsStatus,
     ProfileTables,
     Replayed,
     Reported,
@@ -34,12 +29,19 @@ from dynamo_local.cli.answers import (
     Scaled,
     ServedModels,
     SimulatedRun,
-    Status,
-    Top,
     WorkerChanged,
 )
 from dynamo_local.cli.common import aligned
 from dynamo_local.cli.ls import Run
+from dynamo_local.cli.status_answers import (
+    DecisionAnswer,
+    EventLine,
+    KeptStatus,
+    PlannerStatus,
+    PluginsStatus,
+    Status,
+    Top,
+)
 from dynamo_local.errors import BadInput
 from dynamo_local.profile.document import Document
 

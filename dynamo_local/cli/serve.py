@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,8 @@ MILLISECONDS = FiniteRange(min=0, min_open=True, max=1e9)
 
 BEHIND = "dynamo_local.behind"
 """Key of the click context's `meta`: the words after `--`."""
+PAGE = "--dashboard"
+ANY_PORT = "0"
 
 
 class _ServeCommand(click.Command):
@@ -39,7 +42,14 @@ class _ServeCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own, behind = _parted(args)
         ctx.meta[BEHIND] = tuple(behind)
-        return super().parse_args(ctx, own)
+        return super().parse_args(ctx, list(_with_port(own)))
+
+
+def _with_port(words: list[str]) -> Iterator[str]:
+    """`--dashboard` without a port takes any free one. The word after it is then another option, or the graph."""
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        alone = word == PAGE and not following.isdecimal()
+        yield f"{PAGE}={ANY_PORT}" if alone else word
 
 
 def _parted(words: list[str]) -> tuple[list[str], list[str]]:
@@ -123,6 +133,13 @@ def _parted(words: list[str]) -> tuple[list[str], list[str]]:
 @click.option("--ttft", "ttft_ms", type=MILLISECONDS, help="Target for the time to first token, ms, of everything.")
 @click.option("--itl", "itl_ms", type=MILLISECONDS, help="Target for a request's mean gap of tokens, ms.")
 @click.option("--insecure", is_flag=True, help="Let a Frontend listen beyond this machine although it has no api-key.")
+@click.option(
+    PAGE,
+    "page",
+    type=click.IntRange(0, 65535),
+    metavar="[PORT]",
+    help="Serve the page, too (docs/dashboard.md).  [any]",
+)
 @click.option("--adopt", is_flag=True, help="Take back the running workers of a killed `dynamo serve`.")
 @click.option("--replace", is_flag=True, help="End what a killed `dynamo serve` left running at once, and start anew.")
 @click.option("--detach", "-d", is_flag=True, help="Return when everything is ready, or has failed.")
@@ -152,6 +169,9 @@ def serve(
         from dynamo_local.arbiter.launch import serve as run
         from dynamo_local.arbiter.request import ServeOptions, understand
 
+    page = words.pop("page")
+    if page is not None:
+        words["overrides"] = (*words["overrides"], f"--Host.dashboard={page}")
     target, served, words = _planned(target, words)
     files = words.pop("files")
     options = ServeOptions(target=target, file=files[0] if files else None, more_files=files[1:], **words)

@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from dynamo_local.core.fits import (
     Gpus,
     Needs,
     divide,
+    first_that_fit,
     fit,
     gb,
     kv_line,
@@ -288,12 +289,14 @@ def _on_gpus(
 ) -> Served:
     models = [_read(given, environ, str(options.get("kv_cache_dtype", "auto"))) for given in words.models]
     gpus, needs = host.gpus(), [_needs(model, words, options, engine) for model in models]
-    fits = _fit_all(words.models, needs, gpus)
+    fits = _fit_all(words.models, needs, gpus, turns=True)
     room = gpus.count
     if engine == "sim" and words.gpus is None:
         room = min(room, max(sum(each.tp for each in fits), SIM_ENGINES * fits[0].tp))
+    sizes = [each.tp for each in fits]
+    together = sum(sizes) <= room
     try:
-        engines = share(room, [each.tp for each in fits])
+        engines = share(room, sizes) if together or len(models) == 1 else first_that_fit(room, sizes)
     except DoesNotFit as error:
         raise GpuError(str(error)) from None
     division, profile = _division(words, engine, fits[0], engines[0], models[0], options)
@@ -308,6 +311,7 @@ def _on_gpus(
             options=_worker_options(engine, found, options, apart=division.prefill > 0),
             prefill=division.prefill if len(models) == 1 else 0,
             weights_bytes=model.weights_bytes or 0,
+            floor=1 if together else 0,
         )
         for model, name, found, count in zip(models, names, fits, engines, strict=True)
     )
@@ -320,7 +324,7 @@ def _on_gpus(
         planner=planner,
         serve_args=_hyphened(api),
     )
-    lines = _reasons(words, models, plan, fits, division, profile)
+    lines = _reasons(gpus.count, models, plan, fits, division, profile)
     return Served(replace(plan, reasons=tuple(lines)), tuple(fits), _without_tokenizer(models))
 
 
@@ -360,9 +364,14 @@ def _whole(options: Mapping[str, Any], name: str) -> int | None:
     return value
 
 
-def _fit_all(given: tuple[str, ...], needs: list[Needs], gpus: Gpus) -> list[Fit]:
-    """The engine of each model. Several models take fewer GPUs each where they would not all find room."""
+def _fit_all(given: tuple[str, ...], needs: list[Needs], gpus: Gpus, *, turns: bool = False) -> list[Fit]:
+    """The engine of each model. Several models take fewer GPUs each where they would not all find room.
+
+    `turns`: where they do not fit together, each may take all GPUs, one after the other.
+    """
     each = replace(gpus, count=gpus.count - len(needs) + 1)
+    if each.count < 1 and turns:
+        each = gpus
     if each.count < 1:
         raise GpuError(f"{len(needs)} models need a GPU each, but {gpus.count} are free")
 
@@ -490,14 +499,16 @@ def _planner(words: ModelWords, gpus: int, profile: _Profile, engine: str) -> di
 
 
 def _reasons(
-    words: ModelWords, models: list[Model], plan: GraphPlan, fits: list[Fit], division: Division, profile: _Profile
+    count: int, models: list[Model], plan: GraphPlan, fits: list[Fit], division: Division, profile: _Profile
 ) -> list[str]:
     """At most ten lines."""
     gpus = fits[0].gpus
-    lines = [f"GPUs: {gpus.count + len(models) - 1} free, {gpus.name}, {gb(gpus.memory_bytes)} each"]
+    lines = [f"GPUs: {count} free, {gpus.name}, {gb(gpus.memory_bytes)} each"]
     if len(models) > 1:
-        lines += [_short(model, one, each) for model, one, each in zip(models, plan.models, fits, strict=True)][:8]
-        return [*lines, f"One port, one /v1/models: {', '.join(str(one.name) for one in plan.models)}"]
+        lines += [_short(model, one, each) for model, one, each in zip(models, plan.models, fits, strict=True)][:7]
+        if len(models) > 7:
+            lines[-1] = f"… and {len(models) - 6} models more"
+        return [*lines, _turns(plan, fits), "One port, one /v1/models; `dynamo status` shows who has the GPUs"]
     model, found, only = models[0], fits[0], plan.models[0]
     facts, weights = model.facts, model.weights_bytes
     known = "weights not known (no safetensors)" if weights is None else f"weights {gb(weights)}"
@@ -522,6 +533,17 @@ def _reasons(
     if plan.planner is not None:
         lines += _planner_lines(plan, profile)
     return lines
+
+
+def _turns(plan: GraphPlan, fits: Sequence[Fit]) -> str:
+    """Whether all models have an engine at once."""
+    needed = sum(each.tp for each in fits)
+    if all(one.floor for one in plan.models):
+        return "Each keeps one engine; the other GPUs go where they are worth most"
+    return (
+        f"Together they need {needed} GPUs: a model may have none. Requests for it wait their turn, and its engine "
+        "starts"
+    )
 
 
 def _short(model: Model, plan: ModelPlan, found: Fit) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -308,10 +308,11 @@ DEFAULT_INITIAL = "1,1"
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random router.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Runs at once.  [default: one for each core]")
+@click.option("--progress", is_flag=True, help="Print the share of requests that have ended on stderr (with one job).")
 @click.option("--report", type=click.Path(path_type=Path, dir_okay=False), help="Write an HTML page (extra `report`).")
 @json_option
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--planner.KEY=VALUE …] [--sim.KEY=VALUE …]")
-def simulate(as_json: bool, report: Path | None, jobs: int | None, **params: Any) -> None:
+def simulate(as_json: bool, report: Path | None, jobs: int | None, progress: bool, **params: Any) -> None:
     """Run requests through this graph's engine, queue, router and planner on a virtual clock, without processes.
 
     Any planner option: --planner.adjustment-interval=10 (of several policies, for those that have it). Any option of
@@ -332,7 +333,8 @@ def simulate(as_json: bool, report: Path | None, jobs: int | None, **params: Any
     cases = cases_of(params)
     requests = source.requests(limit=params["limit"], speed=params["trace_speed"])
     slo = Slo(params["ttft_ms"], params["itl_ms"])
-    runs = list(shown("runs", run_cases(requests, cases, jobs), len(cases)))
+    told = _percents(len(requests)) if progress else lambda ended: None
+    runs = list(shown("runs", run_cases(requests, cases, jobs, told), len(cases)))
     rows = [(case.name, measure(run, slo)) for case, run in zip(cases, runs, strict=True)]
     if report is not None:
         reported = [ReportedRun(case.name, run, row[1]) for case, run, row in zip(cases, runs, rows, strict=True)]
@@ -344,6 +346,19 @@ def simulate(as_json: bool, report: Path | None, jobs: int | None, **params: Any
     print_tables(_facts(source, params), rows, params)
     if report is not None:
         click.echo(f"report: {report}")
+
+
+def _percents(requests: int) -> Callable[[int], None]:
+    """Prints `progress 0.37` at each new percent."""
+    last = -1
+
+    def told(ended: int) -> None:
+        nonlocal last
+        if (percent := 100 * ended // requests) != last:
+            last = percent
+            click.echo(f"progress {percent / 100:.2f}", err=True)
+
+    return told
 
 
 def cases_of(params: Mapping[str, Any]) -> list[Case]:

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -61,6 +61,8 @@ def render(graph: Mapping[str, Any], *, colour: bool = False) -> str:
     head += [_server(server) for server in graph.get("servers", ()) if server["failures"]]
     if graph.get("metrics_url"):
         head.append(f"metrics   {graph['metrics_url']}")
+    if page := graph.get("dashboard"):
+        head.append(f"page      {page['url']}   its link: {page['link']}")
     head += _queue(graph.get("prefill_queue"))
     head += _dispatch(graph["workers"])
     head += [f"targets   {line}" for line in kept_words(graph.get("targets"))]
@@ -80,8 +82,28 @@ def render(graph: Mapping[str, Any], *, colour: bool = False) -> str:
         if colour and n:
             cells[2] = click.style(cells[2], fg=traits_of(cells[2].rstrip()).colour)
         lines.append("  ".join(cells).rstrip())
-    served = served_lines(graph.get("components"))
-    return "\n".join([*head, "", *lines, *(["", *served] if served else [])])
+    tables = (model_lines(graph.get("models") or ()), served_lines(graph.get("components")))
+    return "\n".join([*head, "", *lines, *(line for table in tables if table for line in ("", *table))])
+
+
+MODEL_COLUMNS = ("MODEL", "READY", "ASLEEP", "HELD", "WHY")
+
+
+def model_lines(models: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A table of models that share the GPUs; nothing where none do."""
+    if not models:
+        return []
+    rows = [
+        (
+            each["model"],
+            f"{each['ready']}/{each['target']}",
+            str(each["asleep"]),
+            f"{each['held']} for {each['held_s']:.1f} s" if each["held"] else "-",
+            each["why"] or "-",
+        )
+        for each in models
+    ]
+    return ["  ".join(cells).rstrip() for cells in aligned([MODEL_COLUMNS, *rows])]
 
 
 SERVED_COLUMNS = ("LAST MINUTE", "REQUESTS/S", "TOKENS/S", "TTFT P50", "TTFT P95", "ITL P50", "ITL P95")

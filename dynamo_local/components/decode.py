@@ -111,7 +111,7 @@ class DecodeService:
             if side is not None:
                 side.ended(name, completed=completed)
             if self._remote is not None:
-                self._remote.prefill_s.pop(name, None)
+                self._remote.prefilled.pop(name, None)
 
     def _count(self, output: EngineOutput, now_s: float, taken_s: float, last_s: float | None) -> float | None:
         """Count the output's tokens. Returns when the request's last token came; None: it has none yet."""
@@ -125,18 +125,18 @@ class DecodeService:
 
     def _phases(
         self, request: EngineRequest, output: EngineOutput, engine_s: float, *, away: bool
-    ) -> tuple[float, float] | None:
+    ) -> tuple[float, float, str | None] | None:
         """`core.traffic.Phases` of the first token, which the engine took `engine_s` for; None: they are not known.
 
         A prompt that is computed here has the profile's time: the rest of the engine's is a wait.
         """
         if away:
-            prefill_s = self._remote.prefill_s.get(request.request_id) if self._remote is not None else None
-            return None if prefill_s is None else (prefill_s, engine_s)
+            found = self._remote.prefilled.get(request.request_id) if self._remote is not None else None
+            return None if found is None else (found[0], engine_s, found[1])
         if self._timing is None:
             return None
         alone_s = self._timing.prefill_s(len(request.prompt_token_ids), output.num_cached_tokens or 0)
-        return min(engine_s, alone_s), 0.0
+        return min(engine_s, alone_s), 0.0, None
 
     def _refuse_if_full(self) -> None:
         waiting = self._engine.load().num_requests_waiting + (self._remote.waiting if self._remote else 0)

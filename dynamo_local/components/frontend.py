@@ -23,10 +23,10 @@ __all__ = ["Frontend", "FrontendConfig"]
 
 def _processors(frontend: type) -> dict[str, DynamoService[Any]]:
     """The Frontend's attributes that are clients of Processors; several where it serves several models."""
+    members = {name: member for base in reversed(frontend.__mro__) for name, member in vars(base).items()}
     return {
         attribute: member.on
-        for base in reversed(frontend.__mro__)
-        for attribute, member in vars(base).items()
+        for attribute, member in members.items()
         if isinstance(member, Dependency) and issubclass(member.on.inner, cast(Any, Processor).inner)
     }
 
@@ -50,6 +50,7 @@ class Frontend:
         from dynamo_local.components.openai import access
         from dynamo_local.components.openai.app import create_app
         from dynamo_local.components.openai.generation import FrontendDeps
+        from dynamo_local.components.openai.held import HeldRequests
         from dynamo_local.components.openai.port import Serving
 
         context: WorkerContext = current_context()
@@ -79,6 +80,7 @@ class Frontend:
             clock=clock,
             recorder=serving.recorder(context, settings, clock),
             page_feed=serving.page_feed(context, settings, clock),
+            held=HeldRequests(settings.models, models, adapters, clock) if settings.models else None,
         )
         await serving.start(context, deps, create_app(deps), adapters)
 
@@ -86,7 +88,7 @@ class Frontend:
         """That endpoint of the Processor; of several, the one whose model a request names."""
         processors = _processors(type(self))
         if len(processors) == 1:
-            only: EndpointClient = self.processor.endpoint(name)
+            only: EndpointClient = getattr(self, next(iter(processors))).endpoint(name)
             return only
         from dynamo_local.components.openai.by_model import EndpointByModel
 

@@ -4,14 +4,13 @@
     agg_router          the same with a Router, which sends a prompt where most of it is cached
     disagg              Frontend, Processor, VllmWorker, PrefillWorker
     disagg_router       the same with a Router
-    models_2            two aggregated models: Processor and VllmWorker, Processor2 and VllmWorker2 (up to models_16)
+    models__a__b        several aggregated models, each with workers and a Processor: a and a_Processor, b and …
 
 A graph is linked when its name is first asked for: each load of a graph sees its own links only.
 """
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from typing import Any, cast
 
@@ -20,11 +19,8 @@ from dynamo_local.components.prefill_worker import PrefillWorker
 from dynamo_local.components.processor import Processor
 from dynamo_local.components.router import Router
 from dynamo_local.components.vllm_worker import VllmWorker
-from dynamo_local.config.model_graph import GRAPHS, numbered
+from dynamo_local.config.models import GRAPHS, SEPARATOR, processor_of
 from dynamo_local.sdk.service import DynamoService, depends
-
-MODELS_MAX = 16
-_MODELS = re.compile(r"models_([0-9]{1,2})")
 
 Service = DynamoService[Any]
 
@@ -44,24 +40,25 @@ def __getattr__(name: str) -> Any:
         for each in workers:
             last = last.link(each)
         return _FRONTEND
-    match = _MODELS.fullmatch(name)
-    if match is None or not 2 <= int(match[1]) <= MODELS_MAX:
+    first, *components = name.split(SEPARATOR)
+    if first != "models" or not components or not all(components) or len(set(components)) < len(components):
         raise AttributeError(f"module {GRAPHS!r} has no graph {name!r}")
-    frontend, pairs = _models(int(match[1]))
+    frontend, pairs = _models(tuple(components))
     for processor, worker in pairs:
-        frontend.link(processor).link(worker)
+        frontend.link(processor, colocate=True).link(worker)
     return frontend
 
 
 @cache
-def _models(count: int) -> tuple[Service, tuple[tuple[Service, Service], ...]]:
+def _models(components: tuple[str, ...]) -> tuple[Service, tuple[tuple[Service, Service], ...]]:
     """A Frontend that depends on a Processor of each model, and these with their workers."""
-    pairs = [(_PROCESSOR, _WORKER)]
-    for at in range(1, count):
-        worker = _like(_WORKER, numbered(_WORKER.name, at), {})
-        pairs.append((_like(_PROCESSOR, numbered(_PROCESSOR.name, at), {"worker": depends(worker)}), worker))
-    more = {f"processor_{at + 1}": depends(processor) for at, (processor, _) in enumerate(pairs) if at}
-    return _like(_FRONTEND, _FRONTEND.name, more), tuple(pairs)
+    pairs = []
+    for component in components:
+        worker = _like(_WORKER, component, {})
+        client = depends(worker, optional=True)  # it starts without a worker, which may come later
+        pairs.append((_like(_PROCESSOR, processor_of(component), {"worker": client}), worker))
+    clients = {processor.name: depends(processor) for processor, _ in pairs}
+    return _like(_FRONTEND, _FRONTEND.name, {"processor": None, **clients}), tuple(pairs)
 
 
 def _like(service: Service, name: str, members: dict[str, Any]) -> Service:

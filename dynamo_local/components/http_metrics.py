@@ -139,6 +139,8 @@ class EndedRequest:
     trace: dict[str, Any] | None
     worker: int | None = None
     """The instance that decoded it."""
+    routed_s: float | None = None
+    """How long a worker was looked for."""
 
 
 class RequestObserver:
@@ -163,6 +165,7 @@ class RequestObserver:
         self._kv_hit_rate: float | None = None
         self._trace: dict[str, Any] | None = None
         self._worker: int | None = None
+        self._routed_s: float | None = None
         self.migrations = 0
         """How often the answer went on at another worker."""
         series.inflight.inc()
@@ -221,6 +224,10 @@ class RequestObserver:
         """The Processor names the prompt's blocks and the worker: `hashes` and `worker`."""
         self._trace = trace
 
+    def on_placed(self, routed_s: float | None) -> None:
+        """The Processor says how long it looked for a worker."""
+        self._routed_s = routed_s
+
     def on_worker(self, worker: int) -> None:
         """The Processor names the instance that gave the last token."""
         self._worker = worker
@@ -240,6 +247,7 @@ class RequestObserver:
             self._gone,
             self._trace,
             self._worker,
+            self._routed_s,
         )
 
     def gone(self) -> None:

@@ -7,15 +7,15 @@ without it (once per frame of tokens, on the hot path).
                        "core"?: [bytes], "prefill_here"?: str, "lora_id"?: int, "generated"?: int}
     generate item     {"token_ids": [int], "finish_reason"?: str, "num_cached_tokens"?: int, "logprobs"?,
                        "prompt_logprobs"?, "core"?: [bytes], "phases"?: seconds of the first token's time, for
-                       the prompt and for its hand-off}; the first has no tokens, and the Router's
-                       "kv_hit_rate" if one chose the worker
+                       the prompt and for its hand-off, and the watcher that prefilled it elsewhere}; the
+                       first has no tokens, and the Router's "kv_hit_rate" if one chose the worker
     prefill entry     {"token_ids", "sampling", "reply_subject", "cached_tokens"?: int, "generated"?: int}
-    prefill reply     {"kv_transfer_params": {…}, "num_cached_tokens"?: int, "prefill_s"?: seconds}; a failure travels
-                      as PrefillReplies' error
+    prefill reply     {"kv_transfer_params": {…}, "num_cached_tokens"?: int, "prefill_s"?: seconds, "worker"?: its
+                      watcher}; a failure travels as PrefillReplies' error
     route request     {"token_ids", "request_id", "max_tokens", "avoid": [instance ids], "lora_id"}, to the Router
     route answer      {"worker_id", "prefix_hit_rate": 0..1, "router": the policy}
     response item     {"text", "num_tokens", "finish_reason", "usage"}, to the Frontend; the first also has
-                      "prompt_tokens" and "kv_hit_rate"?, the one with the first tokens
+                      "prompt_tokens", "routed_s" and "kv_hit_rate"?, the one with the first tokens
                       "phases"?, the one with the first tokens of another worker "migrations", the last
                       "worker"? (the instance that decoded it);
                       `sim_api.choices` adds what requests with extras need
@@ -139,6 +139,8 @@ class PrefillReply(msgspec.Struct, frozen=True):
     num_cached_tokens: int | None = None
     prefill_s: float | None = None
     """How long the prompt's computation took, in seconds; None: an older worker does not say."""
+    worker: str | None = None
+    """The watcher of the prefill worker."""
 
 
 def parse_text_request(payload: Any) -> TextRequest:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -120,6 +120,11 @@ class ModelsView:
         self._models: dict[str, ServedModel] = {}
         self._known = {expected} if isinstance(expected, str) else set(expected or ())
         self._ready = asyncio.Event()
+        self._listeners: list[Callable[[], None]] = []
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after each event; it must return at once."""
+        self._listeners.append(listener)
 
     def models(self) -> list[ServedModel]:
         """The models with a ready worker, by name."""
@@ -214,3 +219,5 @@ class ModelsView:
             self._ready.set()
         else:
             self._ready.clear()
+        for listener in self._listeners:
+            listener()

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.components import messages
 from dynamo_local.components.dispatcher import Batch, Dispatcher
 from dynamo_local.components.limits import run_beside, run_by_size
@@ -49,7 +50,15 @@ class Answering:
 class Pipeline:
     """Prepares a request, has it dispatched, and turns the tokens into text. `model` is the one meant by default."""
 
-    def __init__(self, tokenizer: Tokenizer, models: ModelsView, dispatcher: Dispatcher, model: str) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        models: ModelsView,
+        dispatcher: Dispatcher,
+        model: str,
+        clock: Clock | None = None,
+    ) -> None:
+        self._clock = clock or AsyncioClock()
         self._tokenizer = tokenizer
         self._models = models
         self._dispatcher = dispatcher
@@ -100,7 +109,7 @@ class Pipeline:
                 raise Enough
             return _and_enough(until_free)
 
-        request_id = generate["request_id"]
+        request_id, began_s = generate["request_id"], self._clock.now_s()
         with contextlib.suppress(Enough):
             await self._dispatcher.pump(
                 generate,
@@ -108,7 +117,7 @@ class Pipeline:
                 request_id=request_id,
                 tokens=answer.max_tokens,
                 timeout_s=timeout_s,
-                chosen=answer.chosen,
+                chosen=lambda worker: answer.chosen(worker, self._clock.now_s() - began_s),
                 resume=partial(answer.continued, generate),
             )
         if answer.finish_reason is None:

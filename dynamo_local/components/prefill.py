@@ -65,7 +65,9 @@ class Prefiller:
         max_concurrent_prefills: int = 1,
         times: HandoffTimes | None = None,
         clock: Clock | None = None,
+        name: str | None = None,
     ) -> None:
+        self._name = name
         self._times = times or HandoffTimes()
         self._clock = clock or AsyncioClock()
         self._engine = engine
@@ -201,7 +203,7 @@ class Prefiller:
             self.served.first(prefill_s, len(entry.token_ids))
             self.served.ended()
             self.counts.recomputed_tokens += max(0, entry.cached_tokens - (last.num_cached_tokens or 0))
-            return entry, {**messages.prefill_reply(last), "prefill_s": prefill_s}
+            return entry, {**messages.prefill_reply(last), "prefill_s": prefill_s, "worker": self._name}
         except InvalidRequest as error:
             return entry, error
         finally:

@@ -65,6 +65,7 @@ class PrefillWorker:
             replies,
             max_concurrent_prefills=config.max_concurrent_prefills,
             times=self._times,
+            name=context.watcher_name,
         )
         card = EngineCard.of(self._engine.info, context.watcher_name)
         if card is not None:

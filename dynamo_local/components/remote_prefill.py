@@ -181,8 +181,8 @@ class RemotePrefill:
         self._cancels: set[asyncio.Task[None]] = set()
         self.waiting = 0
         """Requests that wait for a remote prefill now."""
-        self.prefill_s: dict[str, float] = {}
-        """The computation of remote prefills, in seconds, by request. `DecodeService` takes an entry out."""
+        self.prefilled: dict[str, tuple[float, str | None]] = {}
+        """Seconds of a remote prefill, and its worker, by request. `DecodeService` takes an entry out."""
 
     async def prefill(self, request: EngineRequest, prefix_hit_rate: float) -> Mapping[str, Any] | None:
         """The `kv_transfer_params` for the decode engine, or None: prefill locally. Raises nothing of its own."""
@@ -255,7 +255,7 @@ class RemotePrefill:
                     self._not_wanted(request, messages.parse_prefill_reply(expected.taken).kv_transfer_params)
                 raise
         if reply.prefill_s is not None:
-            self.prefill_s[request.request_id] = reply.prefill_s
+            self.prefilled[request.request_id] = reply.prefill_s, reply.worker
         if self.side is not None:
             self.side.handed_over(request.request_id, self._clock.now_s())
         return params

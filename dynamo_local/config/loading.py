@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dynamo_local.config.models import MODELS, components_of, expanded
 from dynamo_local.config.schema import HostConfig
 from dynamo_local.config.yaml_text import Document, located_sections, parse_yaml
 from dynamo_local.core.secrets import mask_config
@@ -40,6 +41,11 @@ def _normalise_section(name: str, section: Mapping[str, Any], source: str) -> di
     for key in section:
         if key != SERVICE_ARGS and key.replace("-", "").replace("_", "").lower() == "serviceargs":
             raise ConfigError(f"{source}: {name}: unknown key {key!r}; did you mean 'ServiceArgs'?")
+    if name == MODELS:  # its keys are names
+        return {
+            model: _underscored_keys(each, f"{name}.{model}", source) if isinstance(each, Mapping) else each
+            for model, each in section.items()
+        }
     found = _underscored_keys(section, name, source, keep=SERVICE_ARGS)
     args = found.get(SERVICE_ARGS)
     if args is None:
@@ -213,7 +219,7 @@ def without(sections: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
 
 DEPLOYMENT_ENV = "DYN_DEPLOYMENT_CONFIG"
 COMMON, HOST, PLANNER = "Common", "Host", "Planner"
-MODELS = "the plan for --model"
+PLAN = "the plan for --model"
 """Names the configuration that is made for models, in errors."""
 
 
@@ -244,6 +250,8 @@ class Config:
     planner_targets: Mapping[str, Any] = field(default_factory=dict)
     """`ttft` and `itl` in ms, for a planner without a section (`components.targets`)."""
     places: Places = field(default_factory=dict)
+    models: tuple[str, ...] = ()
+    """Components of the models of the section `Models`, which stands in `sections` as services."""
 
     def located(self, error: ConfigError) -> ConfigError:
         """The error with the file and the line of its key in the place of `source`, if it names its key."""
@@ -339,13 +347,17 @@ def load_config(
         source, below = "command line", {}
     above = deep_merge(kept or {}, normalise(parse_overrides(overrides), "command line"))
     if base is not None:
-        below = deep_merge(normalise(parse_yaml(base, MODELS), MODELS), normalise(below, source))
-        source = MODELS if source == "command line" else f"{MODELS}, {source}"
+        below = deep_merge(normalise(parse_yaml(base, PLAN), PLAN), normalise(below, source))
+        source = PLAN if source == "command line" else f"{PLAN}, {source}"
     places |= {_path(said): "command line" for said, _ in leaves(above)}
     sections = deep_merge(normalise(below, source), above)
     if above and below:
         source += " and the command line"
-    config = Config(sections=sections, source=source, places=places)
+    models = components_of(sections)
+    if MODELS in sections:
+        services = {name: each for name, each in sections.items() if name != MODELS}
+        sections = deep_merge(expanded(sections, source), services)
+    config = Config(sections=sections, source=source, places=places, models=tuple(models))
     try:
         _check_common(config)
         return replace(config, host=validate_section(HostConfig, f"{source}: {HOST}", sections.get(HOST, {})))

@@ -13,10 +13,10 @@ from typing import Any
 import yaml
 
 from dynamo_local.config.loading import parse_value
+from dynamo_local.config.models import GRAPHS, MODELS, component_of, target_of
 from dynamo_local.errors import BadInput
 from dynamo_local.sdk.service_config import underscored
 
-GRAPHS = "dynamo_local.components.graphs"
 START_DEADLINE_S, START_DEADLINE_LARGE_S = 900, 1800
 LARGE_WEIGHTS_BYTES = 100e9
 PORT = "{port:http}"
@@ -25,7 +25,8 @@ LISTEN = ("--host", "127.0.0.1", "--port", PORT)
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """One model. `engines` with `gpus` GPUs each; `prefill` of them prefill only.
+    """One model. `engines` with `gpus` GPUs each at the start; `prefill` of them prefill only. Beside other models it
+    keeps at least `floor`.
 
     `options`: what its workers' section says beside model, name and engine. `command`: of a server that is no engine
     of ours.
@@ -40,6 +41,7 @@ class ModelPlan:
     envs: Mapping[str, str] = field(default_factory=dict)
     weights_bytes: int = 0
     command: tuple[str, ...] = ()
+    floor: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class GraphPlan:
         if self.engine is None:
             return None
         if len(self.models) > 1:
-            return f"{GRAPHS}:models_{len(self.models)}"
+            return target_of([component_of(str(each.name)) for each in self.models])
         only = self.models[0]
         routed = "_router" if self.routed else ""
         return f"{GRAPHS}:{'disagg' if only.prefill else 'agg'}{routed}"
@@ -95,23 +97,21 @@ def _sections(plan: GraphPlan) -> Iterator[tuple[str, dict[str, Any], str]]:
     frontend: dict[str, Any] = {"port": plan.port}
     if plan.api_key is not None:
         frontend["api-key"] = plan.api_key
-    names = [model.name for model in plan.models if model.name is not None]
-    if names and plan.engine is not None:
-        frontend["served-model-name"] = names if len(names) > 1 else names[0]
+    if plan.engine is not None and len(plan.models) == 1 and plan.models[0].name is not None:
+        frontend["served-model-name"] = plan.models[0].name
     yield "Frontend", frontend, "OpenAI's API, on 127.0.0.1 (docs/configuration.md#frontend)."
     if plan.engine is None:
         for at, model in enumerate(plan.models):
-            yield numbered("Server", at), _command(model), "One server for each worker, each with its own port."
+            name = "Server" if at == 0 else f"Server{at + 1}"
+            yield name, _command(model), "One server for each worker, each with its own port."
         return
-    for at, model in enumerate(plan.models):
-        yield from _model(plan, model, at)
+    if len(plan.models) > 1:
+        models = {str(model.name): _shared(plan, model) for model in plan.models}
+        yield MODELS, models, "They share the GPUs: docs/models.md."
+        return
+    yield from _model(plan, plan.models[0])
     if plan.planner is not None:
         yield "Planner", dict(plan.planner), "Moves workers to keep the targets (docs/planner.md)."
-
-
-def numbered(name: str, at: int) -> str:
-    """The service's name for the model at that place, from 0: `VllmWorker`, `VllmWorker2`, …"""
-    return name if at == 0 else f"{name}{at + 1}"
 
 
 def _command(model: ModelPlan) -> dict[str, Any]:
@@ -139,19 +139,34 @@ def _speaks_metrics(command: Sequence[str]) -> bool:
     return any(word in ("vllm", "sglang.launch_server") or word.endswith("/vllm") for word in command)
 
 
-def _model(plan: GraphPlan, model: ModelPlan, at: int) -> Iterator[tuple[str, dict[str, Any], str]]:
+def _shared(plan: GraphPlan, model: ModelPlan) -> dict[str, Any]:
+    """Its part of the section `Models`."""
+    api = {"serve-args": dict(plan.serve_args)} if plan.serve_args and plan.engine == "vllm" else {}
+    args = _service_args(plan, model, model.engines)
+    args["gpus"] = args.pop("resources")["gpu"]
+    return {
+        "model": model.model,
+        "engine": plan.engine,
+        **args,
+        "floor": model.floor,
+        **model.options,
+        **api,
+    }
+
+
+def _model(plan: GraphPlan, model: ModelPlan) -> Iterator[tuple[str, dict[str, Any], str]]:
     named = {"model": model.model, "served-model-name": model.name}
     # With targets and the engine's times the Router decides by both, which is its default then.
     by_times = plan.planner is not None and (plan.engine == "sim" or "profile-results-dir" in plan.planner)
     router = {"router": "kv"} if plan.routed and not by_times else {}
     api = {"serve-args": dict(plan.serve_args)} if plan.serve_args and plan.engine == "vllm" else {}
-    yield numbered("Processor", at), {**named, **router, **api}, "Chat template and tokenizer."
+    yield "Processor", {**named, **router, **api}, "Chat template and tokenizer."
     if plan.routed:
         yield "Router", {**named, **router}, "Sends a prompt where most of it is cached (docs/routing.md)."
     worker = {**named, "engine": plan.engine, **model.options}
     apart = {"remote-prefill": True} if model.prefill else {}
     yield (
-        numbered("VllmWorker", at),
+        "VllmWorker",
         {**worker, **apart, "ServiceArgs": _service_args(plan, model, model.engines - model.prefill)},
         "The engines. Other keys are the engine's own: `vllm serve --help=all`." if plan.engine == "vllm" else "",
     )

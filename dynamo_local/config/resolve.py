@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from dynamo_local.config.loading import COMMON, HOST, PLANNER, SERVICE_ARGS, Config
@@ -11,6 +11,7 @@ from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.config.planner_section import planner_section
 from dynamo_local.config.schema import ServiceArgs
 from dynamo_local.core.fleet.states import ROLES
+from dynamo_local.core.gpu_shares import Sharing
 from dynamo_local.core.types import GraphSpec, Role, ServiceSpec, floor_workers
 from dynamo_local.errors import ConfigError
 from dynamo_local.sdk.checks import check_namespace, listing, nearest, parse_resources, parse_workers
@@ -208,7 +209,8 @@ def _service_spec(service: DynamoService[Any], graph: LoadedGraph, config: Confi
         validate_section(service.config_model, where, values)
     args = validate_section(ServiceArgs, f"{where}.{SERVICE_ARGS}", config.service_args(service.name))
     try:
-        workers = service.workers if args.workers is None else parse_workers(args.workers)
+        least = 1 if args.sharing is None else 0
+        workers = service.workers if args.workers is None else parse_workers(args.workers, least)
         resources = parse_resources(args.resources, base=service.resources)
     except ValueError as error:
         raise ConfigError(f"{where}.{SERVICE_ARGS}: {error}", at=(service.name, SERVICE_ARGS)) from None
@@ -232,7 +234,11 @@ def _service_spec(service: DynamoService[Any], graph: LoadedGraph, config: Confi
         target=graph.targets.get(service.name),
         flippable=args.flippable,
         standby=args.standby,
+        sharing=None if args.sharing is None else Sharing(**args.sharing.model_dump(include=_SHARING)),
     )
+
+
+_SHARING = {each.name for each in fields(Sharing)}
 
 
 def _max_workers(service: DynamoService[Any]) -> int | None:

@@ -162,6 +162,33 @@ class HostConfig(BaseModel):
         return self
 
 
+class SharingArgs(BaseModel):
+    """A model's part of the GPUs that it shares with others (docs/models.md)."""
+
+    model_config = _STRICT
+
+    floor: Annotated[int, Field(ge=0)] = 0
+    """Its fewest workers. 0: it may give all GPUs back; requests for it are held until a worker is there."""
+    cap: Annotated[int, Field(ge=1)] | None = None
+    """Its most workers. None: as many as the GPUs allow."""
+    weight: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 1.0
+    """How much one of its requests counts beside one of another model."""
+    idle_s: Seconds = 300.0
+    """After so long without a request it gives back what it has above its floor."""
+    min_stay_s: Annotated[float, Field(ge=0, le=SECONDS_MAX, allow_inf_nan=False)] = 10.0
+    """A worker stays for so long, unless a request of another model would be held longer than its max_wait_s."""
+    max_wait_s: Seconds = 120.0
+    """A held request gets its worker within this time; past it the answer is 503."""
+    slots: Annotated[int, Field(ge=1)] | None = None
+    """Requests that one worker serves at once within the targets. None: as many as its engine takes at once."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.cap is not None and self.cap < self.floor:
+            raise ValueError(f"cap is {self.cap}, less than the floor of {self.floor}")
+        return self
+
+
 class ServiceArgs(BaseModel):
     """How many workers of a service, with what. Values of `resources` and `envs` are checked by `sdk.checks`."""
 
@@ -181,3 +208,5 @@ class ServiceArgs(BaseModel):
     so; an empty list: none (docs/configuration.md)."""
     flippable: bool = True
     """Its workers may change their role with those of the other side, where both have the same engine."""
+    sharing: Annotated[SharingArgs, BeforeValidator(_underscored)] | None = None
+    """Its workers share the GPUs with those of other models. The section `Models` writes this."""

@@ -214,6 +214,15 @@ def share(count: int, sizes: Sequence[int]) -> list[int]:
         left -= sizes[poorest]
 
 
+def first_that_fit(count: int, sizes: Sequence[int]) -> list[int]:
+    """One engine for each of the first models, in order, as long as there are GPUs; 0 for those that must wait."""
+    engines = []
+    for size in sizes:
+        engines.append(int(size <= count))
+        count -= size * engines[-1]
+    return engines
+
+
 def sum_line(found: Fit) -> str:
     """The sum of one engine, in one line."""
     tp = found.tp

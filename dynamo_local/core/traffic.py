@@ -102,6 +102,8 @@ class Phases:
 
     prefilled_s: float
     handed_off_s: float = 0.0
+    prefill_worker: str | None = None
+    """The watcher that computed the prompt; None: the engine that decodes did, or it is not known."""
 
 
 def outcome_of(

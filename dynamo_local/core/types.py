@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dynamo_local.core.gpu_shares import Sharing
+
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 """Names that circus takes for a watcher. A dot would break its events: their topics are separated by dots."""
 
@@ -72,7 +74,8 @@ class ServiceSpec:
     class); `target` is where its class is, if that is not the graph's. `flips_to` is the
     component whose role its workers can take over (`flippable` false: they shall not); where that is None,
     `cannot_flip` says why. `standby` is how many workers are kept asleep (None: its workers are not made to sleep).
-    `guests` are the services that run in its workers' processes: they have no workers of their own.
+    `guests` are the services that run in its workers' processes: they have no workers of their own. `sharing` is how
+    its workers share the GPUs with other models (None: they do not).
     """
 
     name: str
@@ -93,6 +96,7 @@ class ServiceSpec:
     cannot_flip: str = "no other component has an engine like its own"
     standby: int | None = None
     guests: tuple[ServiceSpec, ...] = ()
+    sharing: Sharing | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,7 +160,13 @@ class Collector:
     """Polls, follows the logs, and puts what is new into the stream and the history."""
 
     def __init__(
-        self, paths: Paths, *, history: bool, devices: Callable[[], dict[str, Any]], on_new_run: Callable[[], None]
+        self,
+        paths: Paths,
+        *,
+        history: bool,
+        devices: Callable[[], dict[str, Any]],
+        on_new_run: Callable[[], None],
+        url: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.paths = paths
         self.requests = Requests()
@@ -171,6 +177,7 @@ class Collector:
         self._keeps = history
         self._devices = devices
         self._on_new_run = on_new_run
+        self._url = url
         self._client = ControlClient(paths)
         self._extra: dict[str, Any] = {"devices": {}, "last_words": {}}
         self._points: deque[dict[str, Any]] = deque(maxlen=POINTS_SHOWN)
@@ -251,7 +258,7 @@ class Collector:
         now_s = time.time()
         why = None
         try:
-            graph = (await self.ask("dynamo_status"))["graph"]
+            graph = (await self.ask("dynamo_status", page=self._url()))["graph"]
         except (DynamoError, OSError, ValueError) as error:
             graph, why = None, str(error)
         self._heard(graph, why, now_s)

@@ -108,13 +108,13 @@ def _gpu(gpu: Json, workers: Mapping[str, Json], device: Json) -> Json:
         "worker": gpu.get("worker"),
         "component": (worker or {}).get("component"),
         "role": (worker or {}).get("role"),
-        "model": device.get("model"),
+        "model": (worker or {}).get("model"),
         "state": gpu.get("state"),
         "worker_state": (worker or {}).get("state"),
         "reason": cut(gpu.get("reason")),
         "sleepers": gpu.get("sleepers") or [],
         "strangers": strangers(device, ours),
-        "allocated": device.get("allocated"),
+        "allocated": allocated(device, ours),
         "used": device.get("used"),
         "total": device.get("total"),
         "utilisation": device.get("utilisation"),
@@ -123,12 +123,25 @@ def _gpu(gpu: Json, workers: Mapping[str, Json], device: Json) -> Json:
 
 
 def strangers(device: Json, ours: Collection[int | None]) -> list[Json]:
-    """The device's processes that are none of ours. A worker's engine is in the worker's session."""
+    """The device's processes that are none of ours."""
     return [
         {"pid": each["pid"], "name": cut(each["name"], 200), "bytes": each["bytes"]}
         for each in device.get("processes") or ()
-        if each["pid"] not in ours and each.get("session") not in ours
+        if not _is_ours(each, ours)
     ]
+
+
+def allocated(device: Json, ours: Collection[int | None]) -> int | None:
+    """Bytes that our workers have allocated there, those asleep included; None where a process's share is unknown."""
+    if device.get("processes") is None:
+        return None
+    found = [each["bytes"] for each in device["processes"] if _is_ours(each, ours)]
+    return None if None in found else sum(found)
+
+
+def _is_ours(process: Json, ours: Collection[int | None]) -> bool:
+    """Whether it is a worker's. A worker's engine is in the worker's session."""
+    return process["pid"] in ours or process.get("session") in ours
 
 
 def _targets(graph: Json) -> Json:

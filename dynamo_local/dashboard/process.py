@@ -96,7 +96,11 @@ class DashboardProcess:
         self._paths = paths
         self.sessions = Sessions(password_of(settings.password_file))
         self.collector = Collector(
-            paths, history=settings.history, devices=Devices().look, on_new_run=self.sessions.clear
+            paths,
+            history=settings.history,
+            devices=Devices().look,
+            on_new_run=self.sessions.clear,
+            url=lambda: None if self._server is None else self.url,
         )
         self._whatifs = WhatIfs(self.collector)
         self._server: HttpServer | None = None
@@ -234,7 +238,7 @@ class Devices:
                 "used": _known(device.memory_used_bytes),
                 "total": _known(device.memory_total_bytes),
                 "utilisation": None if isinstance(rates, Missing) else rates.gpu / 100,
-                "processes": [] if isinstance(device.processes, Missing) else list(map(_process, device.processes)),
+                "processes": None if isinstance(device.processes, Missing) else list(map(_process, device.processes)),
             }
         return found
 

@@ -10,8 +10,9 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ DEADLINE_S = 600.0
 KEPT = 8
 OUTPUT_BYTES_MAX = 8 * 1024 * 1024
 NICE = 15
+PROGRESS = "progress"
 
 
 def command(words: Sequence[str]) -> list[str]:
@@ -51,12 +53,20 @@ def end(process: asyncio.subprocess.Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-async def finished(words: Sequence[str], deadline_s: float) -> str:
-    """The output of a command that succeeded. Raises `DynamoError` with its last words, or `TimedOut`."""
+async def finished(
+    words: Sequence[str], deadline_s: float, progressed: Callable[[float], None] = lambda share: None
+) -> str:
+    """The output of a command that succeeded. `progressed` gets each share that it prints on stderr (`progress 0.37`).
+
+    Raises `DynamoError` with its last words, or `TimedOut`.
+    """
     process = await begun(words)
+    assert process.stdout is not None
+    assert process.stderr is not None
     try:
         async with asyncio.timeout(deadline_s):
-            out, err = await process.communicate()
+            out, err = await asyncio.gather(process.stdout.read(), _last_words(process.stderr, progressed))
+            await process.wait()
     except TimeoutError:
         raise TimedOut(f"`dynamo {' '.join(words)}` took longer than {deadline_s:g} s and was ended") from None
     finally:
@@ -64,9 +74,22 @@ async def finished(words: Sequence[str], deadline_s: float) -> str:
             end(process)
             await process.wait()
     if process.returncode != 0:
-        lines = err.decode("utf-8", "replace").strip().splitlines()
-        raise DynamoError(str(cut(lines[-1] if lines else f"exit code {process.returncode}")))
+        raise DynamoError(str(cut(err or f"exit code {process.returncode}")))
     return out.decode("utf-8", "replace")
+
+
+async def _last_words(stream: asyncio.StreamReader, progressed: Callable[[float], None]) -> str:
+    """Its last line that is none of progress."""
+    last = ""
+    async for raw in stream:
+        line = raw.decode("utf-8", "replace").strip()
+        name, _, share = line.partition(" ")
+        if name == PROGRESS:
+            with contextlib.suppress(ValueError):
+                progressed(float(share))
+        elif line:
+            last = line
+    return last
 
 
 @dataclass(slots=True)
@@ -76,6 +99,7 @@ class WhatIf:
     began_s: float
     task: asyncio.Task[None] | None = None
     state: str = "running"
+    progress: float | None = None
     result: Any = None
     beside: dict[str, Any] | None = None
     error: str | None = None
@@ -116,7 +140,7 @@ class WhatIfs:
             return None
         return {
             "state": run.state,
-            "progress": None,
+            "progress": run.progress,
             "seconds": round(time.monotonic() - run.began_s, 1) if run.state == "running" else None,
             "command": f"dynamo {' '.join(run.words)}",
             "result": run.result,
@@ -155,7 +179,7 @@ class WhatIfs:
 
     async def _run(self, run: WhatIf, trace: Path) -> None:
         try:
-            run.result = json.loads(await finished(run.words, DEADLINE_S))
+            run.result = json.loads(await finished(run.words, DEADLINE_S, partial(setattr, run, "progress")))
             run.state = "done"
         except (DynamoError, OSError, ValueError) as error:
             run.state, run.error = "failed", str(cut(error))
@@ -191,7 +215,7 @@ class Question:
 
     def words(self, trace: str, gpus: int) -> tuple[str, ...]:
         """The words of `dynamo simulate`."""
-        words = ["simulate", "--trace", trace, "--json", "--jobs", "1", "--gpus", f"sim:{gpus}"]
+        words = ["simulate", "--trace", trace, "--json", "--progress", "--jobs", "1", "--gpus", f"sim:{gpus}"]
         for name, value in self.targets.items():
             words += [f"--{name.removesuffix('_ms')}", f"{value:g}"]
         if self.fleet is not None:

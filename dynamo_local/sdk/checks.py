@@ -63,7 +63,17 @@ KEYS_SHOWN = 24
 
 
 SERVICE_ARG_KEYS = frozenset(
-    ("workers", "resources", "envs", "standby", "start_deadline_s", "drain_deadline_s", "colocate", "flippable")
+    (
+        "workers",
+        "resources",
+        "envs",
+        "standby",
+        "start_deadline_s",
+        "drain_deadline_s",
+        "colocate",
+        "flippable",
+        "sharing",
+    )
 )
 """The fields of `config.schema.ServiceArgs`, which this package may not import; a test compares them."""
 
@@ -127,11 +137,12 @@ def parse_role(role: Any, name: str) -> Role:
         raise ValueError(f"role {role!r} is unknown; one of {listing(Role)}{nearest(str(role), Role)}") from None
 
 
-def parse_workers(workers: Any) -> int:
-    """A whole number of at least 1, or its decimal text."""
-    if (count := _whole(workers)) is None or count < 1:
+def parse_workers(workers: Any, least: int = 1) -> int:
+    """A whole number of at least `least`, or its decimal text."""
+    if (count := _whole(workers)) is None or count < least:
         raise ValueError(
-            f"workers must be a whole number of at least 1, not {workers!r}; to leave a service out, do not link it"
+            f"workers must be a whole number of at least {least}, not {workers!r}; "
+            "to leave a service out, do not link it"
         )
     return count
 

@@ -91,7 +91,8 @@ class Run:
 
 
 class Simulation:
-    """One run. Use it once. `on_acted` is told of each decision, with what it was made from."""
+    """One run. Use it once. `on_acted` is told of each decision, with what it was made from, and `on_ended` how many
+    requests have ended."""
 
     def __init__(
         self,
@@ -103,8 +104,10 @@ class Simulation:
         perf: PerfModel | None = None,
         picker: Picker | None = None,
         on_acted: Callable[[Acted, Observation], None] = lambda acted, observation: None,
+        on_ended: Callable[[int], None] = lambda ended: None,
     ) -> None:
         self._on_acted = on_acted
+        self._on_ended = on_ended
         self._options = options
         self._planner = planner
         self._no_operation = no_operation
@@ -137,6 +140,7 @@ class Simulation:
             self.flow.settle()
             if self.flow.ended != ended or what == What.ARRIVAL:
                 progress_s, ended = at_s, self.flow.ended
+                self._on_ended(ended)
         run.points = self.fleet.points
         run.end_s = max((job.last_s for job in run.jobs if job.last_s is not None), default=0.0)
         run.done_by = dict(self.fleet.done_by)
@@ -239,22 +243,35 @@ class Case:
     make_picker: Callable[[], Picker] = LeastLoaded
 
 
-def run_case(trace: Sequence[TraceRequest], case: Case) -> Run:
+def run_case(trace: Sequence[TraceRequest], case: Case, on_ended: Callable[[int], None] = lambda ended: None) -> Run:
     """The run of one case. Raises what its options are refused with."""
     planner = None
     if case.planner is not None:
         planner = PolicyDriver(case.make_policy(case.planner), 0.0, forecaster=InlineForecaster())
     simulation = Simulation(
-        case.options, trace, planner=planner, no_operation=case.no_operation, picker=case.make_picker()
+        case.options,
+        trace,
+        planner=planner,
+        no_operation=case.no_operation,
+        picker=case.make_picker(),
+        on_ended=on_ended,
     )
     return simulation.run()
 
 
-def run_cases(trace: Sequence[TraceRequest], cases: Sequence[Case], jobs: int | None = None) -> Iterator[Run]:
-    """The runs, in the order of the cases; up to `jobs` at once (None: one for each core), each in a process."""
+def run_cases(
+    trace: Sequence[TraceRequest],
+    cases: Sequence[Case],
+    jobs: int | None = None,
+    on_ended: Callable[[int], None] = lambda ended: None,
+) -> Iterator[Run]:
+    """The runs, in the order of the cases; up to `jobs` at once (None: one for each core), each in a process.
+
+    `on_ended` is told how many requests of a run have ended, if the runs are made here, one after the other.
+    """
     workers = min(len(cases), jobs or len(os.sched_getaffinity(0)))
     if workers < 2:
-        yield from (run_case(trace, case) for case in cases)
+        yield from (run_case(trace, case, on_ended) for case in cases)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:

@@ -197,7 +197,7 @@ def mark(t: float, kind: str, title: str, **more: Any) -> Json:
 
 
 def request(name: str, t: float, outcome: str = "completed", much: float = 1.0, **more: Any) -> Json:
-    times = (("queued", 0.02), ("routed", 0.004), ("prefilled", 0.11), ("handed off", 0.012), ("decoded", 0.6))
+    times = (("routed", 0.004), ("queued", 0.02), ("prefilled", 0.11), ("handed off", 0.012), ("decoded", 0.6))
     phases = [[phase, seconds * much] for phase, seconds in times]
     return {
         "id": name,

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dynamo_local.components import http_metrics
-from dynamo_local.components.models_view import ModelsView, ServedModel
+from dynamo_local.components.models_view import ServedModel
 from dynamo_local.components.openai import access
 from dynamo_local.components.openai import errors as api_errors
 from dynamo_local.components.openai.errors import ApiError
@@ -158,8 +158,18 @@ class _Views:
         self._deps = deps
 
     async def models(self, _: Request) -> Response:
-        served = self._deps.models.models()
-        return _json({"object": "list", "data": [model_object(model) for model in (*served, *self._adapters())]})
+        served = [model_object(model) for model in (*self._deps.models.models(), *self._adapters())]
+        return _json({"object": "list", "data": [*served, *self._without_worker()]})
+
+    def _without_worker(self) -> list[dict[str, Any]]:
+        """Models that share the GPUs and have no worker now: a request for one is held until it has."""
+        held = self._deps.held
+        states = {} if held is None else held.states()
+        return [
+            {"id": name, "object": "model", "owned_by": "dynamo", "root": name, "max_model_len": None, "state": state}
+            for name, state in states.items()
+            if state != "ready"
+        ]
 
     def _adapters(self) -> list[ServedModel]:
         """Those of models that are served."""
@@ -171,11 +181,14 @@ class _Views:
         model = self._deps.models.get(name) or next((each for each in self._adapters() if each.name == name), None)
         if model is not None:
             return _json(model_object(model))
+        for each in self._without_worker():
+            if each["id"] == name:
+                return _json(each)
         raise api_errors.no_model(self._deps.models, name)
 
     async def health(self, _: Request) -> Response:
         """200 while a model is served and requests are taken, else 503: for load balancers and scripts."""
-        status = _status(self._deps.models, self._deps.draining.is_set())
+        status = _status(self._deps)
         served = self._deps.models.models()
         body = {
             "status": status,
@@ -193,10 +206,10 @@ class _Views:
         return Response(page, headers={"content-type": http_metrics.CONTENT_TYPE})
 
 
-def _status(models: ModelsView, draining: bool) -> str:
-    if draining:
+def _status(deps: HttpDeps) -> str:
+    if deps.draining.is_set():
         return "draining"
-    return "ready" if models.models() else "starting"
+    return "ready" if deps.models.models() or deps.held is not None else "starting"
 
 
 def _json(body: Any, status: int = 200) -> Response:

@@ -149,6 +149,25 @@ def model_unavailable(model: str) -> ApiError:
     )
 
 
+def too_many_held(model: str, held: int, retry_after_s: int) -> ApiError:
+    """503: the model has no worker, and as many requests for it are held as may be."""
+    return _no_worker(f"The model `{model}` has no worker now, and {held} requests for it are held.", retry_after_s)
+
+
+def not_served_in_time(model: str, held_s: float, retry_after_s: int) -> ApiError:
+    """503: the request was held for as long as it may be."""
+    return _no_worker(
+        f"The model `{model}` had no worker within {held_s:.0f} s, its `max-wait-s`: other models hold the GPUs, or "
+        "none could be started; see `dynamo status`.",
+        retry_after_s,
+    )
+
+
+def _no_worker(message: str, retry_after_s: int) -> ApiError:
+    kind, code = "service_unavailable_error", "not_served"
+    return ApiError(503, message, type=kind, code=code, retry_after_s=retry_after_s)
+
+
 def too_many_requests(limit: int) -> ApiError:
     """429: this Frontend itself is full."""
     return _full(f"This Frontend already serves {limit} requests, its `max_inflight`; try again shortly.")

@@ -131,7 +131,7 @@ async def until_answered(once: Callable[[], Awaitable[Whole | None]], reply: Rep
         try:
             return await once()
         except REPEATABLE as error:
-            if reply.started or TRIED in error.details:
+            if reply.has_content or TRIED in error.details:
                 raise
             logger.info("request %s: nothing was sent yet, so it is asked again: %s", request_id, error)
     return await once()
@@ -353,6 +353,7 @@ class GenerationProgress:
                 self._observer.on_phases(Phases(*phases))
             if (prompt_tokens := item.get("prompt_tokens")) is not None:
                 self._on_prompt(prompt_tokens)
+                self._observer.on_placed(item.get("routed_s"))
                 if (hit_rate := item.get("kv_hit_rate")) is not None:
                     self._observer.on_routed(hit_rate)
             if (migrations := item.get("migrations")) is not None:

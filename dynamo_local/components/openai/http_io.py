@@ -191,26 +191,33 @@ class Whole:
 class Reply:
     """The response of one HTTP exchange."""
 
-    __slots__ = ("_connection", "_send", "_started")
+    __slots__ = ("_connection", "_send", "_started", "has_content")
 
     def __init__(self, send: Send, connection: Connection | None = None) -> None:
         self._send = send
         self._connection = connection
         self._started = False
+        self.has_content = False
+        """Whether the client has got a part of the answer: more than the head and comments."""
 
     def push(self, data: bytes) -> Awaitable[None] | None:
         """`event` without a task switch: None where it is written, else what is to be awaited before the next one."""
-        if self._started and self._connection is not None and self._connection.write(data):
+        if self.has_content and self._connection is not None and self._connection.write(data):
             return None
         return self.event(data)
 
     @property
     def started(self) -> bool:
-        """Whether the client has got anything."""
+        """Whether the client has got anything, the head included."""
         return self._started
 
     async def event(self, data: bytes) -> None:
         """Server-sent events, in one write; the first brings the status line with it."""
+        self.has_content = True
+        await self.comment(data)
+
+    async def comment(self, data: bytes) -> None:
+        """A comment between server-sent events, which clients skip. The answer may still become any other."""
         if not self._started:
             self._started = True
             headers = [
@@ -234,8 +241,12 @@ class Reply:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def whole(self, answer: Whole) -> None:
-        """All of it."""
-        self._started = True
+        """All of it. After a comment it is an event, because the status line has been sent."""
+        if self._started:
+            await self.event(b"data: %b\n\n" % answer.body)
+            await self.end()
+            return
+        self._started = self.has_content = True
         headers = {"content-type": "application/json", **{name.lower(): v for name, v in answer.headers.items()}}
         headers["content-length"] = str(len(answer.body))
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]

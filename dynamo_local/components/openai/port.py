@@ -502,6 +502,8 @@ class Serving:
         server = self._server = HttpServer(app, port.sock, tls=access.tls_of(deps.settings), shared=True)
         views = (deps.models, *more_models)
         self._follow += [asyncio.create_task(view.follow(context.kv), name="models-view") for view in views]
+        if deps.held is not None:
+            self._follow.append(asyncio.create_task(deps.held.tell(context), name="held-requests"))
         if deps.keys is not None:
             self._follow.append(asyncio.create_task(deps.keys.follow(), name="api-keys"))
         await server.start()

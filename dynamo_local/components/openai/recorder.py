@@ -183,11 +183,17 @@ class PageFeed:
         phases, ttft_s = request.phases, request.ttft_s
         spent: list[tuple[str, float]] = []
         if ttft_s is not None:
-            before_s = ttft_s
+            before_s, routed_s = ttft_s, request.routed_s
             if phases is not None:
-                before_s = max(0.0, ttft_s - phases.prefilled_s - phases.handed_off_s)
+                before_s -= phases.prefilled_s + phases.handed_off_s
                 spent = [("prefilled", phases.prefilled_s), ("handed off", phases.handed_off_s)]
-            spent = [("queued", before_s), *spent, ("decoded", max(0.0, total_s - ttft_s))]
+            spent = [
+                ("queued", max(0.0, before_s - (routed_s or 0.0))),
+                *spent,
+                ("decoded", max(0.0, total_s - ttft_s)),
+            ]
+            if routed_s is not None:
+                spent = [("routed", routed_s), *spent]
         missed: list[str] | None = None
         if ttft_s is not None and any(self._targets_s):
             pairs = zip(("ttft", "itl"), (ttft_s, request.itl_s), self._targets_s, strict=True)
@@ -198,6 +204,7 @@ class PageFeed:
             "model": request.model[:200],
             "outcome": "cancelled" if request.gone else status,
             "instance": request.worker,
+            "prefill_worker": None if phases is None else phases.prefill_worker,
             "prompt_tokens": request.prompt_tokens,
             "cached_tokens": request.cached_tokens,
             "tokens": request.tokens,

@@ -26,6 +26,7 @@ from dynamo_local.components.limits import run_by_size
 from dynamo_local.components.models_view import Availability, ModelsView
 from dynamo_local.components.openai import errors as api_errors
 from dynamo_local.components.openai.errors import ApiError
+from dynamo_local.components.openai.held import HeldRequests, no_worker
 from dynamo_local.components.openai.http_io import (
     SEND_TIMEOUT_S,
     ClientGone,
@@ -199,6 +200,8 @@ class HttpDeps:
     recorder: Recorder | None = None
     """Where requests are recorded; None: nowhere."""
     page_feed: PageFeed | None = None
+    held: HeldRequests | None = None
+    """Requests for models that share the GPUs; None: no model does."""
 
     def load(self) -> Load:
         """HTTP requests: `num_requests_waiting` have no token yet, `request_active_slots` are the other ones
@@ -290,14 +293,13 @@ class ModelRoute(ABC, Generic[R]):
         deps = self._deps
         started_s = deps.clock.now_s()
         await deps.entrance.enter()
-        request = await self._accept(scope, receive, take)
+        request, size = await self._accept(scope, receive, take)
         observer = deps.metrics.begin(request.model, self._endpoint, _request_type(request), started_s)
         tracing.note(lambda: spans.asked(request.model, request.stream, getattr(request, "payload", {})))
         status: Status = "error"
         try:
-            with deps.activity.serving():
-                work = self.answer(request, request_id, observer, reply)
-                answer = await until_disconnect(work, receive, connection_of(scope))
+            work = self._answered(request, (size, started_s), request_id, observer, reply)
+            answer = await until_disconnect(work, receive, connection_of(scope))
             if answer is None or answer.status < 400:
                 status = "success"
         except ClientGone:
@@ -322,8 +324,29 @@ class ModelRoute(ABC, Generic[R]):
             reply.cut()
             raise ClientGone from None  # it has stopped reading, and would hold a drain up for ever
 
-    async def _accept(self, scope: Scope, receive: Receive, take: Callable[[int], None]) -> R:
-        """Raises `ApiError` for a request that is not to be served, and counts it."""
+    async def _answered(
+        self, request: R, came: tuple[int, float], request_id: str, observer: RequestObserver, reply: Reply
+    ) -> Whole | None:
+        """As `answer`. Where its model shares the GPUs, the request is held until there is a worker.
+
+        `came`: the bytes of its body, and when it came.
+        """
+        deps, again = self._deps, False
+        model = None if deps.held is None else deps.held.model_of(request.model)
+        while True:
+            if deps.held is not None and model is not None:
+                await deps.held.until_served(model, *came, reply if request.stream else None, again=again)
+                await deps.entrance.enter()
+            try:
+                with deps.activity.serving():
+                    return await self.answer(request, request_id, observer, reply)
+            except (ApiError, DynamoError) as error:
+                if model is None or reply.has_content or not no_worker(error):
+                    raise
+                again = True
+
+    async def _accept(self, scope: Scope, receive: Receive, take: Callable[[int], None]) -> tuple[R, int]:
+        """The request and its bytes. Raises `ApiError` for one that is not to be served, and counts it."""
         deps = self._deps
         request: R | None = None
         try:
@@ -332,14 +355,18 @@ class ModelRoute(ABC, Generic[R]):
             if deps.draining.is_set():
                 raise api_errors.draining()
             request = await run_by_size(len(body), self.parse, body, scope)
-            if deps.models.availability(request.model) in (Availability.UNKNOWN, Availability.GONE):
+            if deps.models.availability(request.model) is not Availability.READY and not self._is_held(request.model):
                 raise api_errors.no_model(deps.models, request.model)
             if deps.activity.admitted >= deps.settings.max_inflight:
                 raise api_errors.too_many_requests(deps.settings.max_inflight)
         except ApiError:
             self._count_refused(request)
             raise
-        return request
+        return request, len(body)
+
+    def _is_held(self, model: str) -> bool:
+        held = self._deps.held
+        return held is not None and held.model_of(model) is not None
 
     def _count_refused(self, request: R | None) -> None:
         model: str | None = None

@@ -6,7 +6,7 @@ import ipaddress
 import re
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from dynamo_local.components.targets import LatencyTargets
 from dynamo_local.core.secrets import parse_source
@@ -35,6 +35,18 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
+class SharedModel(BaseModel):
+    """One of several models. The section `Models` writes this (docs/models.md)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    component: str
+    """That of its workers."""
+    max_wait_s: float = Field(gt=0)
+    max_held: int = Field(ge=0)
+    max_held_bytes: int = Field(ge=0)
+
+
 class FrontendConfig(LatencyTargets):
     """Options of the `Frontend` service."""
 
@@ -55,6 +67,11 @@ class FrontendConfig(LatencyTargets):
         default=None,
         description="The model expected here, or a list: while no worker serves it, requests for it get 503 (come "
         "back) rather than 404 (no such model).",
+    )
+    models: dict[str, SharedModel] = Field(
+        default_factory=dict,
+        description="Models that share the GPUs, by name: requests for one without a worker are held. The section "
+        "`Models` writes this (docs/models.md).",
     )
     plain_requests: Literal["engine", "light"] = Field(
         default="light",

@@ -144,6 +144,7 @@ class Answer:
     def __init__(self, request: Prepared, detokenizer: Detokenizer, trace_block_size: int = 0) -> None:
         self._traced = (request.token_ids, trace_block_size) if trace_block_size else None
         self._worker = 0
+        self._routed_s: float | None = None
         self._prompt_tokens = len(request.token_ids)
         self.max_tokens = request.sampling.max_tokens
         self._stop_ids = frozenset(request.sampling.stop_token_ids)
@@ -160,7 +161,7 @@ class Answer:
         items: list[dict[str, Any]] = []
         if not self._announced:
             self._announced = True
-            first = {**_item("", 0), "prompt_tokens": self._prompt_tokens}
+            first = {**_item("", 0), "prompt_tokens": self._prompt_tokens, "routed_s": self._routed_s}
             if (hit_rate := batch[0].get("kv_hit_rate")) is not None:
                 first["kv_hit_rate"] = hit_rate
             items.append(first)
@@ -202,8 +203,10 @@ class Answer:
         self._migrations += found is not None
         return found
 
-    def chosen(self, worker: int) -> None:
-        """The worker that is asked now."""
+    def chosen(self, worker: int, after_s: float) -> None:
+        """The worker that is asked now, so long after the request was given to the dispatcher."""
+        if self._routed_s is None:
+            self._routed_s = after_s
         self._worker = worker
 
     def _trace(self, token_ids: list[int], block_size: int) -> dict[str, Any]:

@@ -19,13 +19,15 @@ class Lack(NamedTuple):
 def lacking(fleet: Fleet) -> tuple[Lack, ...]:
     """Empty where nothing is missing.
 
-    A component lacks something if it has workers and none of these serves. So it does if workers left because
+    A component lacks something if it has workers and none of these serves. A model that may have no worker lacks
+    something only while one is on its way in vain. So it does if workers left because
     somebody else revoked their lease, until a command decides anew how many workers there are.
     """
     found = []
     for template in fleet.templates:
         component, workers = template.component, fleet.of(template.component)
-        if workers and not any(worker.ready for worker in workers):
+        rests = template.may_be_none and not any(worker.counts for worker in workers)
+        if workers and not rests and not any(worker.ready for worker in workers):
             states = ", ".join(f"{worker.name} is {worker.state}" for worker in workers)
             found.append(Lack(component, f"{component}: no worker serves ({states})"))
         gone = [name for name, of in fleet.revoked.items() if of == component]

@@ -182,6 +182,8 @@ class Template:
     vram_share: float = DEFAULT_VRAM_SHARE
     #: Components that are colocated: they run in its workers' processes.
     guests: tuple[str, ...] = ()
+    #: It may have no worker: requests for it are held, and start one.
+    may_be_none: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -626,8 +628,13 @@ class Fleet:
         return {name: lack for name, lack in lacking.items() if lack > 0}
 
     def gpus_coming_back(self) -> int:
-        """Devices held by workers that leave for good."""
-        return sum(len(worker.gpus) for worker in self.workers.values() if not (worker.counts or worker.stands_by))
+        """Devices held by workers that leave for good, or fall asleep."""
+        falls = WorkerState.FALLING_ASLEEP
+        return sum(
+            len(worker.gpus)
+            for worker in self.workers.values()
+            if not (worker.counts or worker.stands_by) or (worker.state is falls and worker.stands_by)
+        )
 
     def with_workers(self, workers: Mapping[str, Worker]) -> Fleet:
         """The same fleet with these workers instead."""

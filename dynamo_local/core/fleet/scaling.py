@@ -12,7 +12,8 @@ The rules, in prose:
   a planner would restart a broken worker for ever.
 * Fewer: what is on its way is taken back first (it serves nothing yet), then ready workers by the victim policy. With
   `sleep` those are put to sleep where the component keeps some on standby and has too few.
-* Unforced, a component that has a ready worker keeps one, and one that has only workers on their way keeps one.
+* Unforced, a component that has a ready worker keeps one, and one that has only workers on their way keeps one. A
+  model whose floor is 0 may have none: requests for it are held.
 * A worker is started on devices that are free and not kept for another worker on its way (one that backs off will
   need its devices again). With `wait_for_gpus`, devices of workers that leave count too: the new entry waits for them.
   A drain that is taken back takes that hope away, so entries that wait in vain then are taken back as well.
@@ -189,7 +190,8 @@ def _more(view: Fleet, template: Template, count: int, command: Scale, reason: s
     _check_limit(template, view.capacity(component) + count)
     drains = sorted((w for w in view.of(component) if w.cancellable), key=lambda w: (-w.since_s, w.n))[:count]
     back = tuple(Move(M.CANCEL_DRAIN, worker.name, f"{reason}: its drain is taken back") for worker in drains)
-    woken = sleeping.woken_first(view, component, count - len(back), reason) if command.wake else ()
+    waits = command.wait_for_gpus and template.may_be_none
+    woken = sleeping.woken_first(view, component, count - len(back), reason, waits=waits) if command.wake else ()
     missing = count - len(back) - len(woken)
     faulted = [worker for worker in view.of(component) if worker.state is WorkerState.FAULTED]
     if missing and faulted and not command.by_person:
@@ -319,6 +321,8 @@ def check_not_last(view: Fleet, going: Sequence[Worker], force: bool, what: str)
     if force or not going:
         return
     component, role = going[0].component, going[0].role
+    if view.template(component).may_be_none:
+        return
     ready = view.ready(component)
     names = {worker.name for worker in going}
     ready_left = [worker for worker in ready if worker.name not in names]

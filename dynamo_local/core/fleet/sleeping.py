@@ -124,12 +124,13 @@ def _holders_leave(view: Fleet, worker: Worker) -> bool:
 def kept_asleep(view: Fleet, template: Template, going: Sequence[Worker], reason: str) -> dict[str, Move]:
     """Ready workers that sleep instead of being given up, by name: as many as the component lacks on standby.
 
-    `_keep` would start others for that.
+    `_keep` would start others for that. A model that may have no worker keeps one asleep, where its engine can sleep.
     """
     there = sum(worker.stands_by for worker in view.of(template.component))
+    wanted = max(template.standby or 0, int(template.may_be_none and template.standby is not None))
     moves: dict[str, Move] = {}
     for worker in going:
-        if len(moves) + there >= (template.standby or 0):
+        if len(moves) + there >= wanted:
             break
         try:
             able = any(_to_sleep(view, worker, LEVELS[0]))
@@ -140,8 +141,11 @@ def kept_asleep(view: Fleet, template: Template, going: Sequence[Worker], reason
     return moves
 
 
-def woken_first(view: Fleet, component: str, count: int, reason: str) -> tuple[Move, ...]:
-    """At most so many workers on standby that can serve soon: the ones nearest to it first."""
+def woken_first(view: Fleet, component: str, count: int, reason: str, *, waits: bool = False) -> tuple[Move, ...]:
+    """At most so many workers on standby that can serve soon: the ones nearest to it first.
+
+    `waits`: also those whose devices are held by workers that leave.
+    """
     order = {S.FALLING_ASLEEP: 0, S.SLEEPING: 1, S.STARTING: 2}
     there = [worker for worker in view.of(component) if worker.stands_by]
     there.sort(key=lambda w: (order.get(w.state, 3), w.standby.level, w.n))
@@ -151,9 +155,10 @@ def woken_first(view: Fleet, component: str, count: int, reason: str) -> tuple[M
         if len(moves) == count:
             break
         if TRAITS[worker.state].asleep:
-            if ledger.why_not_woken(worker.name, share) is not None:
+            if ledger.why_not_woken(worker.name, share) is None:
+                ledger = ledger.wake(worker.name, share)
+            elif not (waits and worker.standby.wanted and _holders_leave(view, worker)):
                 continue
-            ledger = ledger.wake(worker.name, share)
         moves.append(Move(M.WAKE, worker.name, f"{reason}: it was {worker.state}"))
     return tuple(moves)
 

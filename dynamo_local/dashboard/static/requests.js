@@ -5,8 +5,8 @@ import { live, ask, query } from "./live.js";
 import { MISSING, plain, name, number, duration, clock } from "./words.js";
 
 const PHASES = {
-  queued: ["queue", "waits in a queue"],
   routed: ["route", "is routed"],
+  queued: ["queue", "waits in a queue"],
   prefilled: ["prefill", "prefill"],
   "handed off": ["hand-off", "hand-off of the KV cache"],
   decoded: ["decode", "decode"],

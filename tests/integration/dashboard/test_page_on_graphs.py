@@ -18,7 +18,7 @@ from tests.drivers.served import Served, asking, until
 
 pytestmark = [pytest.mark.infra, pytest.mark.timeout(200)]
 
-WORDS = ("--Host.dashboard=0", "--Frontend.ttft=500", "--Frontend.itl=50", "--on-arbiter-death", "keep")
+WORDS = ("--dashboard", "--Frontend.ttft=500", "--Frontend.itl=50", "--on-arbiter-death", "keep")
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,7 @@ def test_the_stream_begins_with_a_snapshot_and_has_a_point_each_second(served: S
     found = server_sent(viewer.origin, viewer.cookie, lambda found: sum(kind == "point" for _, kind, _ in found) >= 2)
     assert found[0][1] == "snapshot"
     assert found[0][2]["state"]["namespace"] == served.namespace
+    assert {each["model"] for each in found[0][2]["state"]["gpus"]} == {"sim-tiny", None}
     times = [data["t"] for _, kind, data in found if kind == "point"]
     assert times[1] - times[0] == pytest.approx(1.0, abs=0.9)
     numbers = [int(name.rpartition("-")[2]) for name, _, _ in found]
@@ -79,7 +80,8 @@ async def test_a_request_is_shown_with_its_phases_and_no_text(served: Served, vi
         return listed
 
     [request] = await asyncio.to_thread(until, found)
-    assert [name for name, _ in request["phases"]] == ["queued", "prefilled", "handed off", "decoded"]  # type: ignore[attr-defined]
+    assert [name for name, _ in request["phases"]] == ["routed", "queued", "prefilled", "handed off", "decoded"]  # type: ignore[attr-defined]
+    assert request["prefill_worker"] == f"{served.namespace}_PrefillWorker"
     assert request["worker"] == f"{served.namespace}_VllmWorker"
     assert request["tokens"] == 20
     assert "secret" not in json.dumps(request)
@@ -95,6 +97,7 @@ async def test_a_what_if_stands_beside_what_happened(served: Served, viewer: Vie
     await asyncio.to_thread(until, lambda: viewer.get(path)["state"] != "running")
     answer = viewer.get(path)
     assert answer["state"] == "done", answer
+    assert answer["progress"] == 1.0
     assert answer["result"]["requests"] == answer["beside"]["requests"]
     for body in ({}, {"policy": "none"}, {"fleet": [1]}, {"fleet": [1, 1], "hours": 1e9}, {"fleet": ["--x", 1]}):
         assert viewer.ask("POST", "/api/whatif", body)[0] == 400
@@ -143,6 +146,16 @@ def test_an_act_comes_from_the_page_and_shows_the_token(viewer: Viewer) -> None:
     assert viewer.ask("POST", "/api/acts", act, x_dynamo_token=None)[0] == 403
     assert viewer.ask("POST", "/api/acts", act, cookie=None)[0] == 401
     assert viewer.ask("POST", "/api/acts", act)[0] == 200
+
+
+def test_the_status_says_where_the_page_is_and_how_to_get_in(served: Served, viewer: Viewer) -> None:
+    found = until(lambda: served.status()["dashboard"])
+    assert found["url"] == f"{viewer.origin}/"
+    assert link_of(served).startswith(f"{found['url']}#code=")
+    words = found["link"].split()[1:]
+    assert served.ok(*words).startswith(found["url"])
+    assert f"page      {found['url']}" in served.ok("status", "-n", served.namespace)
+    assert "code" not in served.ok("status", "--json", "-n", served.namespace).partition('"dashboard"')[2][:200]
 
 
 def test_a_code_works_once(served: Served) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from dynamo_local.cli.main import COMMANDS, cli
 from dynamo_local.config.schema import ServiceArgs
 from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_NOT_RUNNING, EXIT_OK
 from tests.fakes.arbiter.scripted_arbiter import dynamo
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
@@ -76,6 +79,25 @@ def test_ctl_without_a_graph_says_so(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert dynamo(monkeypatch, "ctl", "list") == EXIT_NOT_RUNNING
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "port"),
+    [
+        (("--dashboard", "graphs.agg:Frontend"), 0),
+        (("graphs.agg:Frontend", "--dashboard"), 0),
+        (("--dashboard", "8700", "graphs.agg:Frontend"), 8700),
+        (("--dashboard=8700", "graphs.agg:Frontend", "--Host.dashboard=1"), 8700),
+        (("graphs.agg:Frontend", "--Host.dashboard=1"), 1),
+        (("graphs.agg:Frontend", "--dashboard", "--VllmWorker.itl", "50"), 0),
+    ],
+)
+def test_the_page_s_port_may_be_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], port: int
+) -> None:
+    monkeypatch.chdir(ROOT / "examples" / "llm")
+    assert dynamo(monkeypatch, "serve", *words, "-f", "configs/agg.yaml", "--gpus", "sim:2", "--dry-run", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["config"]["Host"]["dashboard"] == port
 
 
 # --- numbers on the command line

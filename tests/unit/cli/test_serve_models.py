@@ -97,9 +97,20 @@ def test_two_models_share_a_port_and_the_gpus(
     words = ("--model", model, "--model", "sim-tiny", "--served-model-name", "a", "--served-model-name", "b")
     answer = Asked(monkeypatch, capsys, *words, "--gpus", "sim:5", "--dry-run", "--json").json
     assert [(one["name"], one["engines"]) for one in answer["models"]] == [("a", 3), ("b", 2)]
-    assert answer["graph"] == "dynamo_local.components.graphs:models_2"
-    frontend = yaml.safe_load(answer["configuration"])["Frontend"]
-    assert frontend["served-model-name"] == ["a", "b"], "each gets 503 until its first worker is there"
+    assert answer["graph"] == "dynamo_local.components.graphs:models__a__b"
+    models = yaml.safe_load(answer["configuration"])["Models"]
+    assert {name: (each["workers"], each["floor"]) for name, each in models.items()} == {"a": (3, 1), "b": (2, 1)}
+
+
+def test_models_that_do_not_fit_together_take_turns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word for name in "abc" for word in ("--model", "sim-tiny", "--served-model-name", name)]
+    answer = Asked(monkeypatch, capsys, *words, "--gpus", "sim:2", "--dry-run", "--json").json
+    assert [one["engines"] for one in answer["models"]] == [1, 1, 0]
+    assert "Together they need 3 GPUs" in "\n".join(answer["reasons"])
+    models = yaml.safe_load(answer["configuration"])["Models"]
+    assert [each["floor"] for each in models.values()] == [0, 0, 0]
 
 
 def test_a_command_behind_is_a_server_of_its_own(

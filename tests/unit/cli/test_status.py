@@ -71,6 +71,12 @@ def test_what_is_missing_stands_below_the_state() -> None:
     assert "          for etcdctl: . /run/etcd.env" in lines
 
 
+def test_the_page_has_a_line_with_its_address_and_the_command_for_its_link() -> None:
+    page = {"url": "http://127.0.0.1:8700/", "link": "dynamo dashboard --print-url -n dynamo"}
+    lines = render({**GRAPH, "dashboard": page}).splitlines()
+    assert "page      http://127.0.0.1:8700/   its link: dynamo dashboard --print-url -n dynamo" in lines
+
+
 def test_a_worker_without_load_shows_a_dash_and_not_zero() -> None:
     lines = render(GRAPH).splitlines()
     ready, crashed = lines[-2].split(), lines[-1]

@@ -12,7 +12,7 @@ from dynamo_local.components.messages import ApiRequest
 from dynamo_local.components.models_view import ModelCard, ModelsView
 from dynamo_local.components.openai.by_model import EndpointByModel
 from dynamo_local.components.openai.errors import ApiError
-from dynamo_local.config.model_graph import GRAPHS
+from dynamo_local.config.models import GRAPHS
 from dynamo_local.errors import GraphError
 from dynamo_local.ports import KeyValue, PutEvent
 from dynamo_local.sdk.loader import load_graph
@@ -31,16 +31,19 @@ def test_each_name_has_its_own_links_however_often_it_is_loaded() -> None:
 
 
 def test_each_model_has_a_processor_and_workers() -> None:
-    graph = load_graph(f"{GRAPHS}:models_3", base_dir=Path.cwd())
-    assert sorted(graph.services) == [
-        "Frontend", "Processor", "Processor2", "Processor3", "VllmWorker", "VllmWorker2", "VllmWorker3",
-    ]  # fmt: skip
-    clients = graph.bindings("Processor3")
-    assert clients["worker"] is graph.services["VllmWorker3"]
-    assert set(graph.bindings("Frontend")) == {"processor", "processor_2", "processor_3"}
+    graph = load_graph(f"{GRAPHS}:models__qwen__llama3", base_dir=Path.cwd())
+    assert sorted(graph.services) == ["Frontend", "llama3", "llama3_Processor", "qwen", "qwen_Processor"]
+    clients = graph.bindings("qwen_Processor")
+    assert clients["worker"] is graph.services["qwen"]
+    assert set(graph.bindings("Frontend")) == {"qwen_Processor", "llama3_Processor"}
 
 
-@pytest.mark.parametrize("name", ["models_1", "models_99", "nothing"])
+def test_no_process_waits_for_a_models_worker() -> None:
+    graph = load_graph(f"{GRAPHS}:models__qwen__llama3", base_dir=Path.cwd())
+    assert graph.services["qwen_Processor"].depends["worker"].optional
+
+
+@pytest.mark.parametrize("name", ["models", "models__a__a", "models__", "nothing"])
 def test_another_name_is_no_graph(name: str) -> None:
     with pytest.raises(GraphError, match=name):
         services(name)
@@ -59,12 +62,12 @@ class Named:
 def by_model() -> Any:
     models, adapters = ModelsView("dynamo", ("a", "late")), ModelsView("dynamo", prefix="dynamo/adapters/")
     for at, (view, model, component) in enumerate(
-        [(models, "a", "VllmWorker"), (models, "b", "VllmWorker2"), (adapters, "b-lora", "Processor2")]
+        [(models, "a", "a"), (models, "b", "b"), (adapters, "b-lora", "b_Processor")]
     ):
         card = ModelCard(model, component, "generate", 100, 0.0)
         view.apply(PutEvent(KeyValue(f"dynamo/models/{model}:{at}", card.encode(), at)))
     one, two = Named("one"), Named("two")
-    clients: Any = {"Processor": one, "VllmWorker": one, "Processor2": two, "VllmWorker2": two}
+    clients: Any = {"a_Processor": one, "a": one, "b_Processor": two, "b": two}
     return EndpointByModel(clients, models, adapters)
 
 

@@ -41,7 +41,7 @@ def spec_of(plan: GraphPlan) -> GraphSpec:
         ),
         (
             GraphPlan((ModelPlan("/a", "a", 2, 1), ModelPlan("/b", "b", 1, 4)), "vllm", 8000),
-            {"Frontend": 1, "Processor": 1, "VllmWorker": 2, "Processor2": 1, "VllmWorker2": 1},
+            {"Frontend": 1, "a_Processor": 1, "a": 2, "b_Processor": 1, "b": 1},
         ),
     ],
 )

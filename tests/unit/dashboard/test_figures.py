@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynamo_local.dashboard.figures import TEXT_MAX, event_mark, percentile, point_of, state_of, strangers, verdict
+from dynamo_local.dashboard.figures import (
+    TEXT_MAX,
+    allocated,
+    event_mark,
+    percentile,
+    point_of,
+    state_of,
+    strangers,
+    verdict,
+)
 
 
 def worker(name: str = "dynamo_VllmWorker", state: str = "ready", **more: Any) -> dict[str, Any]:
@@ -79,6 +88,21 @@ def test_a_strangers_process_is_named_and_ours_are_not() -> None:
     ]
     assert strangers({"processes": processes}, {7, None}) == [{"pid": 9, "name": "</script>", "bytes": None}]
     assert strangers({}, {7}) == []
+
+
+def test_memory_that_workers_allocated_is_that_of_their_sessions_and_unknown_if_one_is_unknown() -> None:
+    ours = [{"pid": 7, "session": 7, "bytes": 1}, {"pid": 8, "session": 7, "bytes": 2}]
+    theirs = {"pid": 9, "session": 9, "bytes": None}
+    assert allocated({"processes": [*ours, theirs]}, {7}) == 3
+    assert allocated({"processes": [theirs]}, {7}) == 0
+    assert allocated({"processes": [*ours, {"pid": 7, "bytes": None}]}, {7}) is None
+    assert allocated({}, {7}) is None
+
+
+def test_a_gpu_has_the_model_of_its_worker() -> None:
+    gpus = [{"uuid": "G0", "worker": "dynamo_VllmWorker"}, {"uuid": "G1", "worker": None}]
+    found = state_of(graph(worker(model="m"), gpus=gpus), alive_since_s=1.0, adopted=False, why=None, extra={})
+    assert [each["model"] for each in found["gpus"]] == ["m", None]
 
 
 def test_no_values_have_no_percentile() -> None:

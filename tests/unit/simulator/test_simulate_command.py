@@ -91,6 +91,15 @@ def test_json_of_one_run_has_the_promised_keys(command: Any) -> None:
         assert 0 < spread["p50"] <= spread["p95"] <= spread["p99"]
 
 
+def test_its_progress_is_said_on_stderr_where_that_is_wanted(command: Any) -> None:
+    _, out, err = command(*SMALL, "--jobs", "1", "--static", "1,1", "--progress", "--json")
+    shares = [float(line.removeprefix("progress ")) for line in err.splitlines()]
+    assert json.loads(out)["requests"] == 60
+    assert shares == sorted(set(shares))
+    assert shares[-1] == 1.0
+    assert command(*SMALL, "--jobs", "1", "--static", "1,1", "--json")[2] == ""
+
+
 def test_what_was_dropped_is_explained_with_the_option_that_changes_it(command: Any) -> None:
     words = (*SMALL, "--trace-speed", "1000", "--static", "0,1", "--sim.max-num-seqs=1")
     _, queued, _ = command(*words)

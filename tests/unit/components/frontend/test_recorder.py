@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.components.http_metrics import EndedRequest
-from dynamo_local.components.openai.recorder import QUEUED_MAX, Recorder
+from dynamo_local.components.openai.recorder import QUEUED_MAX, PageFeed, Recorder
 from dynamo_local.core.routing.estimates import Targets
 from dynamo_local.core.traffic import Phases
 from dynamo_local.errors import ConfigError
@@ -111,6 +113,31 @@ async def test_a_file_that_cannot_be_written_is_said_once_and_nobody_waits(
         await eventually(lambda: any("wait to be written" in message for message in caplog.messages), timeout_s=60.0)
     assert len([message for message in caplog.messages if "wait to be written" in message]) == 1
     assert len([message for message in caplog.messages if "are lost from now on" in message]) == 1
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as found:
+        found.bind(str(tmp_path / "page"))
+        found.settimeout(5.0)
+        yield found
+
+
+def test_the_page_gets_all_phases_and_who_prefilled(tmp_path: Path, listener: socket.socket) -> None:
+    feed = PageFeed(tmp_path / "page", AsyncioClock(), TARGETS)
+    feed.ended("id-1", "success", 0.5, replace(REQUEST, routed_s=0.01, phases=Phases(0.15, 0.04, "dynamo_P")))
+    feed.ended("id-2", "success", 0.5, replace(REQUEST, phases=None))
+    feed.close()
+    whole, old = (json.loads(listener.recv(65_536)) for _ in range(2))
+    assert whole["phases"] == [
+        ["routed", 0.01],
+        ["queued", 0.05],
+        ["prefilled", 0.15],
+        ["handed off", 0.04],
+        ["decoded", 0.25],
+    ]
+    assert whole["prefill_worker"] == "dynamo_P"
+    assert (old["phases"], old["prefill_worker"]) == ([["queued", 0.25], ["decoded", 0.25]], None)
 
 
 def test_a_path_that_cannot_be_a_file_is_told_at_the_start(tmp_path: Path) -> None:

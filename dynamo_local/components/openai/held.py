@@ -1,0 +1,215 @@
+"""Requests that are held in a Frontend until their model has a worker.
+
+Models that share the GPUs may have no worker (docs/models.md). A request for one waits here, in the order in which it
+came. The Frontend tells the arbiter through etcd which models are asked for; the arbiter starts or wakes a worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import msgspec
+
+from dynamo_local.clock import Clock
+from dynamo_local.components.models_view import ModelsView
+from dynamo_local.components.openai import errors as api_errors
+from dynamo_local.components.openai.errors import ApiError
+from dynamo_local.components.openai.http_io import Reply
+from dynamo_local.components.openai.settings import SharedModel
+from dynamo_local.core.gpu_shares import HeldNow
+from dynamo_local.errors import InfraUnavailable, LeaseNotFound, NoWorkers, WorkerDraining
+from dynamo_local.ports import KeyValueStore
+from dynamo_local.sdk.context import WorkerContext
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 5.0
+"""A client that streams gets a comment so often, so that nothing between takes the connection for dead."""
+KEEP_ALIVE = b": waiting for a worker of the model\n\n"
+TELL_EVERY_S = 0.25
+"""The first held request of a model is told at once, changes after that so often at most."""
+TELL_AGAIN_S = 5.0
+"""While something is held it is told again so often: a lease that was granted anew has lost its keys."""
+GONE_WAIT_S = 0.2
+"""After a request found no worker although one was listed, the list is looked at again when it changes, or so late."""
+NO_WORKER = (NoWorkers, WorkerDraining)
+"""The worker has left since the list of models was read."""
+
+
+def held_key(namespace: str, watcher_name: str) -> str:
+    """The key under which a Frontend tells what it holds: `dynamo/held/dynamo_Frontend`."""
+    return f"{namespace}/held/{watcher_name}"
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """One held request: since when (the loop's clock), its bytes, and its turn."""
+
+    since_s: float
+    size: int
+    turn: asyncio.Future[None]
+
+
+class HeldRequests:
+    """Those of one Frontend. `shared` are the models that may have no worker, by name.
+
+    A request for an adapter waits for the model that it adapts.
+    """
+
+    def __init__(
+        self, shared: Mapping[str, SharedModel], models: ModelsView, adapters: ModelsView | None, clock: Clock
+    ) -> None:
+        self._shared = shared
+        self._models = models
+        self._adapters = adapters
+        self._clock = clock
+        self._waiting: dict[str, deque[_Waiting]] = {name: deque() for name in shared}
+        self._took_s: dict[str, float] = {}
+        self._changed = asyncio.Event()
+        self._listed = asyncio.Event()
+        models.on_change(self._on_models)
+
+    def model_of(self, name: str) -> str | None:
+        """The model whose worker a request for `name` needs; None for one that does not share the GPUs."""
+        if name in self._shared:
+            return name
+        adapter = None if self._adapters is None else self._adapters.get(name)
+        parent = None if adapter is None else adapter.parent
+        return parent if parent in self._shared else None
+
+    def states(self) -> dict[str, str]:
+        """Each shared model by name: `ready`, `waited for`, or `asleep` where nobody asks for it."""
+        return {
+            name: "ready" if self._models.get(name) is not None else "waited for" if self._waiting[name] else "asleep"
+            for name in self._shared
+        }
+
+    def now(self) -> dict[str, HeldNow]:
+        """Models with held requests, by the component of their workers."""
+        return {
+            self._shared[name].component: HeldNow(len(each), each[0].since_s)
+            for name, each in self._waiting.items()
+            if each
+        }
+
+    async def until_served(
+        self, model: str, size: int, since_s: float, reply: Reply | None, *, again: bool = False
+    ) -> None:
+        """Return when the model has a worker. A client that streams (`reply`) gets comments meanwhile.
+
+        The request came at `since_s`. `again`: the model was listed, but no worker was there. Raises `ApiError` 503
+        where too many are held, or for too long.
+        """
+        deadline_s = since_s + self._shared[model].max_wait_s
+        if again:
+            await self._until_listed_anew()
+            if self._clock.now_s() >= deadline_s:
+                raise self._too_late(model, since_s)
+        if self._models.get(model) is not None and not self._waiting[model]:
+            return
+        with self._held(model, size, since_s) as waiting:
+            if self._models.get(model) is not None:
+                self._release(model)
+            while not await self._turn(waiting, deadline_s):
+                if self._clock.now_s() >= deadline_s:
+                    raise self._too_late(model, since_s)
+                if reply is not None:
+                    await reply.comment(KEEP_ALIVE)
+
+    def _too_late(self, model: str, since_s: float) -> ApiError:
+        held_s = self._clock.now_s() - since_s
+        return api_errors.not_served_in_time(model, held_s, self._retry_after_s(model))
+
+    async def _until_listed_anew(self) -> None:
+        listed = self._listed
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GONE_WAIT_S):
+                await listed.wait()
+
+    async def _turn(self, waiting: _Waiting, deadline_s: float) -> bool:
+        """Whether its turn came before the next comment is due."""
+        left_s = max(0.0, min(KEEP_ALIVE_S, deadline_s - self._clock.now_s()))
+        await asyncio.wait((waiting.turn,), timeout=left_s)
+        return waiting.turn.done()
+
+    @contextmanager
+    def _held(self, model: str, size: int, since_s: float) -> Iterator[_Waiting]:
+        """Held while this is open. Raises `ApiError` 503 beyond the bounds."""
+        shared, line = self._shared[model], self._waiting[model]
+        if len(line) >= shared.max_held or sum(each.size for each in line) + size > shared.max_held_bytes:
+            raise api_errors.too_many_held(model, len(line), self._retry_after_s(model))
+        waiting = _Waiting(since_s, size, asyncio.get_running_loop().create_future())
+        line.append(waiting)
+        if len(line) == 1:
+            logger.info("requests for %s are held: it has no worker now", model)
+        self._changed.set()
+        try:
+            yield waiting
+        finally:
+            if waiting in line:
+                line.remove(waiting)
+            self._changed.set()
+
+    def _retry_after_s(self, model: str) -> int:
+        """As long as it took the last time; a second where it never did."""
+        return max(1, math.ceil(self._took_s.get(model, 1.0)))
+
+    def _on_models(self) -> None:
+        self._listed.set()
+        self._listed = asyncio.Event()
+        for name in self._waiting:
+            if self._models.get(name) is not None:
+                self._release(name)
+
+    def _release(self, model: str) -> None:
+        """Let all go on, in order. They pass the entrance again, in the same order."""
+        line = self._waiting[model]
+        if not line:
+            return
+        took_s = self._took_s[model] = self._clock.now_s() - line[0].since_s
+        logger.info("%s has a worker: %d held requests go on, the first after %.2f s", model, len(line), took_s)
+        while line:
+            waiting = line.popleft()
+            if not waiting.turn.done():
+                waiting.turn.set_result(None)
+        self._changed.set()
+
+    # --- telling ---------------------------------------------------------------------------------
+
+    async def tell(self, context: WorkerContext) -> None:
+        """For ever: keep the Frontend's key as what is held, under its lease; no key where nothing is."""
+        key, told = held_key(context.namespace, context.watcher_name), False
+        while True:
+            self._changed.clear()
+            held = self.now()
+            if held or told:
+                told = await self._told(context.kv, key, held, context.lease_id)
+            await asyncio.sleep(TELL_EVERY_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TELL_AGAIN_S if told else None):
+                    await self._changed.wait()
+
+    async def _told(self, kv: KeyValueStore, key: str, held: Mapping[str, HeldNow], lease_id: int) -> bool:
+        """Write or delete the key. Returns whether it is to be looked after."""
+        try:
+            if held:
+                await kv.put(key, msgspec.json.encode(held), lease_id)
+            else:
+                await kv.delete(key)
+        except (InfraUnavailable, LeaseNotFound) as error:
+            logger.warning("the arbiter was not told of %d models with held requests: %s", len(held), error)
+            self._changed.set()
+            return True
+        return bool(held)
+
+
+def no_worker(error: Exception) -> bool:
+    """Whether the request failed because its model has no worker now, and so may be held."""
+    return isinstance(error, NO_WORKER) or (isinstance(error, ApiError) and error.code == NoWorkers.code)

@@ -1,0 +1,140 @@
+"""The section `Models`: several models behind one Frontend, which share the GPUs of the host.
+
+    Models:
+      qwen:                        # its name in the API, and of its workers' component
+        model: /models/Qwen3-8B
+        engine: vllm
+        gpus: 1                    # of one worker
+        floor: 0                   # it may give all GPUs back
+      llama: …
+
+Each model becomes two services: its workers, `qwen`, and its Processor, `qwen_Processor`. Keys that are not about the
+model's place are its workers' options. A section of that name in the file is laid over them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from dynamo_local.config.schema import Seconds, SharingArgs
+from dynamo_local.errors import ConfigError
+from dynamo_local.sdk.settings import validate_section
+
+MODELS = "Models"
+GRAPHS = "dynamo_local.components.graphs"
+SEPARATOR = "__"
+"""Between the names of the components in the graph's name: `models__qwen__llama`."""
+MODELS_MAX = 64
+_TO_WORKERS = ("ttft", "itl")
+_TO_PROCESSOR = ("serve_args", "router", "max_tries", "migration_limit")
+
+
+class ModelSection(SharingArgs):
+    """One model of the section `Models`. Other keys are options of its workers."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
+
+    model: Annotated[str, Field(min_length=1)]
+    """A folder, or sim-tiny."""
+    served_model_name: Annotated[str, Field(min_length=1)] | None = None
+    """Its name in the API, where the key is another one."""
+    gpus: Annotated[int, Field(ge=0, le=64)] = 1
+    """GPUs of one worker."""
+    workers: Annotated[int, Field(ge=0)] | None = None
+    """Workers at the start. None: the floor."""
+    max_held: Annotated[int, Field(ge=0, le=1_000_000)] = 256
+    """Requests that are held at once; beyond it 503 with Retry-After."""
+    max_held_bytes: Annotated[int, Field(ge=0)] = 64 * 1024 * 1024
+    """Bytes of their bodies."""
+    standby: Annotated[int, Field(ge=0, le=64)] | None = None
+    envs: Any = None
+    start_deadline_s: Seconds | None = None
+    drain_deadline_s: Seconds | None = None
+
+    @model_validator(mode="after")
+    def _starts_within(self) -> Self:
+        if self.workers is not None and self.workers < self.floor:
+            raise ValueError(f"workers is {self.workers}, fewer than its floor of {self.floor}")
+        if self.cap is not None and self.workers is not None and self.workers > self.cap:
+            raise ValueError(f"workers is {self.workers}, more than its cap of {self.cap}")
+        if not self.gpus and not self.floor:
+            raise ValueError("a model without GPUs (gpus: 0) has nothing to share: give it a floor of 1 or more")
+        return self
+
+
+def component_of(name: str) -> str:
+    """The component of a model's workers: `Qwen3-8B` -> `Qwen3_8B`. It never ends in `_<number>`."""
+    plain = re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_") or "model"
+    plain = re.sub(r"(?:_\d+)+$", lambda end: end[0].replace("_", ""), plain)
+    return plain if plain[0].isalpha() else f"m{plain}"
+
+
+def processor_of(component: str) -> str:
+    """The Processor in front of a model's workers."""
+    return f"{component}_Processor"
+
+
+def target_of(components: list[str]) -> str:
+    """The graph of these models."""
+    return f"{GRAPHS}:{SEPARATOR.join(('models', *components))}"
+
+
+def components_of(sections: Mapping[str, Any]) -> list[str]:
+    """The components of the models of a configuration, in its order; empty without the section."""
+    return [component_of(name) for name in sections.get(MODELS) or {}]
+
+
+def expanded(sections: Mapping[str, Mapping[str, Any]], source: str) -> dict[str, dict[str, Any]]:
+    """The sections of the services that the models become, without `Models`. Raises `ConfigError` naming the model."""
+    given = sections[MODELS]
+    if not given or len(given) > MODELS_MAX:
+        raise ConfigError(f"{source}: {MODELS} has {len(given)} models; 1 to {MODELS_MAX} can be served", at=(MODELS,))
+    found: dict[str, dict[str, Any]] = {}
+    held: dict[str, dict[str, Any]] = {}
+    for name, section in given.items():
+        component = component_of(name)
+        if component in found or component in ("Frontend", "Processor", "Router"):
+            raise ConfigError(f"{source}: {MODELS}.{name}: another service is called {component}; rename the model")
+        if not isinstance(section, Mapping):
+            raise ConfigError(f"{source}: {MODELS}.{name} holds a model's options, not {section!r}", at=(MODELS, name))
+        model = validate_section(ModelSection, f"{source}: {MODELS}.{name}", section)
+        served = model.served_model_name or name
+        if served in held:
+            raise ConfigError(f"{source}: two models are named {served!r} in the API", at=(MODELS, name))
+        found[component], found[processor_of(component)] = _worker(model, served), _processor(model, served)
+        held[served] = {"component": component, **model.model_dump(include=set(HELD))}
+    frontend = {"served_model_name": list(held), "models": held}
+    return {"Frontend": frontend, **found}
+
+
+HELD = ("max_wait_s", "max_held", "max_held_bytes")
+"""Options that the Frontend reads."""
+
+
+def _worker(model: ModelSection, served: str) -> dict[str, Any]:
+    share = model.model_dump(include=set(SharingArgs.model_fields))
+    args = {
+        "workers": model.floor if model.workers is None else model.workers,
+        "resources": {"gpu": model.gpus},
+        "envs": model.envs,
+        "standby": model.standby,
+        "start_deadline_s": model.start_deadline_s,
+        "drain_deadline_s": model.drain_deadline_s,
+    }
+    own = {key: value for key, value in (model.model_extra or {}).items() if key not in _TO_PROCESSOR}
+    return {
+        "model": model.model,
+        "served_model_name": served,
+        **own,
+        "ServiceArgs": {**{key: value for key, value in args.items() if value is not None}, "sharing": share},
+    }
+
+
+def _processor(model: ModelSection, served: str) -> dict[str, Any]:
+    extra = model.model_extra or {}
+    own = {key: extra[key] for key in (*_TO_PROCESSOR, *_TO_WORKERS) if key in extra}
+    return {"model": model.model, "served_model_name": served, **own}

@@ -1,0 +1,83 @@
+"""The section `Models`: the services that it becomes, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dynamo_local.config.loading import Config, load_config
+from dynamo_local.config.models import component_of, target_of
+from dynamo_local.config.resolve import resolve
+from dynamo_local.core.types import GraphSpec
+from dynamo_local.errors import ConfigError
+from dynamo_local.sdk.loader import load_graph
+
+TINY = {"model": "sim-tiny", "engine": "sim"}
+
+
+def config_of(models: dict[str, Any], *overrides: str, **sections: Any) -> Config:
+    """The configuration of a file with these models."""
+    return load_config(None, env={}, base=yaml.safe_dump({"Models": models, **sections}), overrides=overrides)
+
+
+def graph_of(config: Config) -> GraphSpec:
+    return resolve(load_graph(target_of(list(config.models)), base_dir=Path.cwd()), config, namespace=None)
+
+
+def test_each_model_is_a_component_with_a_part_of_the_gpus() -> None:
+    models = {"qwen": {**TINY, "gpus": 2, "floor": 1, "weight": 3}, "Llama-3.1": {**TINY, "idle-s": 60}}
+    graph = graph_of(config_of(models))
+    qwen, llama = graph.service("qwen"), graph.service("Llama31")
+    assert (qwen.workers, qwen.resources.gpu, llama.workers) == (1, 2, 0), "a model begins with its floor"
+    assert qwen.sharing is not None
+    assert llama.sharing is not None
+    assert (qwen.sharing.floor, qwen.sharing.weight, llama.sharing.idle_s) == (1, 3.0, 60.0)
+    assert llama.config["served_model_name"] == "Llama-3.1"
+
+
+def test_the_frontend_knows_which_requests_it_may_hold() -> None:
+    config = config_of({"a": {**TINY, "max-held": 7}, "b": {**TINY, "served-model-name": "org/b", "max-wait-s": 5}})
+    shared = config.sections["Frontend"]["models"]
+    assert {name: (each["component"], each["max_held"], each["max_wait_s"]) for name, each in shared.items()} == {
+        "a": ("a", 7, 120.0),
+        "org/b": ("b", 256, 5.0),
+    }
+
+
+def test_what_a_file_or_a_person_says_of_a_service_is_laid_over_it() -> None:
+    config = config_of({"a": TINY}, "--Models.a.cap=3", "--a.sim.speed=2", Frontend={"port": 9})
+    spec = graph_of(config).service("a")
+    assert spec.sharing is not None
+    assert (spec.sharing.cap, spec.config["sim"]) == (3, {"speed": 2})
+    assert config.sections["Frontend"]["port"] == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "component"),
+    [("qwen", "qwen"), ("Qwen/Qwen3-8B", "Qwen_Qwen3_8B"), ("llama-3.1", "llama31"), ("3b", "m3b"), ("--", "model")],
+)
+def test_a_component_never_looks_like_anothers_further_worker(name: str, component: str) -> None:
+    assert component_of(name) == component
+
+
+@pytest.mark.parametrize(
+    ("models", "said"),
+    [
+        ({}, "has 0 models"),
+        ({"a": {"engine": "sim"}}, "model"),
+        ({"a-b": TINY, "a_b": TINY}, "another service is called a_b"),
+        ({"Frontend": TINY}, "another service is called Frontend"),
+        ({"a": {**TINY, "served-model-name": "b"}, "b": TINY}, "two models are named 'b'"),
+        ({"a": {**TINY, "floor": 3, "cap": 2}}, "cap is 2, less than the floor of 3"),
+        ({"a": {**TINY, "floor": 2, "workers": 1}}, "fewer than its floor"),
+        ({"a": {**TINY, "gpus": 0}}, "nothing to share"),
+        ({"a": {**TINY, "weight": -1}}, "weight"),
+        ({"a": 7}, "holds a model's options, not 7"),
+    ],
+)
+def test_what_cannot_be_is_said_with_the_models_name(models: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        graph_of(config_of(models))
