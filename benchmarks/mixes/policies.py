@@ -3,7 +3,7 @@
 * ours: `core.gpu_shares.shares`, each second and when a request is held.
 * static: the best split that is fixed for the whole run, chosen afterwards from the arrivals that are judged. Its GPUs
   are whole, or halves with half the speed and as many slots as keep the time between tokens then.
-* swap: llama-swap's rule. A model has at most one worker. The worker comes on demand, in place of the least recently used.
+* swap: llama-swap's rule. A model has at most one worker. It comes on demand, and the least recently used one goes.
 * mux: each model always has a part of a GPU, as in MuxServe. Slots are divided among the models on a GPU, and its
   speed among those that have requests now. The parts follow the mean rates of the whole run.
 """
