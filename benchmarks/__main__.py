@@ -36,6 +36,7 @@ NAMES = (
     "planner_tick",
     "passes",
     "predictors",
+    "mixes",
     "profiles",
     "process_hosts",
     "actuators",

@@ -1,14 +1,15 @@
 """How many workers each of several models gets on the GPUs of one host. Pure.
 
-Maximises Σ weight × requests within targets per second, for all models together: a GPU goes where one more is worth
-most. A worker that is there counts for more than one that must be started, so that models do not change places without
-need. Rules that hold whatever the numbers say:
+Maximises Σ weight × requests within targets per second, for all models together, less the cost of change. The search is
+exact: it tries each number of workers of each model, and joins them as a knapsack of GPUs. Rules that hold whatever the
+numbers say:
 
 * A model has its `floor`, and never more than its `cap`.
 * All models together get no more GPUs than there are.
 * A model whose requests are held, and that has no worker, gets one before the oldest has waited `max_wait_s`.
 * A worker stays for `min_stay_s`, unless a held request of another model would wait longer than its `max_wait_s`.
 * A model without a request for `idle_s` gives back what it has above its floor.
+* The same decision on the fleet that was decided changes nothing. A detour never costs less than the direct change.
 """
 
 from __future__ import annotations
@@ -17,18 +18,28 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-HORIZON_S = 60.0
-"""A worker that must be started is expected to be of use for so long. It earns nothing until it serves."""
-HELD_HORIZON_S = 10.0
-"""Held requests count as a demand that comes in so long."""
+HORIZON_S = 30.0
+"""A worker is expected to be of use for so long. One that must be started earns nothing until it serves."""
 STICKINESS = 1.25
-"""A worker that is there counts for so much more than one that must be started."""
+"""The worth of a worker counts for so much more when it would be taken."""
+TAKEN = 0.5
+"""A worker that is taken drains, and must come back later. So large a share of what it could serve then is lost."""
 SERVED_LATE = 0.2
 """A request that is answered, but not within its targets, counts for so much of one that is."""
+COLD_SHARE = 0.7
+"""A model without a worker or a request counts for so much of one with a worker, if it starts within its target."""
+GPU_FREE_S = 0.8
+"""A GPU that sleeping or idle workers hold is free after about so long."""
 KEPT_WORTH = 1e-6
 """A worker of a model that was used lately is worth a little: it stays where nobody needs its GPU."""
+STEP_COST = 1e-4
+"""A worker that comes or goes costs so much for each of its GPUs, in weighted requests per second."""
 MARGIN_S = 1.0
 """A worker that must come before a request has waited too long is ordered so much earlier than it would need."""
+NO_LOAD = 1e-3
+"""So few requests at once count as none."""
+ENOUGH = 0.9995
+"""More workers are not tried where so large a share of requests is within its targets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +71,12 @@ class HeldNow:
 class ModelNow:
     """One model as it is now. `name` is its workers' component.
 
-    `workers` are ready or on their way; `requests` run or wait in them. `held` requests wait for a first worker, the
-    oldest for `held_s`. `rate` is in requests per second. A worker serves `slots` requests at once within its targets,
-    each for `busy_s`, and `slack_s` may pass before it begins. One more worker serves after `arrives_s`. `stayed_s` is
-    how long the newest worker has been ready (None: none is). The last request was there `unused_s` ago.
+    `workers` are ready, on their way, or ordered; `requests` run or wait in them, without those of workers that leave.
+    `held` requests wait for a first worker, the oldest for `held_s`. `rate` is in requests per second, and `rate_long`
+    is its mean over the last minutes. A worker serves `slots` requests at once within its targets, each for `busy_s`,
+    and `slack_s` may pass before it begins. One more worker serves after `arrives_s`. `stayed_s` is how long the newest
+    worker has been ready (None: none is, or one is on its way). `young` workers were ordered, or became ready, less
+    than `min_stay_s` ago (None: all, if the newest has not stayed so long). The last request was there `unused_s` ago.
     """
 
     name: str
@@ -74,12 +87,36 @@ class ModelNow:
     held: int = 0
     held_s: float = 0.0
     rate: float = 0.0
+    rate_long: float = 0.0
     busy_s: float = 1.0
     slots: int = 1
     slack_s: float = 0.5
     arrives_s: float = 10.0
     stayed_s: float | None = None
+    young: int | None = None
     unused_s: float = math.inf
+
+    @property
+    def here(self) -> int:
+        """Requests that run or wait anywhere."""
+        return self.requests + self.held
+
+    @property
+    def is_used(self) -> bool:
+        """It has requests, or had one lately."""
+        return self.here > 0 or self.unused_s < self.sharing.idle_s
+
+    @property
+    def expected_rate(self) -> float:
+        """The rate that is planned for: a lull of some seconds is no reason to give a GPU away."""
+        return max(self.rate, self.rate_long) if self.is_used else 0.0
+
+    @property
+    def locked(self) -> int:
+        """Workers that have not stayed for `min_stay_s`."""
+        if self.young is not None:
+            return min(self.young, self.workers)
+        return self.workers if self.stayed_s is None or self.stayed_s < self.sharing.min_stay_s else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,104 +130,138 @@ class Share:
     last: float
 
 
-def erlang_c(servers: int, load: float) -> float:
-    """The probability that a request must wait, in a queue M/M/c with `load` = rate × service time < servers.
+def shares(models: Sequence[ModelNow], gpus: int) -> Mapping[str, Share]:
+    """The decision for all models, by name. `gpus` are all that the models may have together."""
+    least = _least(models, gpus)
+    left = max(0, gpus - sum(least[each.name] * each.gpus for each in models))
+    found: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for model in models:
+        options = _options(model, least[model.name], left)
+        following: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for used, (total, counts) in found.items():
+            for count, value in options:
+                now = used + (count - least[model.name]) * model.gpus
+                if now <= left and total + value > following.get(now, (-math.inf, ()))[0]:
+                    following[now] = total + value, (*counts, count)
+        found = following
+    _, counts = max(found.values(), key=lambda each: each[0])
+    return {each.name: _explained(each, count) for each, count in zip(models, counts, strict=True)}
 
-    Source: Erlang 1917, in the form of Erlang B's recursion.
+
+# --- what must be --------------------------------------------------------------------------------
+
+
+def _least(models: Sequence[ModelNow], gpus: int) -> dict[str, int]:
+    """The workers that each model must have: its floor, one for held requests that are urgent, and young ones."""
+    given = dict.fromkeys((each.name for each in models), 0)
+
+    def give(model: ModelNow, workers: int) -> None:
+        nonlocal gpus
+        cap = workers if model.sharing.cap is None else min(workers, model.sharing.cap)
+        more = min(cap - given[model.name], max(0, gpus) // max(1, model.gpus))
+        if more > 0:
+            given[model.name] += more
+            gpus -= more * model.gpus
+
+    for model in models:
+        give(model, model.sharing.floor)
+    drain_s = max((each.busy_s for each in models if each.workers), default=0.0)
+    for model in sorted((each for each in models if _is_urgent(each, drain_s)), key=_by_urgency):
+        give(model, 1)
+    for model in models:
+        give(model, model.locked)
+    return given
+
+
+def _is_urgent(model: ModelNow, drain_s: float) -> bool:
+    """Its oldest held request would wait too long if no worker were ordered now, or one is under way for it."""
+    if not model.held:
+        return False
+    return model.workers > 0 or model.held_s + drain_s + model.arrives_s + MARGIN_S >= model.sharing.max_wait_s
+
+
+def _by_urgency(model: ModelNow) -> tuple[bool, float]:
+    """Models with a worker under way come first, then those whose time is over first."""
+    return model.workers == 0, model.sharing.max_wait_s - model.held_s
+
+
+# --- what is worth most --------------------------------------------------------------------------
+
+
+def _options(model: ModelNow, least: int, left: int) -> list[tuple[int, float]]:
+    """Numbers of workers, from `least` on, and what the change to each is worth, in weighted requests per second."""
+    most = least + left // max(1, model.gpus)
+    if model.sharing.cap is not None:
+        most = max(least, min(most, model.sharing.cap))
+    values = _values(model, max(most, model.workers))
+    now = values[min(model.workers, len(values) - 1)]
+    soon = HORIZON_S / (HORIZON_S + model.arrives_s)
+    away_s = (model.busy_s if model.requests else 0.0) + model.arrives_s
+    served = min(model.expected_rate, model.slots / model.busy_s)
+    taken = TAKEN * model.sharing.weight * served * away_s / HORIZON_S
+    found = []
+    for count in range(least, most + 1):
+        change = values[min(count, len(values) - 1)] - now
+        change *= soon if count > model.workers else STICKINESS
+        change -= STEP_COST * abs(count - model.workers) * model.gpus + taken * max(0, model.workers - count)
+        found.append((count, change))
+        if count >= len(values) and count >= model.workers:
+            break
+    return found
+
+
+def _values(model: ModelNow, most: int) -> list[float]:
+    """The worth of 0, 1, 2 … workers in weighted requests per second; short where more are worth no more.
+
+    A fluid of requests, then a queue. The requests that are here are served first; until that is done, new ones are
+    late. From then on, a share of them is within the targets, as in a queue M/M/c (Erlang 1917, by Erlang B's
+    recursion).
     """
-    if load <= 0.0:
-        return 0.0
-    if load >= servers:
-        return 1.0
+    rate, weight = model.expected_rate, model.sharing.weight
+    load = rate * model.busy_s
+    # An idle worker must cost more than its step, or it would stay for ever.
+    kept = KEPT_WORTH if model.is_used else -2 * STEP_COST * model.gpus
+    if model.here == 0 and load < NO_LOAD:
+        return [kept * n for n in range(min(most, model.workers) + 1)]
+    starts_in_time = model.here == 0 and model.arrives_s + GPU_FREE_S <= model.slack_s
+    found = [COLD_SHARE * weight * rate if starts_in_time else 0.0]
     blocked = 1.0
-    for n in range(1, servers + 1):
-        blocked = load * blocked / (n + load * blocked)
-    return servers * blocked / (servers - load * (1.0 - blocked))
+    for workers in range(1, most + 1):
+        servers = workers * model.slots
+        for n in range(servers - model.slots + 1, servers + 1):
+            blocked = load * blocked / (n + load * blocked)
+        share = _share_of_horizon(model, servers, load)
+        if servers > load:
+            waits = servers * blocked / (servers - load * (1.0 - blocked))
+            share *= 1.0 - waits * math.exp(-(servers - load) * model.slack_s / model.busy_s)
+        served = min(servers / model.busy_s, model.here / HORIZON_S + rate)
+        value = rate * share + SERVED_LATE * max(0.0, served - rate * share)
+        found.append(max(found[0], weight * value) + kept * workers)
+        if share > ENOUGH and workers >= model.workers:
+            break
+    return found
+
+
+def _share_of_horizon(model: ModelNow, servers: int, load: float) -> float:
+    """The share of the horizon in which a new request begins before `slack_s` is over, in a fluid of requests."""
+    late_s = (model.here - servers) * model.busy_s / servers - model.slack_s
+    if servers > load:
+        return 1.0 if late_s <= 0.0 else max(0.0, 1.0 - late_s / (1.0 - load / servers) / HORIZON_S)
+    return 0.0 if late_s >= 0.0 else min(1.0, -late_s / max(1e-9, load / servers - 1.0) / HORIZON_S)
 
 
 def worth(model: ModelNow, workers: int) -> float:
     """Weighted requests per second that so many workers serve within their targets, late ones for `SERVED_LATE`."""
-    load = _rate(model) * model.busy_s
-    if load <= 0.0 or workers <= 0:
-        return 0.0
-    servers = workers * model.slots
-    served = min(1.0, servers / load)
-    in_time = 0.0
-    if servers > load:
-        waits = erlang_c(servers, load)
-        in_time = 1.0 - waits * math.exp(-(servers - load) * model.slack_s / model.busy_s)
-    return model.sharing.weight * _rate(model) * (SERVED_LATE * served + (1.0 - SERVED_LATE) * in_time)
-
-
-def shares(models: Sequence[ModelNow], gpus: int) -> Mapping[str, Share]:
-    """The decision for all models, by name. `gpus` are all that the models may have together."""
-    given = _floors(models, gpus)
-    left = gpus - sum(given[each.name] * each.gpus for each in models)
-    for model in sorted(models, key=lambda each: each.held_s - each.sharing.max_wait_s, reverse=True):
-        if _is_urgent(model) and given[model.name] == 0 and model.gpus <= left:
-            given[model.name] = 1
-            left -= model.gpus
-    while True:
-        best = max((_best_step(each, given[each.name], left) for each in models), key=lambda step: step[0])
-        value, name, count = best
-        if value <= 0.0 or not count:
-            break
-        given[name] += count
-        left -= count * next(each.gpus for each in models if each.name == name)
-    return {each.name: _explained(each, given[each.name]) for each in models}
-
-
-def _floors(models: Sequence[ModelNow], gpus: int) -> dict[str, int]:
-    given: dict[str, int] = {}
-    for model in models:
-        fits = max(0, gpus) // max(1, model.gpus)
-        given[model.name] = min(model.sharing.floor, fits)
-        gpus -= given[model.name] * model.gpus
-    return given
-
-
-def _is_urgent(model: ModelNow) -> bool:
-    """Its oldest held request would wait too long if no worker were ordered now, or one is under way for it."""
-    if not model.held:
-        return False
-    return model.workers > 0 or model.held_s + model.arrives_s + MARGIN_S >= model.sharing.max_wait_s
-
-
-def _rate(model: ModelNow) -> float:
-    return model.rate + model.held / HELD_HORIZON_S
-
-
-def _best_step(model: ModelNow, have: int, left: int) -> tuple[float, str, int]:
-    """The most that the next workers of the model are worth per GPU, and how many of them that takes."""
-    cap = left // model.gpus if model.gpus else left
-    if model.sharing.cap is not None:
-        cap = min(cap, model.sharing.cap - have)
-    best = (0.0, model.name, 0)
-    total = 0.0
-    for count in range(1, cap + 1):
-        total += _kept_or_new(model, have + count)
-        value = total / (count * max(1, model.gpus))
-        if value > best[0] * (1 + 1e-9):
-            best = (value, model.name, count)
-        if have + count > model.workers and worth(model, have + count) - worth(model, have + count - 1) < KEPT_WORTH:
-            break
-    return best
-
-
-def _kept_or_new(model: ModelNow, number: int) -> float:
-    """What the worker of that number, from 1, is worth."""
-    gain = worth(model, number) - worth(model, number - 1)
-    if number > model.workers:
-        return gain * HORIZON_S / (HORIZON_S + model.arrives_s) if gain > KEPT_WORTH else 0.0
-    if model.stayed_s is None or model.stayed_s < model.sharing.min_stay_s:
-        return max(gain * STICKINESS, 0.0) + 1e6  # it was ordered, or came, just now
-    used = model.requests > 0 or model.held > 0 or model.unused_s < model.sharing.idle_s
-    return gain * STICKINESS + (KEPT_WORTH if used else 0.0)
+    values = _values(model, workers)
+    return values[min(workers, len(values) - 1)]
 
 
 def _explained(model: ModelNow, workers: int) -> Share:
-    more = (worth(model, workers + 1) - worth(model, workers)) / max(1, model.gpus)
-    last = (worth(model, workers) - worth(model, workers - 1)) / max(1, model.gpus) if workers else 0.0
+    values = _values(model, workers + 1)
+    top = len(values) - 1
+    here, above = values[min(workers, top)], values[min(workers + 1, top)]
+    below = values[min(workers - 1, top)] if workers else here
+    more, last = (above - here) / max(1, model.gpus), (here - below) / max(1, model.gpus)
     load = f"{model.rate:.3g} requests/s, {model.requests} here"
     held = f", {model.held} held for {model.held_s:.1f} s" if model.held else ""
     if workers > model.workers:

@@ -1,0 +1,351 @@
+"""A small simulator of several models on the GPUs of one host, for judging only.
+
+A request waits in its model's queue, in order, until a worker has a free place. Prefills of a worker run one after the
+other. Its streams share its passes; a pass grows with the batch. A worker that is taken away accepts nothing new,
+finishes what runs, falls asleep, and only then frees its GPUs. Nothing is cut, dropped or reordered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Protocol
+
+from benchmarks.mixes.made import Engine, Mix, Request
+
+TICK_S = 1.0
+LATEST_S = 3600.0
+"""Requests that have no answer so long after the last arrival stay unanswered: their model has no worker."""
+
+JOINED, FINISHED, READY, FREED, TICK = range(5)
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One worker on its GPUs. `clock` counts the tokens that each of its streams has got since it began."""
+
+    model: int
+    engine: Engine
+    gpus: tuple[int, ...]
+    slots: int
+    speed: float
+    ready: bool = False
+    leaving: bool = False
+    since_s: float = math.inf
+    """Ready since then."""
+    here: int = 0
+    streams: list[tuple[float, int]] = field(default_factory=list)
+    clock: float = 0.0
+    at_s: float = 0.0
+    prefill_until_s: float = 0.0
+    version: int = 0
+
+    def advance(self, now_s: float) -> None:
+        """Give the streams their tokens until now."""
+        if self.streams:
+            self.clock += (now_s - self.at_s) / self.pass_s()
+        self.at_s = now_s
+
+    def pass_s(self) -> float:
+        """How long one token of each stream takes now."""
+        return self.engine.alone_s * (1 + len(self.streams) / self.engine.grows) / self.speed
+
+
+@dataclass(slots=True)
+class Meter:
+    """Measurements of one model, as a host has them: exponential means. Seconds, requests per second."""
+
+    isl: float
+    osl: float
+    rates: dict[float, float]
+    """Keys are time constants (s). Values are as of `at_s`."""
+    at_s: float = 0.0
+
+    def came(self, now_s: float, request: Request) -> None:
+        """One more request."""
+        for constant, rate in self.rates.items():
+            self.rates[constant] = rate * math.exp((self.at_s - now_s) / constant) + 1 / constant
+        self.at_s = now_s
+        self.isl += (request.isl - self.isl) * LENGTHS_SHARE
+        self.osl += (request.osl - self.osl) * LENGTHS_SHARE
+
+    def rate(self, now_s: float, constant: float) -> float:
+        """The mean with that time constant (s)."""
+        return self.rates[constant] * math.exp((self.at_s - now_s) / constant)
+
+
+SHORT_S, LONG_S = 10.0, 120.0
+"""Time constants of the two mean rates."""
+LENGTHS_SHARE = 0.05
+TYPICAL_ISL, TYPICAL_OSL = 1000.0, 200.0
+"""The lengths that are assumed for a model that had no request yet."""
+
+
+class Policy(Protocol):
+    """Decides how many workers each model has."""
+
+    name: str
+    ticks: bool
+    """Decides every second; else only when a request is held."""
+    divided: bool
+    """Workers share the speed of a GPU with those on it that have requests now."""
+
+    def first(self, mix: Mix) -> Sequence[tuple[int, tuple[int, ...], int, float]]:
+        """The workers that are there at the start: model, GPUs, slots and speed of each."""
+
+    def targets(self, world: World, now_s: float) -> Sequence[int] | None:
+        """Workers of each model from now on; None: as before."""
+
+
+@dataclass(slots=True)
+class Result:
+    """A run. For each request, in their order: its first token (s after it came; inf: none), mean time between tokens,
+    and how long it waited for a worker."""
+
+    ttfts_s: list[float]
+    itls_s: list[float]
+    waits_s: list[float]
+    gpu_hours: float
+    switches: int
+    """Workers that were ordered after the warm-up."""
+    served: list[int]
+    """Requests in the order in which workers took them."""
+    finished: int
+
+
+class World:
+    """One run of a mix's requests under a policy."""
+
+    def __init__(self, mix: Mix, requests: Sequence[Request], policy: Policy) -> None:
+        self.mix, self.requests, self.policy = mix, requests, policy
+        models = range(len(mix.engines))
+        self.workers: list[list[Worker]] = [[] for _ in models]
+        """Ready, or on their way; not those that leave."""
+        self.queues: list[deque[int]] = [deque() for _ in models]
+        self.here = [0 for _ in models]
+        """Requests that run or wait."""
+        self.parked = [mix.engines[model].parked for model in models]
+        """Workers asleep: as many as main memory holds are prepared at the start."""
+        self.meters = [Meter(TYPICAL_ISL, TYPICAL_OSL, {SHORT_S: 0.0, LONG_S: 0.0}) for _ in models]
+        self.used_s = [-math.inf for _ in models]
+        """When the model last had a request."""
+        self.free: set[int] = set(range(mix.gpus))
+        self.wanted = [0 for _ in models]
+        self._events: list[tuple[float, int, int, Worker | None, int]] = []
+        self._number = 0
+        self._on_gpu: list[list[Worker]] = [[] for _ in range(mix.gpus)]
+        count = len(requests)
+        self._first_s, self._done_s, self._taken_s = [math.inf] * count, [math.inf] * count, [math.inf] * count
+        self._served: list[int] = []
+        self._held_gpu_s, self._gpus_at_s, self._switches, self._finished = 0.0, 0.0, 0, 0
+
+    # --- what a policy may ask
+
+    def is_held(self, model: int) -> bool:
+        """Whether requests wait, and no worker of the model serves."""
+        return bool(self.queues[model]) and not any(each.ready for each in self.workers[model])
+
+    def held_s(self, model: int, now_s: float) -> float:
+        """How long the oldest waits."""
+        return now_s - self.requests[self.queues[model][0]].at_s if self.queues[model] else 0.0
+
+    def arrives_s(self, model: int) -> float:
+        """When one more worker would serve."""
+        engine = self.mix.engines[model]
+        return engine.wake_s if self.parked[model] else engine.start_s
+
+    # --- the run
+
+    def run(self) -> Result:
+        """Serve all requests."""
+        for model, gpus, slots, speed in self.policy.first(self.mix):
+            self._place(Worker(model, self.mix.engines[model], gpus, slots, speed, ready=True, since_s=0.0))
+            self.wanted[model] += 1
+        if self.policy.ticks:
+            self._push(0.0, TICK)
+        came, total = 0, len(self.requests)
+        last_s = (self.requests[-1].at_s if total else 0.0) + LATEST_S
+        while self._finished < total:
+            event_s = self._events[0][0] if self._events else math.inf
+            if came < total and self.requests[came].at_s <= event_s:
+                self._came(came)
+                came += 1
+            elif event_s > last_s:
+                break
+            else:
+                now_s, _, kind, worker, value = heappop(self._events)
+                self._happened(now_s, kind, worker, value)
+        return self._result()
+
+    def _happened(self, now_s: float, kind: int, worker: Worker | None, value: int) -> None:
+        if worker is None:
+            self._decide(now_s)
+            self._push(now_s + TICK_S, TICK)
+        elif kind == JOINED:
+            worker.advance(now_s)
+            heappush(worker.streams, (worker.clock + self.requests[value].osl, value))
+            self._reschedule(worker)
+        elif kind == FINISHED:
+            if value == worker.version:
+                self._finish(now_s, worker)
+        elif kind == READY:
+            worker.ready, worker.since_s = True, now_s
+            self._dispatch(now_s, worker.model)
+        elif kind == FREED:
+            self._freed(now_s, worker)
+
+    def _push(self, at_s: float, kind: int, worker: Worker | None = None, value: int = 0) -> None:
+        self._number += 1
+        heappush(self._events, (at_s, self._number, kind, worker, value))
+
+    def _came(self, number: int) -> None:
+        request = self.requests[number]
+        model, now_s = request.model, request.at_s
+        self.meters[model].came(now_s, request)
+        self.used_s[model] = now_s
+        self.here[model] += 1
+        self.queues[model].append(number)
+        if self.workers[model]:
+            self._dispatch(now_s, model)
+        else:
+            self._decide(now_s)
+
+    def _dispatch(self, now_s: float, model: int) -> None:
+        """Give waiting requests to the workers with the most free places."""
+        queue, workers = self.queues[model], self.workers[model]
+        while queue:
+            best, least = None, 1.0
+            for each in workers:
+                if each.ready and each.here < least * each.slots:
+                    best, least = each, each.here / each.slots
+            if best is None:
+                return
+            self._take(now_s, best, queue.popleft())
+
+    def _take(self, now_s: float, worker: Worker, number: int) -> None:
+        request = self.requests[number]
+        self._taken_s[number] = now_s
+        self._served.append(number)
+        worker.here += 1
+        if worker.here == 1 and self.policy.divided:
+            self._redivide(now_s, worker)
+        begins_s = max(now_s, worker.prefill_until_s)
+        worker.prefill_until_s = begins_s + request.isl * worker.engine.prefill_s / worker.speed
+        self._first_s[number] = worker.prefill_until_s
+        self._push(worker.prefill_until_s, JOINED, worker, number)
+
+    def _reschedule(self, worker: Worker) -> None:
+        worker.version += 1
+        if worker.streams:
+            left_s = max(0.0, worker.streams[0][0] - worker.clock) * worker.pass_s()
+            self._push(worker.at_s + left_s, FINISHED, worker, worker.version)
+
+    def _finish(self, now_s: float, worker: Worker) -> None:
+        worker.advance(now_s)
+        _, number = heappop(worker.streams)
+        self._done_s[number] = now_s
+        self._finished += 1
+        worker.here -= 1
+        self.here[worker.model] -= 1
+        self.used_s[worker.model] = now_s
+        self._reschedule(worker)
+        if worker.leaving:
+            self._leave(now_s, worker)
+        else:
+            self._dispatch(now_s, worker.model)
+        if not worker.here and self.policy.divided:
+            self._redivide(now_s, worker)
+
+    def _redivide(self, now_s: float, changed: Worker) -> None:
+        """Divide the speed of each GPU among its workers that have requests."""
+        for worker in {each for gpu in changed.gpus for each in self._on_gpu[gpu]}:
+            worker.advance(now_s)
+            worker.speed = 1 / max(1, *(sum(each.here > 0 for each in self._on_gpu[gpu]) for gpu in worker.gpus))
+            self._reschedule(worker)
+
+    # --- workers come and go
+
+    def _decide(self, now_s: float) -> None:
+        targets = self.policy.targets(self, now_s)
+        if targets is None:
+            return
+        self.wanted = list(targets)
+        for model, wanted in enumerate(self.wanted):
+            # Workers that are on their way stay: they were ordered a moment ago.
+            able = sorted((each for each in self.workers[model] if each.ready), key=_taken_first)
+            for worker in able[: len(self.workers[model]) - wanted]:
+                worker.leaving = True
+                self.workers[model].remove(worker)
+                self._leave(now_s, worker)
+        self._order(now_s)
+
+    def _leave(self, now_s: float, worker: Worker) -> None:
+        if not worker.here:
+            self._push(now_s + worker.engine.sleep_s, FREED, worker)
+
+    def _freed(self, now_s: float, worker: Worker) -> None:
+        engine = worker.engine
+        self.parked[worker.model] = min(engine.parked, self.parked[worker.model] + 1)
+        self._count_gpus(now_s)
+        self.free.update(worker.gpus)
+        for gpu in worker.gpus:
+            self._on_gpu[gpu].remove(worker)
+        self._order(now_s)
+
+    def _order(self, now_s: float) -> None:
+        """Order the workers that are wanted, as far as GPUs are free: those of held requests first, by age."""
+        short = [m for m, wanted in enumerate(self.wanted) if wanted > len(self.workers[m])]
+        for model in sorted(short, key=lambda m: -self.held_s(m, now_s) if self.is_held(m) else 1.0):
+            engine = self.mix.engines[model]
+            while len(self.workers[model]) < self.wanted[model] and len(self.free) >= engine.gpus:
+                gpus = tuple(sorted(self.free)[: engine.gpus])
+                arrives_s = self.arrives_s(model)
+                self.parked[model] = max(0, self.parked[model] - 1)
+                worker = Worker(model, engine, gpus, engine.slots, 1.0, at_s=now_s)
+                self._count_gpus(now_s)
+                self._place(worker)
+                self._switches += now_s >= self.mix.warm_up_s
+                self._push(now_s + arrives_s, READY, worker)
+
+    def _place(self, worker: Worker) -> None:
+        self.workers[worker.model].append(worker)
+        for gpu in worker.gpus:
+            self._on_gpu[gpu].append(worker)
+            self.free.discard(gpu)
+
+    def _count_gpus(self, now_s: float) -> None:
+        """Count the GPUs that were held since the last change, within the time that is judged."""
+        begins_s, ends_s = self.mix.warm_up_s, self.mix.length_s
+        passed_s = max(0.0, min(now_s, ends_s) - max(self._gpus_at_s, begins_s))
+        self._held_gpu_s += passed_s * (self.mix.gpus - len(self.free))
+        self._gpus_at_s = now_s
+
+    def _result(self) -> Result:
+        self._count_gpus(self.mix.length_s)
+        ttfts, itls, waits = [], [], []
+        for number, each in enumerate(self.requests):
+            first_s, done_s = self._first_s[number], self._done_s[number]
+            answered = done_s < math.inf
+            ttfts.append(first_s - each.at_s if answered else math.inf)
+            itls.append((done_s - first_s) / each.osl if answered else math.inf)
+            waits.append(self._taken_s[number] - each.at_s)
+        return Result(ttfts, itls, waits, self._held_gpu_s / 3600, self._switches, self._served, self._finished)
+
+
+def _taken_first(worker: Worker) -> tuple[int, float]:
+    """The least busy worker leaves first, and the oldest of several."""
+    return worker.here, worker.since_s
+
+
+def within(mix: Mix, requests: Sequence[Request], result: Result) -> Mapping[int, tuple[int, int]]:
+    """For each model: its requests after the warm-up, and how many of them are within both targets."""
+    found = {model: [0, 0] for model in range(len(mix.engines))}
+    for each, ttft_s, itl_s in zip(requests, result.ttfts_s, result.itls_s, strict=True):
+        if each.at_s >= mix.warm_up_s:
+            engine = mix.engines[each.model]
+            found[each.model][0] += 1
+            found[each.model][1] += ttft_s <= engine.ttft_s and itl_s <= engine.itl_s * (1 + 1e-9)
+    return {model: (came, kept) for model, (came, kept) in found.items()}
