@@ -131,7 +131,6 @@ def compose(
     exporter = _exporter(base, controller, sampling, state)
     LeadTimeMetrics(exporter.metrics.registry, lambda: LeadTimesNow(lead_times.known, prewarmed.counts()))
     planning = _planning(base, commands, controller, sampling, lead_times, follows)
-    _traced(controller, planning)
     control_api = _control_api(deployment, planning, state, base.tasks)
     servers = _servers(base, host, on_change)
     return Parts(
@@ -163,16 +162,7 @@ def compose(
         dashboard=DashboardProcess(deployment.paths, deployment.settings, clock),
         prewarmed=prewarmed,
         lead_times=lead_times,
-        shares=ModelShares(
-            lambda: base.launcher.factory.graph,
-            controller,
-            commands,
-            sampling,
-            base.links,
-            lead_times.medians,
-            clock,
-            base.notes.tell,
-        ),
+        shares=_shares(base, controller, commands, sampling, lead_times),
     )
 
 
@@ -277,7 +267,23 @@ def _planning(
         beside=lambda: {"run_id": base.deployment.run_id, "targets": sampling.kept.status()},
     )
     planning.subscribe(status=lambda: {"lead_times": lead_times.status()})
+    _traced(controller, planning)
     return planning
+
+
+def _shares(
+    base: _Base, controller: FleetController, commands: Commands, sampling: Sampling, lead_times: RunLeadTimes
+) -> ModelShares:
+    return ModelShares(
+        lambda: base.launcher.factory.graph,
+        controller,
+        commands,
+        sampling,
+        base.links,
+        lead_times.medians,
+        base.clock,
+        base.notes.tell,
+    )
 
 
 def _traced(controller: FleetController, planning: ArbiterPlanner) -> None:

@@ -53,7 +53,7 @@ _decoder = msgspec.json.Decoder(dict[str, HeldNow])
 
 @dataclass(slots=True)
 class _Usage:
-    """What is remembered of one model: requests in its workers by second, and when there was one last."""
+    """The memory of one model: requests in its workers by second, and when there was one last."""
 
     requests: deque[tuple[float, int]] = field(default_factory=deque)
     used_s: float = -math.inf

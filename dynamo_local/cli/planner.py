@@ -159,7 +159,7 @@ run_option = click.option("--run", metavar="ID", help="An earlier run, or `all` 
 def explain(count: int, run: str | None, as_json: bool, namespace: str | None) -> None:
     """Say why the last N decisions were made.
 
-    In words, with what it would have taken to decide otherwise. Of models that share the GPUs: what each has now, and
+    In words, with what it would have taken to decide otherwise. Where models share the GPUs: what each has now, and
     what one worker more would be worth.
     """
     from dynamo_local.planner.records.decision_log import describe

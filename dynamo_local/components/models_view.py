@@ -123,7 +123,7 @@ class ModelsView:
         self._listeners: list[Callable[[], None]] = []
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after each event; it must return at once."""
+        """Call `listener` after each event. The listener must return at once."""
         self._listeners.append(listener)
 
     def models(self) -> list[ServedModel]:

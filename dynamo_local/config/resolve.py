@@ -161,6 +161,11 @@ def planned_components(graph: GraphSpec) -> tuple[str | None, str]:
     """
     prefill = [spec.name for spec in graph.services if spec.role is Role.PREFILL]
     decode = [spec.name for spec in graph.services if spec.role in (Role.DECODE, Role.AGGREGATED)]
+    if shared := [spec.name for spec in graph.services if spec.sharing is not None]:
+        raise ConfigError(
+            f"Planner: {listing(shared)} share the GPUs by the section Models, which decides by itself: leave one of "
+            "the two out (docs/models.md)"
+        )
     if len(decode) != 1:
         there = f"it has {listing(decode)}" if decode else "it has none"
         raise ConfigError(f"Planner: it scales a graph with one decode (or aggregated) component; {there}")

@@ -22,6 +22,7 @@ from dynamo_local.cli.simulate import simulate
 from dynamo_local.components.commands.graph import is_command, with_commands
 from dynamo_local.config import resolve
 from dynamo_local.config.loading import load_config
+from dynamo_local.config.models import target_of
 from dynamo_local.core.fleet.states import STAGES
 from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_BUSY
 from dynamo_local.sdk.loader import load_graph
@@ -96,7 +97,8 @@ def test_configuration_of_a_page_is_accepted(block, tmp_path):
     file.write_text(block.text)
     config = load_config(file, env={})
     commands = any(is_command(config.service(name)) for name in config.sections)  # such a file is a graph by itself
-    graph = with_commands(None if commands else load_graph("graphs.disagg:Frontend", base_dir=EXAMPLE), config, file)
+    target = target_of(list(config.models)) if config.models else "graphs.disagg:Frontend"
+    graph = with_commands(None if commands else load_graph(target, base_dir=EXAMPLE), config, file)
     assert resolve(graph, config, namespace=None).namespace == "dynamo"
 
 

@@ -10,7 +10,7 @@ import yaml
 
 from dynamo_local.config.loading import Config, load_config
 from dynamo_local.config.models import component_of, target_of
-from dynamo_local.config.resolve import resolve
+from dynamo_local.config.resolve import planned_components, resolve
 from dynamo_local.core.types import GraphSpec
 from dynamo_local.errors import ConfigError
 from dynamo_local.sdk.loader import load_graph
@@ -53,6 +53,11 @@ def test_what_a_file_or_a_person_says_of_a_service_is_laid_over_it() -> None:
     assert spec.sharing is not None
     assert (spec.sharing.cap, spec.config["sim"]) == (3, {"speed": 2})
     assert config.sections["Frontend"]["port"] == 9
+
+
+def test_a_planner_beside_it_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a share the GPUs by the section Models"):
+        planned_components(graph_of(config_of({"a": TINY})))
 
 
 @pytest.mark.parametrize(

@@ -116,12 +116,15 @@ async def test_a_stream_gets_comments_until_it_begins(
 ) -> None:
     monkeypatch.setattr(held_module, "KEEP_ALIVE_S", 0.02)
     made, seen = shared(), []
-    async with made.served() as server, httpx.AsyncClient(base_url=server.url) as client:
-        async with client.stream("POST", URL, json=body(stream=True)) as response:
-            async for line in response.aiter_lines():
-                if line.startswith(":") and not seen:
-                    serve_model(made.models, COLD)
-                seen.append(line)
+    async with (
+        made.served() as server,
+        httpx.AsyncClient(base_url=server.url) as client,
+        client.stream("POST", URL, json=body(stream=True)) as response,
+    ):
+        async for line in response.aiter_lines():
+            if line.startswith(":") and not seen:
+                serve_model(made.models, COLD)
+            seen.append(line)
     assert response.status_code == 200
     assert seen[0].startswith(": waiting")
     assert seen[-2] == "data: [DONE]"
