@@ -118,7 +118,8 @@ def _holders_leave(view: Fleet, worker: Worker) -> bool:
     """Somebody of ours holds its devices, and all of those leave (or fall asleep)."""
     uuids = view.gpus.sleepers[worker.name].uuids
     holders = [view.workers[who] for uuid in uuids if (who := view.gpus.holder_of.get(uuid)) is not None]
-    return bool(holders) and not any(each.counts or each.stands_by for each in holders)
+    stay = (each.counts or (each.stands_by and each.state is not S.FALLING_ASLEEP) for each in holders)
+    return bool(holders) and not any(stay)
 
 
 def kept_asleep(view: Fleet, template: Template, going: Sequence[Worker], reason: str) -> dict[str, Move]:

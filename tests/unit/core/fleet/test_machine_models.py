@@ -1,0 +1,91 @@
+"""The machine: models that share the GPUs may have no worker, sleep, and wake where another leaves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dynamo_local.core.fleet import events as st
+from dynamo_local.core.fleet.degraded import lacking
+from dynamo_local.core.fleet.events import Apply
+from dynamo_local.core.fleet.fleet import Fleet, Template
+from dynamo_local.core.fleet.moves import MoveKind
+from dynamo_local.core.fleet.step import step
+from dynamo_local.core.types import Role
+from dynamo_local.errors import LastReadyWorker
+from tests.fakes.arbiter.fleet_views import name, on_ledger, worker
+from tests.fakes.arbiter.machine import Life
+
+A = Template("a", Role.DECODE, gpus_per_worker=1, shared_floor=0, standby=0, vram_share=0.5)
+B = Template("b", Role.DECODE, gpus_per_worker=1, shared_floor=0, standby=0, vram_share=0.5)
+KEPT = replace(A, shared_floor=1)
+
+
+def fleet(a: list[str], b: list[str], gpus: int, templates: tuple[Template, ...] = (A, B)) -> Fleet:
+    """Workers of both models by their states; those of `a` get the first GPUs."""
+    workers = [worker(n, state, templates[0]) for n, state in enumerate(a)]
+    return on_ledger([*workers, *(worker(n, state, templates[1]) for n, state in enumerate(b))], gpus, templates)
+
+
+def to(**targets: int) -> st.ScaleAll:
+    return st.ScaleAll(stimulus_id="models:1", targets=targets, reasons={"a": "b is worth more"})
+
+
+def test_the_last_worker_of_a_model_sleeps_and_its_gpu_starts_anothers() -> None:
+    life = Life(fleet(["ready"], [], gpus=1))
+    life.feed(to(a=0, b=1))
+    assert {each.name: str(each.state) for each in life.fleet.workers.values()} == {
+        name(0, "a"): "falling_asleep",
+        name(0, "b"): "pending",
+    }
+    assert life.fleet.workers[name(0, "a")].reason == "b is worth more"
+    assert life.fleet.capacity("a") == 0
+    assert life.fleet.capacity("b") == 1
+
+
+def test_a_floor_of_one_is_kept() -> None:
+    before = fleet(["ready"], [], gpus=1, templates=(KEPT, B))
+    with pytest.raises(LastReadyWorker):
+        step(before, to(a=0, b=1), 1.0)
+
+
+def test_a_sleeper_waits_for_its_gpu_instead_of_a_start_elsewhere() -> None:
+    """`b` sleeps on the GPU that a worker of `a` holds, and that one leaves by the same order."""
+    view = fleet(["ready"], [], gpus=1)
+    asleep = worker(0, "sleeping", B)
+    sleepers = on_ledger([asleep], 1, (A, B)).gpus.sleepers
+    view = replace(view.with_workers({**view.workers, asleep.name: asleep}), gpus=replace(view.gpus, sleepers=sleepers))
+    after, _, answer = step(view, to(a=0, b=1), 1.0)
+    assert [move.kind for move in answer.by_component["b"]] == [MoveKind.WAKE]
+    assert after.workers[asleep.name].on_its_way
+
+
+def test_a_model_without_a_worker_lacks_nothing() -> None:
+    assert lacking(fleet(["exited"], ["sleeping"], gpus=2)) == ()
+    assert [each.component for each in lacking(fleet(["starting"], [], gpus=2))] == ["a"]
+
+
+def test_a_worker_whose_gpus_only_its_own_process_has_locked_does_not_sleep() -> None:
+    view = fleet(["ready"], [], gpus=1)
+    (uuid,) = view.workers[name(0, "a")].gpus
+    adopted = replace(view, gpus=view.gpus.reserved_elsewhere(uuid, "an earlier arbiter"))
+    after, _, _ = step(adopted, to(a=0), 1.0)
+    assert str(after.workers[name(0, "a")].state) == "draining"
+
+
+def test_a_removed_models_workers_leave_after_the_frontend_was_replaced() -> None:
+    front = Template("Frontend", Role.FRONTEND, fingerprint="old")
+    view = on_ledger([worker(0, "ready", front), worker(0, "ready", A), worker(0, "ready", B)], 2, (front, A, B))
+    old = view.workers[name(0, "Frontend")]
+    view = view.with_workers({**view.workers, old.name: replace(old, start=replace(old.start, launched="old"))})
+    order = Apply(
+        stimulus_id="apply:1",
+        templates=(replace(front, fingerprint="new"), A),
+        counts={},
+        policy=view.policy,
+        health_bound_s=view.health_bound_s,
+    )
+    after, _, _ = step(view, order, 1.0)
+    assert str(after.workers[name(0, "b")].state) == "ready", "the new Frontend is not there yet"
+    assert name(1, "Frontend") in after.workers
