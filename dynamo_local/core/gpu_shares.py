@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 
 HORIZON_S = 30.0
 """A worker is expected to be of use for so long. One that must be started earns nothing until it serves."""
+HELD_HORIZON_S = 10.0
+"""Held requests take a GPU for about so long, until it can go back."""
 STICKINESS = 1.25
 """The worth of a worker counts for so much more when it would be taken."""
 TAKEN = 0.5
@@ -225,6 +227,8 @@ def _values(model: ModelNow, most: int) -> list[float]:
         return [kept * n for n in range(min(most, model.workers) + 1)]
     starts_in_time = model.here == 0 and model.arrives_s + GPU_FREE_S <= model.slack_s
     found = [COLD_SHARE * weight * rate if starts_in_time else 0.0]
+    in_time = model.held_s + model.arrives_s <= model.slack_s
+    held = min(model.held, model.slots) * (1.0 if in_time else SERVED_LATE) / HELD_HORIZON_S
     blocked = 1.0
     for workers in range(1, most + 1):
         servers = workers * model.slots
@@ -235,7 +239,7 @@ def _values(model: ModelNow, most: int) -> list[float]:
             waits = servers * blocked / (servers - load * (1.0 - blocked))
             share *= 1.0 - waits * math.exp(-(servers - load) * model.slack_s / model.busy_s)
         served = min(servers / model.busy_s, model.here / HORIZON_S + rate)
-        value = rate * share + SERVED_LATE * max(0.0, served - rate * share)
+        value = rate * share + SERVED_LATE * max(0.0, served - rate * share) + held
         found.append(max(found[0], weight * value) + kept * workers)
         if share > ENOUGH and workers >= model.workers:
             break
