@@ -206,7 +206,7 @@ class WatcherFactory:
             standby=spec.standby,
             vram_share=vram_share(spec),
             guests=tuple(each.name for each in spec.guests),
-            may_be_none=spec.sharing is not None and spec.sharing.floor == 0,
+            shared_floor=None if spec.sharing is None else spec.sharing.floor,
         )
 
     def _fingerprint(self, spec: ServiceSpec) -> str:

@@ -6,6 +6,7 @@ The decision is made anew every second, and at once when a Frontend tells that i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
@@ -22,11 +23,12 @@ from dynamo_local.arbiter.controller import FleetController
 from dynamo_local.arbiter.links import Links
 from dynamo_local.arbiter.sampler import Sampling
 from dynamo_local.clock import Clock
-from dynamo_local.core.fleet.events import ScaleAll, VictimPolicy
+from dynamo_local.core.fleet.events import Drain, ScaleAll, VictimPolicy
 from dynamo_local.core.fleet.fleet import Fleet, Worker
 from dynamo_local.core.gpu_shares import HeldNow, ModelNow, Share, Sharing, shares
 from dynamo_local.core.lead_times import OptionKind
 from dynamo_local.core.notes import Over, Tell, Trouble
+from dynamo_local.core.served import WINDOW_S
 from dynamo_local.core.types import GraphSpec, Missing, ServiceSpec, WorkerState
 from dynamo_local.errors import BeingRestarted, DynamoError
 from dynamo_local.ports import DeleteEvent, KeyValue, PutEvent, SnapshotEvent
@@ -36,8 +38,8 @@ log = logging.getLogger(__name__)
 EVERY_S = 1.0
 AT_MOST_EVERY_S = 0.05
 """So that a burst of changes at a Frontend is one decision."""
-RECENT_S = 10.0
-"""Requests in the workers are averaged over so long for the rate of now."""
+RECENT_S, LONG_S = 10.0, 300.0
+"""Requests in the workers are averaged over so long for the rate of now, and for that of the last minutes."""
 BUSY_DEFAULT_S = 2.0
 ARRIVES_DEFAULT_S = 30.0
 SLOTS_DEFAULT = 64
@@ -57,6 +59,11 @@ class _Usage:
     used_s: float = -math.inf
     busy_s: float = BUSY_DEFAULT_S
     slots: int = SLOTS_DEFAULT
+
+    def mean(self, since_s: float) -> float:
+        """The mean number of requests since then; 0 without a look since then."""
+        recent = [count for at_s, count in self.requests if at_s >= since_s]
+        return fmean(recent) if recent else 0.0
 
 
 class ModelShares:
@@ -89,7 +96,7 @@ class ModelShares:
         self._troubled = False
 
     @property
-    def any(self) -> bool:
+    def is_needed(self) -> bool:
         """Whether the graph has models that share the GPUs."""
         return any(spec.sharing is not None for spec in self._graph().services)
 
@@ -120,14 +127,12 @@ class ModelShares:
         """Run for ever. Does nothing while no model shares the GPUs."""
         while True:
             self._news.clear()
-            if self.any:
+            if self.is_needed:
                 await self.decide()
                 await asyncio.sleep(AT_MOST_EVERY_S)
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(EVERY_S):
                     await self._news.wait()
-            except TimeoutError:
-                continue
 
     async def decide(self) -> None:
         """Measure, decide, and give the orders."""
@@ -141,12 +146,15 @@ class ModelShares:
         targets = {name: share.workers for name, share in self._decided.items()}
         if any(fleet.capacity(name) != count for name, count in targets.items()):
             await self._order(targets)
+        for name in stranded(fleet, set(targets)):
+            with contextlib.suppress(DynamoError):  # it has changed since: the next decision sees how
+                await self._commands.run(Drain(stimulus_id="models:adopted", name=name))
 
     async def _order(self, targets: Mapping[str, int]) -> None:
         """All at once. Where that is refused, each model by itself, so that one in trouble holds no other up."""
         cause = f"models:{next(self._numbers)}"
         try:
-            await self._commands.run(_scale(cause, targets))
+            await self._commands.run(self._scale(cause, targets))
             if self._troubled:
                 self._tell("the GPUs are shared as decided", Over("models"))
                 self._troubled = False
@@ -159,13 +167,17 @@ class ModelShares:
             if targets[name] == fleet.capacity(name):
                 continue
             try:
-                await self._commands.run(_scale(cause, {name: targets[name]}))
+                await self._commands.run(self._scale(cause, {name: targets[name]}))
             except DynamoError as error:
                 refused = error
         log.info("%s: %s", cause, refused)
         if not isinstance(refused, BeingRestarted):  # which goes by
             self._tell(f"the GPUs could not be shared as decided: {refused}", Trouble("models"))
             self._troubled = True
+
+    def _scale(self, cause: str, targets: Mapping[str, int]) -> ScaleAll:
+        reasons = {name: self._decided[name].why for name in targets}
+        return ScaleAll(stimulus_id=cause, targets=targets, reasons=reasons, victim_policy=VictimPolicy.LEAST_LOADED)
 
     # --- measuring ---------------------------------------------------------------------------------
 
@@ -179,41 +191,37 @@ class ModelShares:
         if requests or held:
             usage.used_s = now_s
         usage.requests.append((now_s, requests))
-        while usage.requests[0][0] < now_s - 60.0:
+        while usage.requests[0][0] < now_s - LONG_S:
             usage.requests.popleft()
-        rate = self._rate(name, usage, now_s)
+        usage.busy_s = self._busy_s(name, usage, now_s)
         capacity = fleet.capacity(name)
         faulted = any(worker.state is WorkerState.FAULTED for worker in workers)
-        sharing = spec.sharing if not faulted else _capped(spec, capacity)
-        ready = [worker for worker in workers if worker.ready]
+        stayed_s = [now_s - worker.since_s for worker in workers if worker.ready]
         return ModelNow(
             name=name,
-            sharing=sharing,
+            sharing=_capped(spec.sharing, capacity) if faulted else spec.sharing,
             gpus=spec.resources.gpu,
             workers=capacity,
             requests=requests,
             held=held,
             held_s=held_s,
-            rate=rate,
+            rate=usage.mean(now_s - RECENT_S) / usage.busy_s,
+            rate_long=usage.mean(now_s - LONG_S) / usage.busy_s,
             busy_s=usage.busy_s,
             slots=spec.sharing.slots or usage.slots,
             slack_s=_slack_s(spec),
             arrives_s=self._arrives_s(name, workers),
-            stayed_s=None if len(ready) < capacity else min((now_s - each.since_s for each in ready), default=None),
+            stayed_s=None if len(stayed_s) < capacity else min(stayed_s, default=None),
+            young=capacity - sum(each >= spec.sharing.min_stay_s for each in stayed_s),
             unused_s=now_s - usage.used_s,
         )
 
-    def _rate(self, name: str, usage: _Usage, now_s: float) -> float:
-        """Requests per second, by Little's law: those that are in the workers ÷ the time that one stays there.
-
-        That time comes from the last minute: the mean number of requests ÷ the rate at which they ended.
-        """
+    def _busy_s(self, name: str, usage: _Usage, now_s: float) -> float:
+        """How long a request stays in its workers, by Little's law: the mean number of requests there in the last
+        minute ÷ the rate at which they ended. As before where none ended."""
         figures = self._sampling.last_minute.figures(name, now_s)
         ended = None if figures is None else figures["requests_per_s"]
-        if ended:
-            usage.busy_s = max(0.001, fmean(count for _, count in usage.requests) / ended)
-        recent = [count for at_s, count in usage.requests if at_s >= now_s - RECENT_S]
-        return max(fmean(recent) / usage.busy_s, 0.0)
+        return max(0.001, usage.mean(now_s - WINDOW_S) / ended) if ended else usage.busy_s
 
     def _arrives_s(self, name: str, workers: tuple[Worker, ...]) -> float:
         """How long one more worker takes, as measured on this host."""
@@ -227,7 +235,7 @@ class ModelShares:
 
     def status(self) -> list[dict[str, Any]]:
         """`models` in `dynamo status --json`; empty where no model shares the GPUs."""
-        return list(self._rows()) if self.any else []
+        return list(self._rows()) if self.is_needed else []
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         fleet, now_s = self._controller.fleet, self._clock.now_s()
@@ -259,8 +267,16 @@ def usable_gpus(fleet: Fleet, components: set[str]) -> int:
     return len(fleet.gpus.free) + held
 
 
-def _scale(cause: str, targets: Mapping[str, int]) -> ScaleAll:
-    return ScaleAll(stimulus_id=cause, targets=targets, victim_policy=VictimPolicy.LEAST_LOADED)
+def stranded(fleet: Fleet, components: set[str]) -> list[str]:
+    """Sleepers of an earlier arbiter. Their processes alone hold their GPUs' locks, so that nobody can use the GPUs."""
+    return [
+        name
+        for name, sleeper in fleet.gpus.sleepers.items()
+        if (worker := fleet.workers.get(name)) is not None
+        and worker.component in components
+        and worker.stands_by
+        and any(uuid in fleet.gpus.elsewhere for uuid in sleeper.uuids)
+    ]
 
 
 def _held_in(kv: KeyValue) -> Held | None:
@@ -284,7 +300,6 @@ def _slack_s(spec: ServiceSpec) -> float:
     return ttft / 2000.0 if isinstance(ttft, int | float) and ttft > 0 else SLACK_DEFAULT_S
 
 
-def _capped(spec: ServiceSpec, capacity: int) -> Sharing:
+def _capped(sharing: Sharing, capacity: int) -> Sharing:
     """A component with a faulted worker gets no more: only a person starts that again."""
-    assert spec.sharing is not None
-    return replace(spec.sharing, cap=max(capacity, spec.sharing.floor))
+    return replace(sharing, floor=min(sharing.floor, capacity), cap=max(1, capacity))

@@ -22,7 +22,7 @@ from dynamo_local.cli.common import (
     shown,
 )
 from dynamo_local.cli.planner_words import history_row, status_lines
-from dynamo_local.errors import BadInput, NotRunning
+from dynamo_local.errors import BadInput, DynamoError, NotRunning
 from dynamo_local.system.paths import Paths
 
 if TYPE_CHECKING:
@@ -159,15 +159,29 @@ run_option = click.option("--run", metavar="ID", help="An earlier run, or `all` 
 def explain(count: int, run: str | None, as_json: bool, namespace: str | None) -> None:
     """Say why the last N decisions were made.
 
-    In words, with what it would have taken to decide otherwise.
+    In words, with what it would have taken to decide otherwise. Of models that share the GPUs: what each has now, and
+    what one worker more would be worth.
     """
     from dynamo_local.planner.records.decision_log import describe
 
+    if not as_json and run is None and (lines := _models(find_paths(namespace))):
+        click.echo("\n".join(lines))
+        return
     logged = _logged(find_paths(namespace), count, run)
     if as_json:
         click.echo(json.dumps([{**record, "words": describe(record)} for record in logged]))
         return
     click.echo("\n\n".join(f"{_head(record)}\n{describe(record)}" for record in logged))
+
+
+def _models(paths: Paths) -> list[str]:
+    """A table of the models that share the GPUs; nothing where none do, or nothing runs."""
+    from dynamo_local.cli.status import model_lines
+
+    try:
+        return model_lines(ask_arbiter(paths, "dynamo_status")["graph"].get("models") or ())
+    except DynamoError:
+        return []
 
 
 @planner.command()

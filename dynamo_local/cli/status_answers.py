@@ -278,6 +278,28 @@ class DecisionAnswer:
     """A decision as it is logged (`DecisionRecord`), with its number, its run and the targets that were kept."""
 
 
+class ModelStatus(TypedDict):
+    """A model that shares the GPUs: workers, held requests (the oldest for `held_s`), and why it has what it has.
+
+    `last_worth` and `next_worth`: weighted requests within targets per second and GPU, of its last worker and of one
+    more. Null before the first decision.
+    """
+
+    model: str
+    component: str
+    ready: int
+    asleep: int
+    target: int
+    gpus_per_worker: int
+    floor: int
+    cap: int | None
+    held: int
+    held_s: float
+    why: str | None
+    last_worth: float | None
+    next_worth: float | None
+
+
 class PlannerStatus(TypedDict):
     """The planner's state. Keys that may be absent belong to a planner that has been started."""
 
@@ -355,6 +377,7 @@ class Status(TypedDict):
     quarantined_gpus: dict[str, str]
     changes: list[ChangeStatus]
     planner: PlannerStatus
+    models: list[ModelStatus]
     targets: KeptStatus | None
     follow: FollowStatus | None
     spares: SparesStatus | None

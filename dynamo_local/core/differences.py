@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from dynamo_local.core.secrets import MASK, is_secret_key, mask_config, mask_env
@@ -148,6 +148,8 @@ def _of_process(old: ServiceSpec, new: ServiceSpec) -> Iterator[Difference]:
 
 
 def _of_deadlines(old: ServiceSpec, new: ServiceSpec) -> Iterator[Difference]:
+    if old.sharing is not None and new.sharing is not None:
+        yield from _leaves((new.name, "ServiceArgs", "sharing"), asdict(old.sharing), asdict(new.sharing))
     for key in ("start_deadline_s", "drain_deadline_s", "flippable"):
         yield from _leaf((new.name, "ServiceArgs", key), old, new, key)
 
@@ -175,6 +177,8 @@ def _count(old: ServiceSpec, new: ServiceSpec, live: Live) -> tuple[Difference |
     now = live.workers.get(new.name, 0)
     if now == new.workers:
         return None, None
+    if new.sharing is not None and old.workers == new.workers:
+        return None, None  # the models' shares of the GPUs decide it
     if new.name in live.planned and old.workers == new.workers:
         return None, f"{new.name}: {now} workers run where the file starts {new.workers}: the planner decides that"
     return Difference((new.name, "ServiceArgs", "workers"), now, new.workers), None
@@ -214,9 +218,12 @@ def _refused_graph(
     """Differences in the graph's code, which no file can change."""
     if running.namespace != wanted.namespace:
         yield f"the namespace is {running.namespace}, not {wanted.namespace}: it {AT_START}"
+    of_models = _of_models(running) | _of_models(wanted)
     for name in dict.fromkeys((*before, *after)):
         old, new = before.get(name), after.get(name)
         if old is None or new is None:
+            if name in of_models:
+                continue
             if (host := _host_of(name, running if old is None else wanted)) is not None:
                 was, gets = f"runs in {host}'s processes", "workers of its own (colocate)"
                 if old is not None:
@@ -227,9 +234,17 @@ def _refused_graph(
                 yield f"{name}: the graph's code {which}: that {AT_START}"
             continue
         for key in ("role", "runtime", "endpoints", "depends", "target"):
+            if key == "depends" and of_models.issuperset({*old.depends} ^ {*new.depends}):
+                continue
             if getattr(old, key) != getattr(new, key):
                 was, is_to_be = _shown(getattr(old, key)), _shown(getattr(new, key))
                 yield f"{name}: its {key} is {was}, not {is_to_be}: that is another graph, which {AT_START}"
+
+
+def _of_models(graph: GraphSpec) -> set[str]:
+    """Services of the models that share the GPUs: their workers, and the Processors in front of these."""
+    workers = {spec.name for spec in graph.components if spec.sharing is not None}
+    return workers | {spec.name for spec in graph.components if workers.intersection(spec.depends)}
 
 
 def _host_of(name: str, graph: GraphSpec) -> str | None:

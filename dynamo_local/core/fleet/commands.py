@@ -56,6 +56,7 @@ def scale_all(builder: StepBuilder, command: ScaleAll) -> Answer:
             wait_for_gpus=True,
             wake=sleeps,
             sleep=sleeps,
+            reason=command.reasons.get(component),
         )
         made[component] = (*flipped.get(component, ()), *scale(builder, one).moves)
     for component, count in command.targets.items():

@@ -118,6 +118,8 @@ class Scale(Command):
     wake: bool = True
     #: Put workers to sleep instead of draining them, where the component wants more on standby.
     sleep: bool = False
+    #: Why, for people. None: `scale +1`.
+    reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +130,8 @@ class ScaleAll(Command):
     """
 
     targets: Mapping[str, int]
+    #: Why, by component, for people.
+    reasons: Mapping[str, str] = field(default_factory=dict)
     victim_policy: VictimPolicy = VictimPolicy.HIGHEST_SUFFIX
     #: Actuators that may be used beside starts and drains.
     actuators: frozenset[Actuator] = WAKES

@@ -182,8 +182,13 @@ class Template:
     vram_share: float = DEFAULT_VRAM_SHARE
     #: Components that are colocated: they run in its workers' processes.
     guests: tuple[str, ...] = ()
-    #: It may have no worker: requests for it are held, and start one.
-    may_be_none: bool = False
+    #: A model that shares the GPUs with others keeps at least so many workers. None: it shares nothing.
+    shared_floor: int | None = None
+
+    @property
+    def may_be_none(self) -> bool:
+        """It may have no worker: requests for it are held, and start one."""
+        return self.shared_floor == 0
 
 
 @dataclass(frozen=True, slots=True)

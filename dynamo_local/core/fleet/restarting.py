@@ -112,8 +112,9 @@ def next_step(view: Fleet, plan: RestartPlan) -> tuple[Step, RestartPlan]:
     that a restart comes back even if the sequence is lost. A spawn here is for what has no process to drain.
     Bounded because what it waits for is: drains and starts have deadlines, back-offs end in a start or a fault.
     """
-    if plan.awaited or plan.removed:
-        step, plan = _swapped(view, plan)
+    late = tuple(name for name in plan.removed if _is_shared(view, name))
+    if plan.awaited or len(plan.removed) > len(late):
+        step, plan = _swapped(view, plan, late)
         if step is not None:
             return step, plan
     while plan.todo and plan.stopped is None:
@@ -137,11 +138,19 @@ def next_step(view: Fleet, plan: RestartPlan) -> tuple[Step, RestartPlan]:
         if step.name != name:
             return step, replace(plan, substitutes={**plan.substitutes, name: step.name})
         return step, replace(plan, begun=plan.begun | {name})
+    if late and plan.stopped is None and (step := _leaving(view, late)) is not None:
+        return step, plan
     return (Done() if plan.stopped is None else Stopped(*plan.stopped)), plan
 
 
-def _swapped(view: Fleet, plan: RestartPlan) -> tuple[Step | None, RestartPlan]:
-    """New workers become ready first, then those that are wanted no more leave."""
+def _is_shared(view: Fleet, name: str) -> bool:
+    """It serves a model that shares the GPUs: the Frontend must not offer it any more before it leaves."""
+    worker = view.workers.get(name)
+    return worker is not None and view.template_of(worker).shared_floor is not None
+
+
+def _swapped(view: Fleet, plan: RestartPlan, late: tuple[str, ...]) -> tuple[Step | None, RestartPlan]:
+    """New workers become ready first, then those that are wanted no more leave; `late` ones at the end of the plan."""
     for name in plan.awaited:
         worker = view.workers.get(name)
         if worker is not None and worker.state is S.FAULTED:
@@ -149,11 +158,17 @@ def _swapped(view: Fleet, plan: RestartPlan) -> tuple[Step | None, RestartPlan]:
         if worker is not None and worker.on_its_way:
             return Wait(name, f"it is {worker.state}"), plan
     plan = replace(plan, awaited=())
-    for name in plan.removed:
+    step = _leaving(view, tuple(name for name in plan.removed if name not in late))
+    return step, plan if step is not None else replace(plan, removed=late)
+
+
+def _leaving(view: Fleet, removed: tuple[str, ...]) -> Step | None:
+    """The next of them that is asked to leave. None: all are."""
+    for name in removed:
         worker = view.workers.get(name)
         if worker is not None and (worker.counts or worker.stands_by or worker.state is S.FAULTED):
-            return taken(worker, "apply: its component is removed"), plan
-    return None, replace(plan, removed=())
+            return taken(worker, "apply: its component is removed")
+    return None
 
 
 def _called_off(view: Fleet, worker: Worker, starts: int, plan: RestartPlan) -> bool:

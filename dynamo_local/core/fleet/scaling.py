@@ -105,7 +105,8 @@ def decide(view: Fleet, command: Scale) -> tuple[Move, ...]:
     `LastReadyWorker`, `TooManyWorkers`, `NotEnoughGpus`, `WorkerFaulted` or `BeingRestarted`.
     """
     template = view.template(command.component)
-    delta, reason = command.target.delta(view.capacity(command.component)), f"scale {command.target}"
+    delta = command.target.delta(view.capacity(command.component))
+    reason = command.reason or f"scale {command.target}"
     if delta < 0:
         if not command.by_person:
             _check_not_restarted(view, command.component)

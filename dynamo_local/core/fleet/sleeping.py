@@ -125,6 +125,7 @@ def kept_asleep(view: Fleet, template: Template, going: Sequence[Worker], reason
     """Ready workers that sleep instead of being given up, by name: as many as the component lacks on standby.
 
     `_keep` would start others for that. A model that may have no worker keeps one asleep, where its engine can sleep.
+    Not one that an earlier arbiter started: its process alone holds its GPUs' locks, so that nobody could use them.
     """
     there = sum(worker.stands_by for worker in view.of(template.component))
     wanted = max(template.standby or 0, int(template.may_be_none and template.standby is not None))
@@ -132,6 +133,8 @@ def kept_asleep(view: Fleet, template: Template, going: Sequence[Worker], reason
     for worker in going:
         if len(moves) + there >= wanted:
             break
+        if template.may_be_none and any(uuid in view.gpus.elsewhere for uuid in worker.gpus):
+            continue
         try:
             able = any(_to_sleep(view, worker, LEVELS[0]))
         except DynamoError:

@@ -1,0 +1,160 @@
+"""Several models on fewer GPUs than they need together, on real graphs: held, served, given back, never dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+import yaml
+
+from tests.drivers.served import Served, auntil, until
+
+pytestmark = [pytest.mark.infra, pytest.mark.timeout(240)]
+
+START_UP_S = 3.0
+WAKE_S = 0.3
+MODEL = {"model": "sim-tiny", "engine": "sim", "min-stay-s": 1.0, "sim": {"start-up-s": START_UP_S}}
+CAN_SLEEP = {**MODEL, "standby": 0, "sim": {"start-up-s": START_UP_S, "sleep-s": 0.1, "wake-s": WAKE_S}}
+
+
+def shared(models: dict[str, dict], *words: str, gpus: int = 2) -> Served:
+    """These models on so many simulated GPUs."""
+    text = yaml.safe_dump({"Host": {"gpus": f"sim:{gpus}"}, "Models": models})
+    return Served("-f", "models.yaml", *words, target=(), files={"models.yaml": text})
+
+
+def body(model: str, tokens: int = 4, *, stream: bool = False) -> dict[str, object]:
+    messages = [{"role": "user", "content": "Hi"}]
+    return {"model": model, "messages": messages, "max_tokens": tokens, "stream": stream}
+
+
+def ask(served: Served, model: str) -> httpx.Response:
+    return httpx.post(f"{served.url}/v1/chat/completions", json=body(model), timeout=120.0)
+
+
+def row(served: Served, model: str) -> dict:
+    return next(each for each in served.status()["models"] if each["model"] == model)
+
+
+@pytest.fixture(scope="module")
+def three_on_two() -> Iterator[Served]:
+    """Models a, b, c, which can sleep; two GPUs. They serve on without an arbiter."""
+    models = {"a": {**CAN_SLEEP, "workers": 1}, "b": {**CAN_SLEEP, "workers": 1}, "c": CAN_SLEEP}
+    with shared(models, "--on-arbiter-death", "keep") as served:
+        yield served.start()
+
+
+def test_all_models_are_listed_and_each_answers_however_few_gpus_there_are(three_on_two: Served) -> None:
+    listed = httpx.get(f"{three_on_two.url}/v1/models", timeout=30.0).json()["data"]
+    assert {each["id"] for each in listed} == {"a", "b", "c"}
+    for model in "abcabc":
+        answer = ask(three_on_two, model)
+        assert (answer.status_code, answer.json().get("model")) == (200, model)
+    rows = three_on_two.status()["models"]
+    assert sum(each["ready"] for each in rows) <= 2
+    assert all(each["why"] for each in rows)
+    shown = three_on_two.ok("status")
+    assert "MODEL" in shown
+    assert three_on_two.status()["state"] == "ready", "a model that nobody asks for lacks nothing"
+
+
+def test_a_model_that_slept_answers_after_its_wake(three_on_two: Served) -> None:
+    """All three have a process by now. One sleeps, and its GPU is another's."""
+    for model in "abc":
+        assert ask(three_on_two, model).status_code == 200
+    asleep = until(lambda: next((each["model"] for each in three_on_two.status()["models"] if not each["ready"]), None))
+    began_s = time.monotonic()
+    assert ask(three_on_two, asleep).status_code == 200
+    took_s = time.monotonic() - began_s
+    assert row(three_on_two, asleep)["ready"]
+    assert took_s < 60.0
+
+
+async def test_a_request_that_is_held_survives_the_arbiter_and_is_answered_after_adoption(three_on_two: Served) -> None:
+    for model in "ab":
+        await asyncio.to_thread(ask, three_on_two, model)
+    cold = next(each["model"] for each in three_on_two.status()["models"] if not each["ready"])
+    url = three_on_two.url
+    three_on_two.kill_arbiter()
+    async with httpx.AsyncClient(base_url=url, timeout=120.0) as client:
+        held = asyncio.create_task(client.post("/v1/chat/completions", json=body(cold)))
+        await asyncio.to_thread(three_on_two.adopt)
+        answer = await held
+        assert answer.status_code == 200, answer.text
+
+
+# --- one GPU, workers that leave ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_on_one() -> Iterator[Served]:
+    """Models a and b, whose engines cannot sleep, on one GPU; idle ones give it back after two seconds."""
+    models = {"a": {**MODEL, "idle-s": 2.0}, "b": {**MODEL, "idle-s": 2.0}}
+    with shared(models, gpus=1) as served:
+        yield served.start()
+
+
+async def test_a_switch_lets_streams_finish_and_holds_what_comes(two_on_one: Served) -> None:
+    url = f"{two_on_one.url}/v1/chat/completions"
+    async with (
+        httpx.AsyncClient(timeout=120.0) as client,
+        client.stream("POST", url, json=body("a", 600, stream=True)) as long,
+    ):
+        lines = long.aiter_lines()
+        await anext(lines)
+        other = asyncio.create_task(client.post(url, json=body("b")))
+        await auntil(lambda: row(two_on_one, "b")["held"] == 1)
+        rest = [line async for line in lines]
+        assert rest[-2] == "data: [DONE]"
+        assert (await other).status_code == 200
+    assert row(two_on_one, "a")["ready"] == 0
+
+
+def test_a_model_that_nobody_uses_gives_its_gpu_back(two_on_one: Served) -> None:
+    assert ask(two_on_one, "a").status_code == 200
+    until(lambda: all(gpu["state"] == "free" for gpu in two_on_one.status()["gpus"]))
+    assert two_on_one.status()["state"] == "ready"
+
+
+@asynccontextmanager
+async def asked_all_the_time(served: Served, model: str) -> AsyncIterator[list[int]]:
+    """Four clients that ask for the model one request after the other; the status codes of the answers."""
+    codes: list[int] = []
+    url = f"{served.url}/v1/chat/completions"
+
+    async def client() -> None:
+        async with httpx.AsyncClient(timeout=120.0) as http:
+            while True:
+                codes.append((await http.post(url, json=body(model, 20))).status_code)
+
+    clients = [asyncio.create_task(client()) for _ in range(4)]
+    try:
+        yield codes
+    finally:
+        for each in clients:
+            each.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+
+
+@pytest.mark.full
+async def test_models_are_added_and_removed_under_load() -> None:
+    first = {"a": {**MODEL, "floor": 1}, "b": MODEL}
+    with shared(first, gpus=3).started() as served:
+        file = served.cwd / "models.yaml"
+        async with asked_all_the_time(served, "a") as codes:
+            await auntil(lambda: len(codes) > 20)
+            file.write_text(yaml.safe_dump({"Host": {"gpus": "sim:3"}, "Models": {**first, "c": MODEL}}))
+            await asyncio.to_thread(served.ok, "apply", "-f", "models.yaml", timeout_s=120.0)
+            assert (await asyncio.to_thread(ask, served, "c")).status_code == 200
+            file.write_text(yaml.safe_dump({"Host": {"gpus": "sim:3"}, "Models": {"a": first["a"], "c": MODEL}}))
+            await asyncio.to_thread(served.ok, "apply", "-f", "models.yaml", timeout_s=120.0)
+            assert (await asyncio.to_thread(ask, served, "b")).status_code == 404
+            seen = len(codes)
+            await auntil(lambda: len(codes) > seen + 20)
+        assert set(codes) == {200}
+        assert {each["model"] for each in json.loads(served.ok("status", "--json"))["models"]} == {"a", "c"}
