@@ -18,11 +18,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-HORIZON_S = 30.0
+HORIZON_S = 60.0
 """A worker is expected to be of use for so long. One that must be started earns nothing until it serves."""
-HELD_HORIZON_S = 10.0
+HELD_HORIZON_S = 20.0
 """Held requests take a GPU for about so long, until it can go back."""
-STICKINESS = 1.25
+STICKINESS = 2.0
 """The worth of a worker counts for so much more when it would be taken."""
 TAKEN = 0.5
 """A worker that is taken drains, and must come back later. So large a share of what it could serve then is lost."""
@@ -167,7 +167,7 @@ def _least(models: Sequence[ModelNow], gpus: int) -> dict[str, int]:
 
     for model in models:
         give(model, model.sharing.floor)
-    drain_s = max((each.busy_s for each in models if each.workers), default=0.0)
+    drain_s = max((each.busy_s for each in models), default=0.0)
     for model in sorted((each for each in models if _is_urgent(each, drain_s)), key=_by_urgency):
         give(model, 1)
     for model in models:
