@@ -42,9 +42,7 @@ def main() -> int:
         print("no recorded traces are here; DYN_TRACES names their folder", file=sys.stderr)
         families.remove(RECORDED)
     tasks = [(family, size, seed, options.at) for seed in seeds for family in families for size in sizes]
-    rows, left = _measured(tasks, options.processes, options.minutes)
-    if options.json is not None:
-        options.json.write_text(json.dumps([row.to_dict() for row in rows], indent=1), encoding="utf-8")
+    rows, left = _measured(tasks, options.processes, options.minutes, options.json)
     print(table(rows))
     if left:
         print(f"{left} mixes are left", file=sys.stderr)
@@ -54,8 +52,8 @@ def main() -> int:
 Task = tuple[str, str, int, float | None]
 
 
-def _measured(tasks: Sequence[Task], processes: int, minutes: float | None) -> tuple[list[Row], int]:
-    """The rows, and how many mixes are left."""
+def _measured(tasks: Sequence[Task], processes: int, minutes: float | None, kept: Path | None) -> tuple[list[Row], int]:
+    """The rows, and how many mixes are left. The rows so far are written to the file `kept`."""
     began_s, rows, done = time.monotonic(), list[Row](), 0
     with ProcessPoolExecutor(processes) as pool:
         running = [pool.submit(_judged, task) for task in tasks]
@@ -67,6 +65,8 @@ def _measured(tasks: Sequence[Task], processes: int, minutes: float | None) -> t
             done += 1
             said = ", ".join(f"{row.policy} {row.load:.2f} ({row.share:.1%})" for row in found)
             print(f"{done}/{len(tasks)}: {found[0].family} {found[0].size} {found[0].seed}: {said}", file=sys.stderr)
+            if kept is not None:
+                kept.write_text(json.dumps([row.to_dict() for row in rows], indent=1), encoding="utf-8")
             if minutes is not None and time.monotonic() - began_s > minutes * 60:
                 for waiting in running:
                     waiting.cancel()

@@ -56,7 +56,7 @@ def share_of(mix: Mix, requests: Sequence[Request], policy: Policy) -> tuple[flo
 
 
 def static_shares(mix: Mix, requests: Sequence[Request], whole: bool, share: float) -> tuple[float, float]:
-    """The best static split's share on the GPUs of the mix, and the fewest GPUs on which one keeps that `share`."""
+    """The share of the best static split on the GPUs of the mix, and the fewest GPUs on which one keeps `share`."""
     most = round(2 * GPUS_TRIED * mix.gpus)
     curves = [kept_by_halves(mix, requests, model, most, whole) for model in range(len(mix.engines))]
     count = max(1, sum(each.at_s >= mix.warm_up_s for each in requests))

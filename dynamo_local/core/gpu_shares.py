@@ -18,9 +18,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-HORIZON_S = 30.0
+HORIZON_S = 60.0
 """A worker is expected to be of use for so long. One that must be started earns nothing until it serves."""
-STICKINESS = 1.25
+HELD_HORIZON_S = 20.0
+"""Held requests take a GPU for about so long, until it can go back."""
+STICKINESS = 2.0
 """The worth of a worker counts for so much more when it would be taken."""
 TAKEN = 0.5
 """A worker that is taken drains, and must come back later. So large a share of what it could serve then is lost."""
@@ -165,7 +167,7 @@ def _least(models: Sequence[ModelNow], gpus: int) -> dict[str, int]:
 
     for model in models:
         give(model, model.sharing.floor)
-    drain_s = max((each.busy_s for each in models if each.workers), default=0.0)
+    drain_s = max((each.busy_s for each in models), default=0.0)
     for model in sorted((each for each in models if _is_urgent(each, drain_s)), key=_by_urgency):
         give(model, 1)
     for model in models:
@@ -225,6 +227,8 @@ def _values(model: ModelNow, most: int) -> list[float]:
         return [kept * n for n in range(min(most, model.workers) + 1)]
     starts_in_time = model.here == 0 and model.arrives_s + GPU_FREE_S <= model.slack_s
     found = [COLD_SHARE * weight * rate if starts_in_time else 0.0]
+    in_time = model.held_s + model.arrives_s <= model.slack_s
+    held = min(model.held, model.slots) * (1.0 if in_time else SERVED_LATE) / HELD_HORIZON_S
     blocked = 1.0
     for workers in range(1, most + 1):
         servers = workers * model.slots
@@ -235,7 +239,7 @@ def _values(model: ModelNow, most: int) -> list[float]:
             waits = servers * blocked / (servers - load * (1.0 - blocked))
             share *= 1.0 - waits * math.exp(-(servers - load) * model.slack_s / model.busy_s)
         served = min(servers / model.busy_s, model.here / HORIZON_S + rate)
-        value = rate * share + SERVED_LATE * max(0.0, served - rate * share)
+        value = rate * share + SERVED_LATE * max(0.0, served - rate * share) + held
         found.append(max(found[0], weight * value) + kept * workers)
         if share > ENOUGH and workers >= model.workers:
             break
