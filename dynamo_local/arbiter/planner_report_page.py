@@ -1,41 +1,42 @@
 """Writes the planner's report: one HTML page that needs no other file, made from the decision log.
 
 `dynamo planner report` calls `write_report`. The arbiter has reports written by a process of its own, which yields the
-processors to all that serve: `python -m dynamo_local.arbiter.planner_report_page LOG FOLDER SINCE NAMESPACE`. Charts
-need matplotlib (the extra `report`). Without matplotlib the page has its tables only, and says what to install.
+processors to all that serve: `python -m dynamo_local.arbiter.planner_report_page LOG FOLDER SINCE NAMESPACE`. The page
+draws its charts itself, with uPlot, which it has within it.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import math
 import os
 import re
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from dynamo_local.arbiter.planner_report_data import ForecastErrors, Point, ReportData, collect
 from dynamo_local.core.traffic import kept_words
-from dynamo_local.errors import BadInput, DynamoError, NotRunning, how_to_install
+from dynamo_local.errors import BadInput, DynamoError, NotRunning
 from dynamo_local.planner.records.decision_log import describe, of_run, oldest_first
 from dynamo_local.planner.records.figures import Line
-from dynamo_local.system.pages import STYLE, check_plots, page_template, svg, write_page
+from dynamo_local.system.pages import STYLE, page_template, write_page
 from dynamo_local.system.prctl import die_as_asked
 
 REPORTS_KEPT = 30
 """The folder keeps this many reports. Older ones are removed."""
-PICTURED = 7
-"""A picture has this many of the charts."""
 WORDS_MAX = 400
 """Characters of one line of a decision: a plugin may give a reason of any length."""
 ROWS_MAX = 100
 """Rows of the table of decisions with a step."""
 NICE = 10
-WIDTH_IN, HEIGHT_IN = 10.0, 2.3
-"""Inches of one chart."""
+CHART_STYLE = "figure { margin: 1rem 0 }\n.u-legend th, .u-legend td { border: 0 }"
+UPLOT = Path(__file__).parents[1] / "dashboard" / "static" / "vendor"
 _OURS = re.compile(r"planner_report_\d{8}T\d{6}Z(_\d+)?\.html")
 
 BLUE, ORANGE, GREEN, RED, GRAY, BLACK = "#1f77b4", "#e07b00", "#2a9d3a", "#d62728", "#888888", "#222222"
@@ -144,67 +145,49 @@ def known_charts(points: Sequence[Point]) -> list[Chart]:
     ]
 
 
-# --- drawing -------------------------------------------------------------------------------------
+# --- what is drawn -------------------------------------------------------------------------------
 
 
-def picture(charts: Sequence[Chart], points: Sequence[Point], changes: Sequence[dict[str, Any]] = ()) -> str:
-    """The charts below each other as one SVG element, after the decisions with a step. Raises without matplotlib."""
-    from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
+def drawn(charts: Sequence[Chart], points: Sequence[Point], changes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The data of `planner_report.js`: the charts' curves over the points' times, and the steps of decisions."""
+    lanes = sorted({component for change in changes for component in change["steps"]})
+    steps = [
+        (change["at"], lanes.index(component), step > 0, _color(step, outcome))
+        for change in changes
+        for component, (step, outcome) in change["steps"].items()
+    ]
 
-    times = [datetime.fromtimestamp(point.wall_s, UTC) for point in points]
+    def curve(one: Series) -> dict[str, Any]:
+        return {**asdict(one), "values": [_short(value) for value in column(points, one.figure)]}
 
-    def draw(figure: Any) -> None:
-        count = len(charts) + bool(changes)
-        axes = list(figure.subplots(count, 1, squeeze=False)[:, 0])
-        if changes:
-            _draw_changes(axes[0], changes)
-        for chart, axis in zip(charts, axes[len(axes) - len(charts) :], strict=True):
-            for one in chart.series:
-                _draw_curve(axis, one, times, column(points, one.figure))
-            axis.set_title(f"{chart.title} ({chart.unit})", loc="left")
-            axis.set_ylim(bottom=0)
-            axis.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), fontsize=7, ncols=6, frameon=False)
-        for axis in axes:
-            axis.grid(alpha=0.3)
-            if times[0] < times[-1]:
-                axis.set_xlim(times[0], times[-1])
-            locator = AutoDateLocator(tz=UTC)
-            axis.xaxis.set_major_locator(locator)
-            axis.xaxis.set_major_formatter(ConciseDateFormatter(locator, tz=UTC))
-
-    return svg(draw, WIDTH_IN, HEIGHT_IN * (len(charts) + bool(changes)))
+    curves = [
+        {"title": f"{chart.title} ({chart.unit})", "series": [curve(one) for one in chart.series]} for chart in charts
+    ]
+    return {"t": [round(point.wall_s, 1) for point in points], "charts": curves, "lanes": lanes, "steps": steps}
 
 
-def _draw_curve(axis: Any, series: Series, times: Sequence[datetime], values: Sequence[float | None]) -> None:
-    """Figures with `steps` are drawn with gaps. The others are observed less often than decisions are made."""
-    found = [(at, value) for at, value in zip(times, values, strict=True) if value is not None or series.steps]
-    axis.plot(
-        [at for at, _ in found],
-        [float("nan") if value is None else float(f"{value:.5g}") for _, value in found],
-        color=series.color,
-        label=series.label,
-        linewidth=1.2,
-        linestyle="--" if series.dashed else "-",
-        drawstyle="steps-post" if series.steps else "default",
-        marker="." if len(found) == 1 else None,
-    )
+def _color(step: int, outcome: str) -> str:
+    return RED if outcome == "refused" else BLUE if outcome == "deferred" else GREEN if step > 0 else ORANGE
 
 
-def _draw_changes(axis: Any, changes: Sequence[dict[str, Any]]) -> None:
-    """A lane for each component, with a mark for each step."""
-    components = sorted({component for change in changes for component in change["steps"]})
-    marks: dict[tuple[str, str], list[tuple[datetime, int]]] = {}
-    for change in changes:
-        for component, (step, outcome) in change["steps"].items():
-            color = RED if outcome == "refused" else BLUE if outcome == "deferred" else GREEN if step > 0 else ORANGE
-            at = datetime.fromtimestamp(change["at"], UTC), components.index(component)
-            marks.setdefault(("^" if step > 0 else "v", color), []).append(at)
-    for (marker, color), found in sorted(marks.items()):
-        axis.plot([at for at, _ in found], [lane for _, lane in found], marker, color=color, markersize=6)
-    # matplotlib reads a name between two $ as mathematics.
-    axis.set_yticks(range(len(components)), [component.replace("$", r"\$") for component in components])
-    axis.set_ylim(-0.5, len(components) - 0.5)
-    axis.set_title("Decisions with a step (▲ up, ▼ down; red: refused, blue: waits for a GPU)", loc="left")
+def _short(value: float | None) -> float | None:
+    """Five digits are more than a curve shows."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
+
+
+def _scripts() -> tuple[str, ...]:
+    """uPlot with its licence, and what draws with it."""
+    return f"/*\n{_vendored('LICENSE')}*/\n{_vendored('js')}", Path(__file__).with_name("planner_report.js").read_text()
+
+
+def _vendored(kind: str) -> str:
+    """uPlot, as the page has it (`tests.tools.vendor`)."""
+    return (UPLOT / f"uplot.{kind}").read_text(encoding="utf-8")
+
+
+def _allowed(script: str) -> str:
+    """The script's hash, by which the page's policy allows it and no other one."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
 # --- the page ------------------------------------------------------------------------------------
@@ -212,20 +195,17 @@ def _draw_changes(axis: Any, changes: Sequence[dict[str, Any]]) -> None:
 
 def page(data: ReportData, title: str) -> str:
     """The HTML of the report."""
-    charts, changes = known_charts(data.points), [_change(line) for line in data.changes]
+    changes = [_change(line) for line in data.changes]
     inside = [change for change in changes if data.points[0].wall_s <= change["at"] <= data.points[-1].wall_s]
-    try:
-        check_plots()
-        drawn, missing = picture(charts, data.points, inside), None
-    except BadInput:
-        drawn, missing = None, f"This page has no charts, because matplotlib is missing: {how_to_install('report')}."
+    scripts = _scripts()
     return _PAGE.render(
         title=title,
-        style=STYLE,
+        style=f"{_vendored('css')}\n{STYLE}\n{CHART_STYLE}",
+        policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src {' '.join(map(_allowed, scripts))}",
+        data=drawn(known_charts(data.points), data.points, inside),
+        scripts=scripts,
         per_point=data.per_point,
         facts=list(facts(data)),
-        drawn=drawn,
-        missing=missing,
         shown=len(inside),
         rules=sorted(data.rules.items(), key=lambda item: (item[0][0], -item[1])),
         rows=changes[-ROWS_MAX:][::-1],
@@ -298,12 +278,9 @@ _PAGE = page_template(
 {% if shown < changed %}
 <p>The first chart has the last {{ shown }} of {{ "{:,}".format(changed) }} decisions with a step.</p>
 {% endif %}
-{% if drawn %}
-<p>Times are UTC.</p>
-{{ drawn | safe }}
-{% else %}
-<p>{{ missing }}</p>
-{% endif %}
+<p>Times are UTC. A drag zooms into all charts, a double click shows everything again.</p>
+<noscript><p>The charts need JavaScript. The tables do not.</p></noscript>
+<div id="charts"></div>
 <h2>Which rule decided</h2>
 <table class="words">
 <tr><th>component</th><th>rule</th><th>decisions</th></tr>
@@ -320,8 +297,12 @@ _PAGE = page_template(
 {% for row in rows %}
 <tr><td>{{ row.time }}</td><td>{{ row.seq }}</td><td>{% for word in row.words %}{{ word }}{% if not loop.last %}<br>{% endif %}{% endfor %}</td></tr>
 {% endfor %}
-</table>""",  # noqa: E501 - a line of HTML
-    head="<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n",
+</table>
+<script type="application/json" id="data">{{ data | tojson }}</script>
+{% for script in scripts %}
+<script>{{ script | safe }}</script>
+{% endfor %}""",  # noqa: E501 - a line of HTML
+    head='<meta http-equiv="Content-Security-Policy" content="{{ policy }}">\n',
 )
 
 
@@ -329,19 +310,17 @@ _PAGE = page_template(
 
 
 def write_report(log: Path, to: Path, *, since_s: float | None = None, title: str, run: str = "all") -> int:
-    """Write the report of a run's decisions after `since_s` (Unix time), as a page or as a picture (`.svg`).
+    """Write the report of a run's decisions after `since_s` (Unix time).
 
     Returns the number of decisions. Raises `NotRunning` where there are none, `BadInput` where it cannot be written.
     """
+    if to.suffix == ".svg":
+        raise BadInput(f"{to}: the report is a page, not a picture; give it a name such as {to.with_suffix('.html')}")
     data = collect(line for line in of_run(oldest_first(log), run) if since_s is None or line["wall_s"] >= since_s)
     if not data.points:
         when = "" if since_s is None else f" after {datetime.fromtimestamp(since_s).astimezone():%Y-%m-%d %H:%M:%S}"
         raise NotRunning(f"there is no decision{when} in {log}: nothing to report; `dynamo planner status` says why")
-    if to.suffix == ".svg":
-        check_plots("a picture")
-        write_page(to, f'<?xml version="1.0"?>\n{picture(known_charts(data.points)[:PICTURED], data.points)}')
-    else:
-        write_page(to, page(data, title))
+    write_page(to, page(data, title))
     return data.decisions
 
 

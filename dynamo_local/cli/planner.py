@@ -205,9 +205,7 @@ def history(count: int, changes: bool, run: str | None, as_json: bool, namespace
 
 @planner.command()
 @click.option("--since", metavar="TIME", help="Only decisions after that: 2h, 1d, 14:05, 2026-03-01.")
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write it there; .svg: a picture."
-)
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write it there.")
 @click.option(
     "--log", type=click.Path(path_type=Path, dir_okay=False), help="Another decision log than the namespace's."
 )

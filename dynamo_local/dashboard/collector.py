@@ -274,6 +274,7 @@ class Collector:
         self._show()
 
     def _show(self) -> None:
+        self._extra["history"] = None if self.writer is None else self.writer.note
         self.stream.put_state(
             state_of(self.graph, alive_since_s=self._since_s, adopted=self._adopted, why=self._why, extra=self._extra)
         )

@@ -48,7 +48,7 @@ def state_of(
     graph: Json | None, *, alive_since_s: float | None, adopted: bool, why: str | None, extra: Mapping[str, Any]
 ) -> Json:
     """STATE. Without a status (`graph` None) nothing ran yet. `extra` has what the status does not: devices' memory,
-    strangers, last words."""
+    strangers, last words, the history's trouble."""
     graph = graph or {}
     devices: Mapping[str, Json] = extra.get("devices") or {}
     words: Mapping[str, str] = extra.get("last_words") or {}
@@ -58,7 +58,7 @@ def state_of(
         "namespace": graph.get("namespace"),
         "run_id": graph.get("run_id"),
         "run_state": graph.get("state"),
-        "verdict": verdict(graph, alive=alive_since_s is not None, why=why),
+        "verdict": verdict(graph, alive=alive_since_s is not None, why=why, history=extra.get("history")),
         "arbiter": {"alive": alive_since_s is not None, "since": alive_since_s, "adopted": adopted, "why": why},
         "targets": _targets(graph),
         "planner": _planner(graph.get("planner")),
@@ -169,9 +169,11 @@ def _planner(planner: Json | None) -> Json | None:
 # --- verdict
 
 
-def verdict(graph: Json, *, alive: bool, why: str | None = None) -> Json:
+def verdict(graph: Json, *, alive: bool, why: str | None = None, history: str | None = None) -> Json:
     """The line at the top: is it well, and if not, what is wrong, with a link to where."""
     problems = list(_problems(graph, alive=alive, why=why))
+    if history is not None:
+        problems.append({"text": f"The history: {cut(history)}", "link": "#time"})
     kept = graph.get("targets") or {}
     shares = {window: (kept.get(window) or {}).get("share") for window in WINDOWS}
     fixed = (graph.get("planner") or {}).get("fixed_fleet") or {}

@@ -1,10 +1,11 @@
-"""`python -m tests.browser.pictures FOLDER` makes the two pictures of the docs, as WebP of less than 60 kB each."""
+"""`python -m tests.browser.pictures FOLDER` makes the docs' pictures of pages, as WebP of less than 60 kB each."""
 
 from __future__ import annotations
 
 import io
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from PIL import Image
@@ -12,6 +13,7 @@ from playwright.sync_api import sync_playwright
 
 from tests.browser.conftest import ARGUMENTS, CHROMIUM
 from tests.browser.made import MadeServer
+from tests.browser.planned import planned_report
 
 BYTES_MAX = 60_000
 
@@ -51,6 +53,12 @@ def main(folder: Path) -> None:
         page.locator(".request").first.get_by_role("button").click()
         page.evaluate("document.getElementById('workers').scrollIntoView()")
         saved(page.screenshot(), folder / "dashboard-why.webp")
+        with TemporaryDirectory() as made_in:
+            page = browser.new_page(viewport={"width": 1180, "height": 1250})
+            page.goto(planned_report(Path(made_in)).as_uri())
+            page.wait_for_selector("#charts canvas")
+            page.evaluate("document.getElementById('charts').scrollIntoView()")
+            saved(page.screenshot(), folder / "planner-report.webp")
         browser.close()
 
 

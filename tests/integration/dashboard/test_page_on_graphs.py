@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from dynamo_local.dashboard.history import HistoryReader, history_path
+from dynamo_local.dashboard.process import ask_running
 from dynamo_local.system.processes import is_alive
 from tests.drivers.page import Viewer, server_sent
 from tests.drivers.served import Served, asking, until
@@ -139,6 +142,23 @@ def test_strangers_see_nothing(served: Served, viewer: Viewer) -> None:
     assert os.stat(served.paths.page_socket).st_mode & 0o077 == 0
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can ask as another user")
+@pytest.mark.skipif(not (shutil.which("setpriv") and shutil.which("curl")), reason="needs setpriv and curl")
+def test_another_user_of_the_host_sees_only_401(served: Served, viewer: Viewer) -> None:
+    asked = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", "curl", "-s", "-o", "/dev/null"]
+
+    def code(*words: str) -> str:
+        done = subprocess.run(
+            [*asked, "-w", "%{http_code}", *words], cwd="/", capture_output=True, text=True, timeout=30, check=False
+        )
+        return done.stdout
+
+    for path in ("/api/session", "/api/stream", "/api/poll", "/api/history", "/api/marks", "/api/requests"):
+        assert code(f"{viewer.origin}{path}") == "401"
+    assert code("--unix-socket", str(served.paths.page_socket), "http://page/link") == "000"  # it cannot connect
+    assert code("-X", "POST", "-H", f"origin: {viewer.origin}", f"{viewer.origin}/api/acts") == "401"
+
+
 def test_an_act_comes_from_the_page_and_shows_the_token(viewer: Viewer) -> None:
     act = {"act": "pause", "dry_run": True}
     assert viewer.ask("POST", "/api/acts", act, origin="http://evil.example")[0] == 403
@@ -185,6 +205,33 @@ def test_a_killed_arbiter_is_a_gap_and_the_page_goes_on(served: Served, viewer: 
         )
 
     assert until(kept)
+
+
+def test_a_full_disk_is_said_on_the_page_and_harms_nothing_else(tmp_path: Path) -> None:
+    with Served("--dashboard", namespace="full") as graph:
+        graph.paths.logs.mkdir(parents=True)
+        folder = history_path(graph.paths.logs)
+        folder.mkdir()  # as hard to write as a full disk, for root, too
+        graph.start()
+        viewer = Viewer(link_of(graph))
+        viewer.await_state(lambda state: "points are lost" in state["verdict"]["text"])
+        viewer.await_event("point", lambda point: True)
+        assert graph.status()["state"] == "ready"
+        folder.rmdir()
+        viewer.await_state(lambda state: state["verdict"]["ok"])
+        viewer.await_event("point", lambda point: True)
+
+
+def test_a_killed_page_comes_back_and_the_arbiter_goes_on(served: Served) -> None:
+    before, arbiter = Viewer(link_of(served)), served.status()["arbiter_pid"]
+    pid = ask_running(served.paths)["pid"]  # type: ignore[index]
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not is_alive(pid))
+    assert served.status()["state"] == "ready"
+    after = Viewer(until(lambda: served.cli("dashboard", "--print-url", "-n", served.namespace).stdout.strip()))
+    assert served.status()["arbiter_pid"] == arbiter
+    assert after.ask("GET", "/api/poll", cookie=before.cookie.partition(";")[0])[0] == 401
+    after.await_event("point", lambda point: True)
 
 
 def test_the_history_is_read_by_the_command(served: Served, viewer: Viewer) -> None:

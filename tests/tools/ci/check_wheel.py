@@ -13,6 +13,7 @@ MUST = (
     "dynamo_local/py.typed",
     "dynamo_local/planner/plugins/plugin.binpb",
     "dynamo_local/planner/plugins/plugin.proto",
+    "dynamo_local/arbiter/planner_report.js",
     "dynamo_local/dashboard/static/index.html",
     "dynamo_local/dashboard/static/main.js",
     "dynamo_local/dashboard/static/vendor/uplot.js",

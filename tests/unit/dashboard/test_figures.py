@@ -52,6 +52,18 @@ def test_an_arbiter_that_is_away_is_the_only_problem() -> None:
     assert [each["text"] for each in found["problems"]] == ["The arbiter does not answer: it was killed"]
 
 
+def test_a_history_that_loses_points_is_a_problem_after_those_of_the_graph() -> None:
+    extra = {"history": "points are lost: the disk is full or fails (database or disk is full)"}
+    crashed = graph(worker(state="crashed", reason="x"))
+    found = state_of(crashed, alive_since_s=1.0, adopted=False, why=None, extra=extra)["verdict"]
+    assert [each["text"] for each in found["problems"]] == [
+        "dynamo_VllmWorker is crashed: x",
+        f"The history: {extra['history']}",
+    ]
+    found = state_of(graph(worker()), alive_since_s=1.0, adopted=False, why=None, extra=extra)["verdict"]
+    assert (found["ok"], found["text"]) == (False, f"The history: {extra['history']}")
+
+
 def test_a_state_without_a_status_is_whole() -> None:
     state = state_of(None, alive_since_s=None, adopted=False, why="nothing runs", extra={})
     assert (state["workers"], state["gpus"], state["arbiter"]["alive"]) == ({}, [], False)

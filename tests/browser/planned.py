@@ -1,11 +1,7 @@
-"""Draw docs/planner-report.svg: `python docs/planner_picture.py`. The same bytes each time.
-
-One simulated hour with a load that rises and falls, planned by `sla`.
-"""
+"""The report of an hour whose load rises and falls, planned by `sla` in the simulator. The same bytes each time."""
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 from dynamo_local.arbiter.planner_report_page import write_report
@@ -17,7 +13,6 @@ from dynamo_local.simulator.options import FleetShape, SimulationOptions
 from dynamo_local.simulator.records import recorded
 from dynamo_local.simulator.simulation import Case
 
-PICTURE = Path(__file__).with_name("planner-report.svg")
 BEGAN_S = 1_767_268_800.0
 """2026-01-01 12:00 UTC."""
 LOAD = "sin,rate=9,amplitude=0.85,period=1500,duration=3000,isl=3000,osl=300,seed=7"
@@ -33,21 +28,11 @@ OPTIONS = PlannerConfig(
 )
 
 
-def drawn(folder: Path) -> bytes:
-    """The picture, made in that folder."""
+def planned_report(folder: Path) -> Path:
+    """The report's page, made in that folder."""
     case = Case("sla", SimulationOptions(shape=FleetShape(1, 1), sim=SIM, gpus=8), planner=OPTIONS)
     trace = list(generate(parse_generated(LOAD).options))
-    log, picture = folder / "decisions.jsonl", folder / PICTURE.name
+    log, to = folder / "decisions.jsonl", folder / "report.html"
     DecisionLog(log).append(as_json(record) for record in recorded(trace, case, began_s=BEGAN_S))
-    write_report(log, picture, title="")
-    return picture.read_bytes()
-
-
-def main() -> None:
-    """Write it."""
-    with tempfile.TemporaryDirectory() as folder:
-        PICTURE.write_bytes(drawn(Path(folder)))
-
-
-if __name__ == "__main__":
-    main()
+    write_report(log, to, title="Planner of dynamo")
+    return to
