@@ -215,7 +215,7 @@ class Prefiller:
         if entry is None:
             return  # an unreadable entry has no reply address; the requester's deadline ends its wait
         try:
-            await self._replies.send_reply(entry.reply_subject, request_id, result)
+            await self._replies.send_reply(entry.reply_to, request_id, result)
         except (WorkerLost, RequestCancelled) as error:
             # Nobody will pull the KV. Nobody needs the entry any more, so it is acked.
             if not isinstance(result, InvalidRequest):
