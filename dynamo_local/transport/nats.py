@@ -212,8 +212,9 @@ class NatsClient(Client):
         self._heard[subscription._id] = heard
         return subscription
 
-    def post(self, subject: str, data: bytes, *, reply: str = "", headers: bytes = b"") -> None:
-        """Send at the end of this pass of the event loop. The caller has looked whether there is a connection.
+    def post(self, subject: str, data: bytes, *, reply: str = "", headers: bytes = b"", within_s: float = 0.0) -> None:
+        """Send at the end of this pass of the event loop, or with what else is sent `within_s`. The caller has looked
+        whether there is a connection.
 
         Raises nats-py's errors for what cannot be sent.
         """
@@ -230,7 +231,9 @@ class NatsClient(Client):
             raise OutboundBufferLimitError
         self._pending.append(command)
         self._pending_data_size += len(command)
-        if not self._write_due:
+        if within_s:
+            asyncio.get_running_loop().call_later(within_s, self._write)
+        elif not self._write_due:
             self._write_due = True
             asyncio.get_running_loop().call_soon(self._write)
 

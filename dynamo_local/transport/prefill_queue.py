@@ -283,6 +283,8 @@ def _nothing(future: asyncio.Future[Delivery | None]) -> None:
 # An entry that a prefill worker has pulled: it is acked, given back, or kept while the worker computes.
 
 DEFAULT_ACK_WAIT_S = 5.0
+ACK_WITHIN_S = 0.01
+"""An ack waits so long for the next pull, to be sent in one write with it."""
 
 
 class JetStreamPulledTask:
@@ -305,7 +307,7 @@ class JetStreamPulledTask:
     async def ack(self) -> None:
         """Done: the entry leaves the queue. No error if it was cancelled meanwhile."""
         with nats_call(self._nats, f"ack prefill entry {self.task.request_id}"):
-            self._nats.post(self._reply, Msg.Ack.Ack)
+            self._nats.post(self._reply, Msg.Ack.Ack, within_s=ACK_WITHIN_S)
 
     async def nak(self, delay_s: float = 0.0) -> None:
         """Give it back: another worker gets it, after `delay_s`. Counts as an attempt."""
