@@ -22,6 +22,7 @@ NAMES = (
     "recording",
     "otel",
     "beside",
+    "remote_prefill",
     "hot_path",
     "data_plane",
     "statefile",

@@ -51,11 +51,17 @@ def generate(plan: Mapping[str, Any]) -> dict[str, Any]:
 # --- HTTP --------------------------------------------------------------------------------------
 
 
-def chat(number: int, max_tokens: int, *, stream: bool, model: str = "sim-tiny", usage: bool = False) -> bytes:
-    """One request, whole; each number gives another prompt. With `usage` a stream ends with its numbers of tokens."""
+def chat(
+    number: int, max_tokens: int, *, stream: bool, model: str = "sim-tiny", usage: bool = False, words: int = 0
+) -> bytes:
+    """One request, whole; each number gives another prompt, longer by `words`. With `usage` a stream ends with its
+    numbers of tokens."""
+    more = "".join(f" word{(number + n) % 997}" for n in range(words))
     body: dict[str, Any] = {
         "model": model,
-        "messages": [{"role": "user", "content": f"Request {number}: tell me a story of a worker and its arbiter."}],
+        "messages": [
+            {"role": "user", "content": f"Request {number}: tell me a story of a worker and its arbiter.{more}"}
+        ],
         "max_tokens": max_tokens,
         "ignore_eos": True,
         "stream": stream,
@@ -285,10 +291,11 @@ class Timed(asyncio.Protocol):
 
 
 async def beside(
-    port: int, model: str, count: int, tokens: int, concurrency: int, pids: dict[str, int]
+    port: int, model: str, count: int, tokens: int, concurrency: int, pids: dict[str, int], words: int = 0
 ) -> dict[str, Any]:
     """`count` requests of so many tokens, `concurrency` at a time: first tokens, requests per second, CPU of each
-    process. Each is streamed on a connection of its own; of one token, whole and on connections that are kept."""
+    process. Each is streamed on a connection of its own. Those of one token are not streamed, and their connections are
+    kept; the first token is there when the answer is."""
     before = {name: cpu_s(pid) for name, pid in pids.items()}
     begin_s, first_s, read = time.monotonic(), [], 0
     numbers = iter(range(count))
@@ -298,7 +305,7 @@ async def beside(
         loop = asyncio.get_running_loop()
         for number in numbers:
             done: asyncio.Future[None] = loop.create_future()
-            request = chat(number, tokens, stream=True, model=model, usage=True)
+            request = chat(number, tokens, stream=True, model=model, usage=True, words=words)
             sent_s = time.monotonic()
             _, answer = await loop.create_connection(lambda: Timed(request, done), "127.0.0.1", port)  # noqa: B023
             await done
@@ -311,7 +318,10 @@ async def beside(
         nonlocal read
         connection = await Unary.connect(port)
         for number in numbers:
-            await connection.ask(chat(number, tokens, stream=False, model=model))
+            request = chat(number, tokens, stream=False, model=model, words=words)
+            sent_s = time.monotonic()
+            await connection.ask(request)
+            first_s.append(time.monotonic() - sent_s)
             read += tokens
         connection.close()
 

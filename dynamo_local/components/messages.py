@@ -9,7 +9,7 @@ without it (once per frame of tokens, on the hot path).
                        "prompt_logprobs"?, "core"?: [bytes], "phases"?: seconds of the first token's time, for
                        the prompt and for its hand-off, and the watcher that prefilled it elsewhere}; the
                        first has no tokens, and the Router's "kv_hit_rate" if one chose the worker
-    prefill entry     {"token_ids", "sampling", "reply_subject", "cached_tokens"?: int, "generated"?: int}
+    prefill entry     {"token_ids", "sampling", "reply_to", "cached_tokens"?: int, "generated"?: int}
     prefill reply     {"kv_transfer_params": {…}, "num_cached_tokens"?: int, "prefill_s"?: seconds, "worker"?: its
                       watcher}; a failure travels as PrefillReplies' error
     route request     {"token_ids", "request_id", "max_tokens", "avoid": [instance ids], "lora_id"}, to the Router
@@ -119,7 +119,7 @@ class PrefillEntry(msgspec.Struct, frozen=True):
 
     token_ids: list[int]
     sampling: SamplingParams
-    reply_subject: str
+    reply_to: str
     cached_tokens: int = 0
     """Tokens of the prompt whose KV the decode worker has already. The prefill worker cannot read that KV."""
     generated: int = 0
@@ -223,12 +223,12 @@ def generate_item(output: EngineOutput, *, goes_on: bool = False) -> dict[str, A
     return item
 
 
-def prefill_entry(request: EngineRequest, reply_subject: str, cached_tokens: int = 0) -> dict[str, Any]:
-    """The queue entry for a request; the prefill worker answers on `reply_subject`."""
+def prefill_entry(request: EngineRequest, reply_to: str, cached_tokens: int = 0) -> dict[str, Any]:
+    """The queue entry for a request; the prefill worker answers on `reply_to`."""
     return {
         "token_ids": list(request.prompt_token_ids),
         "sampling": _sampling(request.sampling),
-        "reply_subject": reply_subject,
+        "reply_to": reply_to,
         "cached_tokens": cached_tokens,
         "generated": request.generated,
     }

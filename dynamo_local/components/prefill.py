@@ -93,12 +93,11 @@ class Prefiller:
     async def pull(self, stop: asyncio.Event) -> None:
         """Pull until `stop` has been set, even if it was cleared at once. Work in hand goes on."""
         stopped = asyncio.create_task(stop.wait(), name="prefill stop")
+        pulling = asyncio.create_task(self._pull_on(stop), name="pulling prefills")
         try:
-            while not stopped.done():
-                await self._pull_one(stop, stopped)
+            await asyncio.wait((stopped, pulling), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            stopped.cancel()
-            await asyncio.wait([stopped])
+            await ended(stopped, pulling)
 
     async def finish(self) -> None:
         """Return when nothing is in hand and all KV was taken over. Cancelled, it leaves everything going on."""
@@ -119,34 +118,30 @@ class Prefiller:
         while self._serving:
             await asyncio.wait(tuple(self._serving))
 
-    async def _pull_one(self, stop: asyncio.Event, stopped: asyncio.Task[bool]) -> None:
-        """Wait for a free pass and for an entry, or for the stop."""
-        if self._free_passes.locked():
-            if not await _first(self._free_passes.acquire(), stopped):
-                return
-        else:
+    async def _pull_on(self, stop: asyncio.Event) -> None:
+        """Wait for a free pass, then for an entry, again and again. Cancelled, it leaves no entry behind."""
+        while True:
             await self._free_passes.acquire()
-        pulled: PulledTask | None = None
-        try:
-            # The stop came while we waited: even a pull that is cancelled at once may take an entry. `stopped` may not
-            # know it yet: a return before it does would come here again at once, for ever, and nothing else would run.
-            if stop.is_set() or stopped.done():
-                await asyncio.wait([stopped])
-                return
-            pulled = await _first(self._queue.pull(PULL_TIMEOUT_S), stopped)
-        except InfraUnavailable as error:
-            log.warning("no prefills until the queue answers: %s", error)
-            await _first(asyncio.sleep(RETRY_PAUSE_S), stopped)
-        except Exception:  # a loop that ends would leave a registered worker that does nothing
-            log.exception("pulling from the prefill queue failed unexpectedly; trying again")
-            await _first(asyncio.sleep(RETRY_PAUSE_S), stopped)
-        finally:
+            pulled: PulledTask | None = None
+            try:
+                if stop.is_set():  # even a pull that is cancelled at once may take an entry
+                    return
+                pulled = await self._queue.pull(PULL_TIMEOUT_S)
+            except InfraUnavailable as error:
+                log.warning("no prefills until the queue answers: %s", error)
+                await asyncio.sleep(RETRY_PAUSE_S)
+            except Exception:  # a loop that ends would leave a registered worker that does nothing
+                log.exception("pulling from the prefill queue failed unexpectedly; trying again")
+                await asyncio.sleep(RETRY_PAUSE_S)
+            finally:
+                if pulled is None:
+                    self._free_passes.release()
             if pulled is None:
-                self._free_passes.release()
-        if pulled is not None:
-            task = asyncio.create_task(self._serve(pulled), name=f"prefill {pulled.task.request_id}")
-            self._serving[task] = pulled.task.request_id
-            task.add_done_callback(self._serving.pop)
+                await asyncio.sleep(0)  # a pull may end without having waited, and the loop runs others, too
+            else:
+                task = asyncio.create_task(self._serve(pulled), name=f"prefill {pulled.task.request_id}")
+                self._serving[task] = pulled.task.request_id
+                task.add_done_callback(self._serving.pop)
 
     async def _serve(self, pulled: PulledTask) -> None:
         """One entry to its end. Nothing is raised: every outcome is an answer to the queue, or a log line."""
@@ -217,7 +212,7 @@ class Prefiller:
         if entry is None:
             return  # an unreadable entry has no reply address; the requester's deadline ends its wait
         try:
-            await self._replies.send_reply(entry.reply_subject, request_id, result)
+            await self._replies.send_reply(entry.reply_to, request_id, result)
         except (WorkerLost, RequestCancelled) as error:
             # Nobody will pull the KV. Nobody needs the entry any more, so it is acked.
             if not isinstance(result, InvalidRequest):
@@ -235,13 +230,3 @@ class Prefiller:
             await pulled.nak(NAK_DELAY_S * pulled.task.attempt)
         except InfraUnavailable as error:
             log.warning("prefill %s is left to the queue's redelivery: %s", pulled.task.request_id, error)
-
-
-async def _first(work: Any, stopped: asyncio.Task[bool]) -> Any:
-    """The result of `work`, or None if the stop came first (the work is cancelled then, and its end awaited)."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        await ended(task)
-    return None if task.cancelled() else task.result()

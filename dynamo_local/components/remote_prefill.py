@@ -238,7 +238,7 @@ class RemotePrefill:
     async def _away(self, request: EngineRequest, choice: Choice | None, cached_tokens: int) -> Mapping[str, Any]:
         deadline_s = self._clock.now_s() + self._timeout_s
         with self._replies.expect(request.request_id) as expected:
-            entry = messages.prefill_entry(request, self._replies.reply_subject, cached_tokens)
+            entry = messages.prefill_entry(request, self._replies.reply_to, cached_tokens)
             start_by_s = None if choice is None else choice.start_by_s
             start_within_s = None if start_by_s is None else start_by_s - self._clock.now_s()
             await self._queue.enqueue(

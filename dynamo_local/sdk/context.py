@@ -40,7 +40,7 @@ class PrefillReplies(Protocol):
     """How a prefill's result comes back to the decode worker; see `transport.prefill_replies`."""
 
     @property
-    def reply_subject(self) -> str:
+    def reply_to(self) -> str:
         """Where results come to this worker."""
         ...
 
@@ -48,7 +48,7 @@ class PrefillReplies(Protocol):
         """The result of that request, when it comes; to be called before it is asked for."""
         ...
 
-    async def send_reply(self, subject: str, request_id: str, result: Any) -> None:
+    async def send_reply(self, reply_to: str, request_id: str, result: Any) -> None:
         """Send a result; returns when the decode worker has confirmed it."""
         ...
 

@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+import re
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from dynamo_local.errors import NatsUnavailable
 from dynamo_local.transport.access import NatsAccess
 from dynamo_local.transport.nats_client import (
+    BadSubjectError,
     Client,
     ConnectionClosedError,
     FlushTimeoutError,
+    MaxPayloadError,
     Msg,
     NatsError,
+    NoRespondersError,
+    OutboundBufferLimitError,
     Subscription,
 )
 
@@ -57,7 +63,7 @@ async def connect_nats(
     name: str = "dynamo-local",
     timeout_s: float = 5.0,
     on_closed: Callable[[], Awaitable[None]] | None = None,
-) -> Client:
+) -> NatsClient:
     """Connect to `nats://host:port` or `tls://host:port` (user or token may be in the URL; those of `access` win).
 
     The client reconnects for ever on its own. `on_closed` is called when it has ended for good: by `close`, or
@@ -68,7 +74,7 @@ async def connect_nats(
     """
     where = show_url(url)
     tls = access.context(urlsplit(url).scheme)
-    client = _Client() if tls is None else _TlsClient()
+    client = NatsClient() if tls is None else _TlsClient()
     watcher = _Watcher(client, where, on_closed)
     try:
         connecting = client.connect(
@@ -156,8 +162,31 @@ def _reason(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-class _Client(Client):
-    """nats-py's client, with two faults repaired: a close during a reconnect, and a flush that is cancelled.
+Heard = Callable[[bytes, bytes, bytes, bytes | None], None]
+"""Takes a message's subject, the subject for its answer, its data, and its headers as they came."""
+
+NO_RESPONDERS = b"NATS/1.0 503"
+_SUBJECT = re.compile(r"[!-~]+")
+
+
+def header_block(headers: Mapping[str, str]) -> bytes:
+    """Headers for `post` and `ask`. A line break in a value is dropped."""
+    lines = (f"{name}: {''.join(value.splitlines())}\r\n" for name, value in headers.items())
+    return f"NATS/1.0\r\n{''.join(lines)}\r\n".encode()
+
+
+def headers_of(block: bytes | None) -> dict[str, str]:
+    """The headers of a message. A status of the server is not among them."""
+    lines = (block or b"").decode(errors="replace").split("\r\n")[1:]
+    return {name: value.strip() for name, colon, value in (line.partition(":") for line in lines) if colon}
+
+
+class NatsClient(Client):
+    """nats-py's client, with cheap messages, and with two faults repaired: a close during a reconnect, and a flush
+    that is cancelled.
+
+    nats-py takes two tasks, a queue and a timer for an answer, and wakes a third task to send. The prefill queue needs
+    a dozen messages per request. So `hear`, `post` and `ask` call and write in callbacks of the event loop.
 
     A close and a reconnect wait for the end of the same transport. If one stops waiting, it cancels the other. The
     close of nats-py ends there, without its callback.
@@ -170,6 +199,97 @@ class _Client(Client):
     def __init__(self) -> None:
         super().__init__()
         self._flushes: set[asyncio.Task[None]] = set()
+        self._heard: dict[int, Heard] = {}
+        self._write_due = False
+        self._answers = ""
+        self._asked: dict[bytes, asyncio.Future[tuple[bytes, bytes | None]]] = {}
+        self._numbers = itertools.count()
+
+    async def hear(self, subject: str, heard: Heard) -> Subscription:
+        """Call `heard` with each message as it is read. A later post reaches the server after this."""
+        unused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        subscription = await self.subscribe(subject, future=unused)  # with a future: no task
+        self._heard[subscription._id] = heard
+        return subscription
+
+    def post(self, subject: str, data: bytes, *, reply: str = "", headers: bytes = b"", within_s: float = 0.0) -> None:
+        """Send at the end of this pass of the event loop, or with what else is sent `within_s`. The caller has looked
+        whether there is a connection.
+
+        Raises nats-py's errors for what cannot be sent.
+        """
+        if not _SUBJECT.fullmatch(subject):
+            raise BadSubjectError
+        if self.is_closed:
+            raise ConnectionClosedError
+        if len(data) > self._max_payload:
+            raise MaxPayloadError
+        size = len(headers) + len(data)
+        line = f"HPUB {subject} {reply} {len(headers)} {size}" if headers else f"PUB {subject} {reply} {size}"
+        command = b"".join((line.encode(), b"\r\n", headers, data, b"\r\n"))
+        if self._pending_data_size + len(command) > PENDING_BYTES:
+            raise OutboundBufferLimitError
+        self._pending.append(command)
+        self._pending_data_size += len(command)
+        if within_s:
+            asyncio.get_running_loop().call_later(within_s, self._write)
+        elif not self._write_due:
+            self._write_due = True
+            asyncio.get_running_loop().call_soon(self._write)
+
+    async def ask(
+        self, subject: str, data: bytes, timeout_s: float, *, headers: bytes = b""
+    ) -> tuple[bytes, bytes | None]:
+        """The data and the headers of the answer. Raises TimeoutError, `NoRespondersError`, or what `post` does."""
+        loop = asyncio.get_running_loop()
+        if not self._answers:
+            self._answers = self.new_inbox()
+            await self.hear(f"{self._answers}.*", self._answered)
+        answers = f"{self._answers}.{next(self._numbers)}"
+        future: asyncio.Future[tuple[bytes, bytes | None]] = loop.create_future()
+        key = answers.encode()
+        self._asked[key] = future
+        timer = loop.call_later(timeout_s, _late, future)
+        try:
+            self.post(subject, data, reply=answers, headers=headers)
+            return await future
+        finally:
+            timer.cancel()
+            del self._asked[key]
+
+    def _answered(self, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
+        future = self._asked.get(subject)
+        if future is None or future.done():
+            return
+        if headers is not None and headers.startswith(NO_RESPONDERS):
+            future.set_exception(NoRespondersError())
+        else:
+            future.set_result((data, headers))
+
+    def _write(self) -> None:
+        """All that waits, in one TLS record. While there is no connection it waits for the next one."""
+        self._write_due = False
+        if not self._pending or not self.is_connected or self._transport is None:
+            return
+        commands, self._pending, self._pending_data_size = self._pending, [], 0
+        try:
+            self._transport.write(b"".join(commands))
+        except (OSError, RuntimeError) as error:  # it has ended, which the reader is about to notice
+            log.debug("writing to NATS: %s", error)
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
+        heard = self._heard.get(sid)
+        if heard is None:
+            await super()._process_msg(sid, subject, reply, data, headers)  # type: ignore[arg-type]  # None: no headers
+            return
+        try:
+            heard(subject, reply, data, headers)
+        except Exception:  # it would end the loop that reads
+            log.exception("a message on %s could not be taken", subject.decode(errors="replace"))
+
+    def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
+        self._heard.pop(sid, None)
+        super()._remove_sub(sid, max_msgs)
 
     async def flush(self, timeout: int = FLUSH_TIMEOUT_S) -> None:
         flushing = asyncio.create_task(super().flush(PONG_WITHIN_S), name="NATS flush")
@@ -201,13 +321,18 @@ class _Client(Client):
                 flushing.cancel()
 
 
-class _TlsClient(_Client):
+class _TlsClient(NatsClient):
     """Tells nothing to a server that says it needs no TLS: nats-py would send the token to it in the clear."""
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         if initial_connection and not info.get("tls_required"):
             raise NatsError("it speaks no TLS, so it is not the server that we know")
         await super()._process_info(info, initial_connection)
+
+
+def _late(future: asyncio.Future[Any]) -> None:
+    if not future.done():
+        future.set_exception(TimeoutError())
 
 
 class _Watcher:

@@ -29,7 +29,14 @@ with _without("aiohttp"):
     from nats.aio.client import Client
     from nats.aio.msg import Msg
     from nats.aio.subscription import Subscription
-    from nats.errors import ConnectionClosedError, FlushTimeoutError, NoRespondersError
+    from nats.errors import (
+        BadSubjectError,
+        ConnectionClosedError,
+        FlushTimeoutError,
+        MaxPayloadError,
+        NoRespondersError,
+        OutboundBufferLimitError,
+    )
     from nats.errors import Error as NatsError
     from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
     from nats.js.errors import APIError, BadRequestError, NoStreamResponseError, NotFoundError
@@ -38,16 +45,19 @@ __all__ = [
     "APIError",
     "AckPolicy",
     "BadRequestError",
+    "BadSubjectError",
     "Client",
     "ConnectionClosedError",
     "ConsumerConfig",
     "DiscardPolicy",
     "FlushTimeoutError",
+    "MaxPayloadError",
     "Msg",
     "NatsError",
     "NoRespondersError",
     "NoStreamResponseError",
     "NotFoundError",
+    "OutboundBufferLimitError",
     "RetentionPolicy",
     "StorageType",
     "StreamConfig",

@@ -27,17 +27,25 @@ from dynamo_local.system import tracing
 from dynamo_local.system.executors import ended
 from dynamo_local.system.request_log import bound, x_request_id
 from dynamo_local.transport.decoding import UNREADABLE, decode
-from dynamo_local.transport.nats import CALL_TIMEOUT_S, nats_call, unsubscribe
+from dynamo_local.transport.nats import (
+    CALL_TIMEOUT_S,
+    NO_RESPONDERS,
+    NatsClient,
+    flush,
+    header_block,
+    headers_of,
+    nats_call,
+    unsubscribe,
+)
 from dynamo_local.transport.nats_client import (
     AckPolicy,
     APIError,
     BadRequestError,
-    Client,
     ConsumerConfig,
     DiscardPolicy,
     Msg,
     NatsError,
-    NoStreamResponseError,
+    NoRespondersError,
     NotFoundError,
     RetentionPolicy,
     StorageType,
@@ -175,6 +183,29 @@ class NoConsumer(NatsError):
     """The server knows no such consumer: it lost its data."""
 
 
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """An entry as it came. `reply` is where it is answered. `count`: how often it was delivered, this time included.
+    `pending`: how many entries of its stream wait."""
+
+    reply: str
+    subject: str
+    data: bytes
+    headers: Mapping[str, str]
+    stream: str
+    count: int
+    pending: int
+
+    @classmethod
+    def of(cls, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> Delivery:
+        """`reply` is `$JS.ACK.STREAM.CONSUMER.COUNT.SEQ.SEQ.TIME.PENDING`, or has DOMAIN.ACCOUNT before the stream and
+        a token at the end. Raises ValueError or IndexError for another one."""
+        parts = reply.decode().split(".")
+        first = 2 if len(parts) == 9 else 4
+        count, pending = int(parts[first + 2]), int(parts[first + 6])
+        return cls(reply.decode(), subject.decode(), data, headers_of(headers), parts[first], count, pending)
+
+
 class PullInbox:
     """Pull requests, and the entries that answer them.
 
@@ -183,81 +214,90 @@ class PullInbox:
     waits for is given back at once.
     """
 
-    def __init__(self, nats: Client, subject: str) -> None:
+    def __init__(self, nats: NatsClient, subject: str) -> None:
         self._nats = nats
         self._subject = subject
         self._prefix: str | None = None
         self._subscription: Subscription | None = None
         self._numbers = itertools.count()
-        self._waiting: OrderedDict[str, asyncio.Future[Msg | None]] = OrderedDict()
+        self._waiting: OrderedDict[bytes, asyncio.Future[Delivery | None]] = OrderedDict()
 
-    async def next(self, timeout_s: float, *, wait: bool = True) -> Msg | None:
+    async def next(self, timeout_s: float, *, wait: bool = True) -> Delivery | None:
         """One entry, or None when the server has none within `timeout_s`; without `wait`, when it has none now."""
         if self._prefix is None:
             self._prefix = self._nats.new_inbox()
-            self._subscription = await self._nats.subscribe(f"{self._prefix}.*", cb=self._on_message)
+            self._subscription = await self._nats.hear(f"{self._prefix}.*", self._on_message)
         inbox = f"{self._prefix}.{next(self._numbers)}"
-        future: asyncio.Future[Msg | None] = asyncio.get_running_loop().create_future()
-        self._waiting[inbox] = future
+        key, loop = inbox.encode(), asyncio.get_running_loop()
+        future: asyncio.Future[Delivery | None] = loop.create_future()
+        self._waiting[key] = future
+        timer = loop.call_later(timeout_s + PULL_GRACE_S, _nothing, future)
         try:
-            pull = {"batch": 1, "expires": int(timeout_s * 1e9)} if wait else {"batch": 1, "no_wait": True}
-            body = json.dumps(pull).encode()
-            await self._nats.publish(self._subject, body, reply=inbox)
-            await asyncio.wait((future,), timeout=timeout_s + PULL_GRACE_S)
+            pull = b'{"batch":1,"expires":%d}' % int(timeout_s * 1e9) if wait else b'{"batch":1,"no_wait":true}'
+            self._nats.post(self._subject, pull, reply=inbox)
+            return await future
         except asyncio.CancelledError:
-            if future.done() and future.exception() is None and (msg := future.result()) is not None:
-                await self._give_back(msg)
+            if not future.cancelled() and future.exception() is None and (delivery := future.result()) is not None:
+                self._give_back(delivery)
             raise
         finally:
-            self._waiting.pop(inbox, None)
-        return future.result() if future.done() else None
+            timer.cancel()
+            self._waiting.pop(key, None)
 
     async def close(self) -> None:
         """Stop listening: the server then forgets the requests that are still open."""
         await unsubscribe(self._nats, self._subscription)
         self._subscription = self._prefix = None
 
-    async def _on_message(self, msg: Msg) -> None:
-        status = (msg.headers or {}).get("Status") if not msg.reply else None
-        if status is not None:  # comes on the request's own subject: 404/408 nothing there, 409 refused, 503 unknown
-            future = self._waiting.pop(msg.subject, None)
+    def _on_message(self, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
+        if not reply:  # a status on the request's own subject: 404/408 nothing there, 409 refused, 503 unknown
+            future = self._waiting.pop(subject, None)
             if future is not None and not future.done():
-                if status == "503":
+                if headers is not None and headers.startswith(NO_RESPONDERS):
                     future.set_exception(NoConsumer("no such consumer"))
                 else:
                     future.set_result(None)
             return
+        delivery = Delivery.of(subject, reply, data, headers)
         # An entry comes under its own subject, not the request's: the request that has waited longest gets it.
         while self._waiting:
             _, future = self._waiting.popitem(last=False)
             if not future.done():
-                future.set_result(msg)
+                future.set_result(delivery)
                 return
-        await self._give_back(msg)
+        self._give_back(delivery)
 
-    async def _give_back(self, msg: Msg) -> None:
-        log.info("prefill entry %s came when nobody waited for it: given back", msg.subject)
+    def _give_back(self, delivery: Delivery) -> None:
+        log.info("prefill entry %s came when nobody waited for it: given back", delivery.subject)
         try:
-            await msg.nak()
+            self._nats.post(delivery.reply, Msg.Ack.Nak)
         except NatsError as error:
-            log.warning("could not give %s back, it is delivered again after ack_wait: %s", msg.subject, error)
+            log.warning("could not give %s back, it is delivered again after ack_wait: %s", delivery.subject, error)
+
+
+def _nothing(future: asyncio.Future[Delivery | None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 # An entry that a prefill worker has pulled: it is acked, given back, or kept while the worker computes.
 
 DEFAULT_ACK_WAIT_S = 5.0
+ACK_WITHIN_S = 0.01
+"""An ack waits so long for the next pull, to be sent in one write with it."""
 
 
 class JetStreamPulledTask:
     """An entry in this worker's hands (`ports.PulledTask`).
 
-    Each answer waits until the server has taken it, and raises `NatsUnavailable` otherwise. The entry is then
-    delivered again `ack_wait` later, and the second reply to the decode side is refused as a duplicate.
+    `in_progress` and `nak` wait until the server has taken them, and raise `NatsUnavailable` otherwise. `ack` is sent
+    and not waited for: a round trip per entry would tell only what happens next anyway. An entry whose answer is lost
+    is delivered again `ack_wait` later, and the second reply to the decode side is refused as a duplicate.
     """
 
-    def __init__(self, nats: Client, msg: Msg, task: PrefillTask) -> None:
+    def __init__(self, nats: NatsClient, reply: str, task: PrefillTask) -> None:
         self._nats = nats
-        self._reply = msg.reply
+        self._reply = reply
         self.task = task
 
     async def in_progress(self) -> None:
@@ -266,7 +306,8 @@ class JetStreamPulledTask:
 
     async def ack(self) -> None:
         """Done: the entry leaves the queue. No error if it was cancelled meanwhile."""
-        await self._answer(Msg.Ack.Ack, "ack")
+        with nats_call(self._nats, f"ack prefill entry {self.task.request_id}"):
+            self._nats.post(self._reply, Msg.Ack.Ack, within_s=ACK_WITHIN_S)
 
     async def nak(self, delay_s: float = 0.0) -> None:
         """Give it back: another worker gets it, after `delay_s`. Counts as an attempt."""
@@ -277,7 +318,7 @@ class JetStreamPulledTask:
 
     async def _answer(self, body: bytes, verb: str) -> None:
         with nats_call(self._nats, f"{verb} prefill entry {self.task.request_id}"):
-            await self._nats.request(self._reply, body, timeout=CALL_TIMEOUT_S)
+            await self._nats.ask(self._reply, body, CALL_TIMEOUT_S)
 
 
 @contextlib.asynccontextmanager
@@ -354,7 +395,7 @@ class JetStreamPrefillQueue:
 
     def __init__(
         self,
-        nats: Client,
+        nats: NatsClient,
         namespace: str,
         run_id: str,
         *,
@@ -405,6 +446,9 @@ class JetStreamPrefillQueue:
         """Stop pulling. Entries in hand can still be acked; the connection stays open, it is the caller's."""
         await self._inbox.close()
         await self._late_inbox.close()
+        if self._nats.is_connected:
+            with contextlib.suppress(NatsError, OSError, TimeoutError):
+                await flush(self._nats)  # the last acks
 
     async def enqueue(
         self,
@@ -440,10 +484,10 @@ class JetStreamPrefillQueue:
         await self._ensure()
         with nats_call(self._nats, f"enqueue the prefill of {request_id}"):
             try:
-                await self._js.publish(subject, data, timeout=timeout_s, headers=dict(headers))
-            except NoStreamResponseError:  # the server came back without its data
+                await self._publish(subject, data, timeout_s, headers)
+            except NoRespondersError:  # the server came back without its data
                 await self._ensure(anew=True)
-                await self._js.publish(subject, data, timeout=timeout_s, headers=dict(headers))
+                await self._publish(subject, data, timeout_s, headers)
             except APIError as error:
                 if error.err_code not in _STREAM_FULL:
                     raise
@@ -522,7 +566,13 @@ class JetStreamPrefillQueue:
 
     # --- inside -------------------------------------------------------------------------------
 
-    async def _next(self, wait_s: float) -> Msg | None:
+    async def _publish(self, subject: str, data: bytes, timeout_s: float, headers: Mapping[str, str]) -> None:
+        """Return when the server has stored it. Raises `APIError`, and `NoRespondersError` without a stream."""
+        answer, _ = await self._nats.ask(subject, data, timeout_s, headers=header_block(headers))
+        if b'"error":' in answer:
+            APIError.from_error(json.loads(answer)["error"])
+
+    async def _next(self, wait_s: float) -> Delivery | None:
         """The next entry of either line, as it is their turn."""
         if self._turns.late_first:
             if (msg := await self._late_inbox.next(CALL_TIMEOUT_S, wait=False)) is not None:
@@ -536,16 +586,16 @@ class JetStreamPrefillQueue:
                 return msg
         return await self._inbox.next(wait_s)
 
-    async def _live(self, msg: Msg) -> JetStreamPulledTask | None:
+    async def _live(self, msg: Delivery) -> JetStreamPulledTask | None:
         """The entry to hand out; None for one that was dropped, or moved to the dead letters, here."""
-        with bound(unquote((msg.headers or {}).get(X_REQUEST_ID, ""))):
+        with bound(unquote(msg.headers.get(X_REQUEST_ID, ""))):
             return await self._live_bound(msg)
 
-    async def _live_bound(self, msg: Msg) -> JetStreamPulledTask | None:
-        headers = msg.headers or {}
+    async def _live_bound(self, msg: Delivery) -> JetStreamPulledTask | None:
+        headers = msg.headers
         request_id = unquote(headers.get(ID, msg.subject))
-        attempt = int(number_of(headers.get(BEFORE)) or 0) + msg.metadata.num_delivered
-        late = msg.metadata.stream == self._late_stream
+        attempt = int(number_of(headers.get(BEFORE)) or 0) + msg.count
+        late = msg.stream == self._late_stream
         self._deadlines = self._deadlines or late or START_BY in headers
         if unquote(headers.get(RUN, "")) != self._run_id:
             await self._drop(msg, f"prefill entry {request_id} belongs to another run")
@@ -557,7 +607,7 @@ class JetStreamPrefillQueue:
         if attempt > self.max_deliver:
             await self._bury(msg, self.max_deliver, f"not finished in {self.max_deliver} attempts")
             return None
-        if not late and msg.metadata.num_pending and is_late(number_of(headers.get(START_BY)), self._clock.wall_s()):
+        if not late and msg.pending and is_late(number_of(headers.get(START_BY)), self._clock.wall_s()):
             await self._put_behind(msg, attempt - 1)
             return None
         try:
@@ -569,28 +619,28 @@ class JetStreamPrefillQueue:
         self.late_pulled += late
         trace, queued_at_s = tracing.carried(headers), number_of(headers.get(QUEUED_AT))
         task = PrefillTask(request_id, payload, attempt, x_request_id(), trace, queued_at_s)
-        return JetStreamPulledTask(self._nats, msg, task)
+        return JetStreamPulledTask(self._nats, msg.reply, task)
 
-    async def _drop(self, msg: Msg, why: str) -> None:
+    async def _drop(self, msg: Delivery, why: str) -> None:
         log.info("%s: dropped", why)
         with nats_call(self._nats, "drop a prefill entry"):
-            await msg.ack_sync(CALL_TIMEOUT_S)
+            await self._nats.ask(msg.reply, Msg.Ack.Ack, CALL_TIMEOUT_S)
 
-    async def _put_behind(self, msg: Msg, attempts: int) -> None:
+    async def _put_behind(self, msg: Delivery, attempts: int) -> None:
         """Move the entry to the second line, as `_bury` moves one to the dead letters."""
         subject = self._late_stream + msg.subject.removeprefix(self.stream)
-        headers = {**(msg.headers or {}), BEFORE: str(attempts), MSG_ID: subject}
+        headers = {**msg.headers, BEFORE: str(attempts), MSG_ID: subject}
         with nats_call(self._nats, f"move a prefill entry to {self._late_stream}"):
             await self._js.publish(subject, msg.data, timeout=CALL_TIMEOUT_S, headers=headers)
-            await msg.ack_sync(CALL_TIMEOUT_S)
+            await self._nats.ask(msg.reply, Msg.Ack.Ack, CALL_TIMEOUT_S)
         self.deferred += 1
 
-    async def _bury(self, msg: Msg, attempts: int, reason: str) -> None:
+    async def _bury(self, msg: Delivery, attempts: int, reason: str) -> None:
         """Move the entry to the dead letters: copy, then remove. If we die in between, the next copy has the same
         message id and is dropped as a duplicate."""
-        headers = msg.headers or {}
+        headers = msg.headers
         log.error("prefill entry %s is dead: %s", unquote(headers.get(ID, msg.subject)), reason)
-        subject = self._dead_stream + msg.subject.removeprefix(msg.metadata.stream)
+        subject = self._dead_stream + msg.subject.removeprefix(msg.stream)
         about = {
             ATTEMPTS: str(attempts),
             REASON: quote(reason, safe=" "),
@@ -599,7 +649,7 @@ class JetStreamPrefillQueue:
         }
         with nats_call(self._nats, f"move a prefill entry to {self._dead_stream}"):
             await self._js.publish(subject, msg.data, timeout=CALL_TIMEOUT_S, headers={**headers, **about})
-            await msg.ack_sync(CALL_TIMEOUT_S)
+            await self._nats.ask(msg.reply, Msg.Ack.Ack, CALL_TIMEOUT_S)
 
     async def _ensure(self, *, anew: bool = False) -> None:
         if self._ready and not anew:

@@ -252,7 +252,7 @@ class Context:
         return queue
 
     async def prefill_replies(self) -> PrefillReplies:
-        replies = PrefillReplies(self.nats, self.namespace)
+        replies = PrefillReplies()
         self._stack.push_async_callback(replies.close)
         await replies.start()
         return replies

@@ -183,6 +183,7 @@ class SimEngine(EngineBase):
         self._timer_at_s: float | None = None
         self._kicked = False
         self._turn_s = 0.0
+        self._over = asyncio.Event()
         self._count = 0
         self._queried = self._found = 0
         """Prompt tokens that were looked up in the cache, and found."""
@@ -216,6 +217,7 @@ class SimEngine(EngineBase):
         if self._scheduler is not None and self._kv_events is not None:
             self._kv_events.publish((AllBlocksCleared(),))
         self._scheduler = None
+        self._over.set()
         for stream in self._streams.values():
             stream.reason = stream.reason or "abort"
             stream.wake()
@@ -383,8 +385,8 @@ class SimEngine(EngineBase):
         return done
 
     async def wait_failed(self) -> None:
-        while self._scheduler is not None:
-            await self.load_changed()
+        if self._scheduler is not None:
+            await self._over.wait()
         if self._death is not None:
             raise EngineDead(self._death)
 
@@ -443,6 +445,7 @@ class SimEngine(EngineBase):
         """End every stream with the error (a bug, or one of the performance model): none may wait for ever."""
         logger.error("the simulated engine failed", exc_info=error)
         self._scheduler = None
+        self._over.set()
         self._death = f"the simulated engine failed: {type(error).__name__}: {error}"
         for stream in self._streams.values():
             stream.error = EngineDead(self._death)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import json
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
+
+import msgspec
 
 from dynamo_local.clock import Clock
 from dynamo_local.engines.sim.options import SimOptions, logprobs_of
@@ -28,7 +29,9 @@ from dynamo_local.ports import EngineRequest, FinishReason
 
 _LOOPBACK = "127.0.0.1"
 _REQUEST_DEADLINE_S = 5.0
-"""A connection that has not sent its request by then is closed."""
+"""A connection that has not sent its first request by then is closed."""
+_LINE_BYTES = 64 * 1024
+"""The longest line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,100 +117,200 @@ class _MemoryListener:
         self._sources.pop(self.port, None)
 
 
+class _Line(msgspec.Struct, omit_defaults=True):
+    """The request of a puller, and the answer of the source: a line of JSON each. `number` tells the pulls of one
+    connection apart. Without `pull` the puller has gone, and without `error` all went well."""
+
+    number: int = 0
+    pull: PullRequest | None = None
+    error: dict[str, Any] | None = None
+
+
+_lines = msgspec.json.Decoder(_Line)
+
+
+class _Connection(asyncio.Protocol):
+    """One end of a connection: bytes in, `_taken` for each whole line."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self.transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's has the methods without deriving from it
+
+    def data_received(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._taken(line)
+        if len(self._rest) > _LINE_BYTES:
+            self.abort()
+
+    def abort(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+    def send(self, line: _Line) -> None:
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.write(msgspec.json.encode(line) + b"\n")
+
+    def _taken(self, line: bytes) -> None:
+        raise NotImplementedError
+
+
 class LoopbackTransport:
-    """A TCP server on 127.0.0.1 per source; a connection per pull; one JSON line each way."""
+    """A TCP server on 127.0.0.1 per source, and one connection from each engine that has pulled from it."""
+
+    def __init__(self) -> None:
+        self._pull_links: dict[tuple[str, int], _PullLink] = {}
 
     async def serve(self, source: KvSource) -> KvListener:
-        listener = _LoopbackListener(source)
+        listener = _LoopbackListener(source, self._pull_links)
         await listener.open()
         return listener
 
     async def pull(self, host: str, port: int, request: PullRequest) -> None:
         try:
-            reader, writer = await asyncio.open_connection(host, port)
+            puller = self._pull_links.get((host, port)) or await self._connect(host, port)
+            error = await puller.pull(request)
         except OSError as error:
             raise _gone(host, port, request, str(error)) from error
+        if error is not None:
+            raise from_wire(error)
+
+    async def _connect(self, host: str, port: int) -> _PullLink:
+        loop = asyncio.get_running_loop()
+        _, puller = await loop.create_connection(lambda: _PullLink(self._pull_links, (host, port)), host, port)
+        return puller
+
+
+class _PullLink(_Connection):
+    """The puller's end of the connection to one source. It is in `links` while it lives."""
+
+    def __init__(self, links: dict[tuple[str, int], _PullLink], address: tuple[str, int]) -> None:
+        super().__init__()
+        self._pull_links = links
+        self._address = address
+        self._waiting: dict[int, asyncio.Future[dict[str, Any] | None]] = {}
+        self._numbers = itertools.count(1)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._pull_links[self._address] = self
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._pull_links.get(self._address) is self:
+            del self._pull_links[self._address]
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(ConnectionResetError("the connection broke"))
+
+    async def pull(self, request: PullRequest) -> dict[str, Any] | None:
+        """The error of the source, None if it went well. OSError if the connection breaks."""
+        if self.transport is None or self.transport.is_closing():
+            raise ConnectionResetError("the connection broke")
+        number = next(self._numbers)
+        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self.send(_Line(number, request))
         try:
-            writer.write(json.dumps(dataclasses.asdict(request)).encode() + b"\n")
-            await writer.drain()
-            line = await reader.readline()
-        except OSError as error:
-            raise _gone(host, port, request, str(error)) from error
+            return await future
+        except asyncio.CancelledError:
+            self.send(_Line(number))
+            raise
         finally:
-            writer.close()
-        if not line.endswith(b"\n"):
-            raise _gone(host, port, request, "the connection broke")
-        answer = json.loads(line)
-        if answer.get("error") is not None:
-            raise from_wire(answer["error"])
+            del self._waiting[number]
+            if self._pull_links.get(self._address) is not self and not self._waiting:  # another has taken its place
+                self.transport.close()
+
+    def _taken(self, line: bytes) -> None:
+        try:
+            answer = _lines.decode(line)
+        except msgspec.DecodeError as error:
+            logger.warning("what listens at %s:%d is no engine: %s", *self._address, error)
+            self.abort()
+            return
+        future = self._waiting.get(answer.number)
+        if future is not None and not future.done():
+            future.set_result(answer.error)
 
 
 class _LoopbackListener:
-    def __init__(self, source: KvSource) -> None:
+    """Closing it also closes the connections over which its own engine has pulled."""
+
+    def __init__(self, source: KvSource, links: Mapping[tuple[str, int], _PullLink]) -> None:
         self._source = source
+        self._pull_links = links
         self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task[Any]] = set()
+        self.connections: set[_SourceLink] = set()
         self.host, self.port = _LOOPBACK, 0
 
     async def open(self) -> None:
-        self._server = await asyncio.start_server(self._connected, _LOOPBACK, 0)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _SourceLink(self._source, self.connections), _LOOPBACK, 0)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
         if self._server is None:
             return
         self._server.close()
-        connections = list(self._connections)
-        for task in connections:
-            task.cancel()
+        for connection in (*self.connections, *self._pull_links.values()):
+            connection.abort()
+        await asyncio.gather(*(task for each in self.connections for task in each.tasks), return_exceptions=True)
         # After the connections: wait_closed waits for them since Python 3.12.
-        await asyncio.gather(*connections, return_exceptions=True)
         await self._server.wait_closed()
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections.add(task)
+
+class _SourceLink(_Connection):
+    """The source's end of one connection. A pull is a task, which ends if the puller goes away."""
+
+    def __init__(self, source: KvSource, connections: set[_SourceLink]) -> None:
+        super().__init__()
+        self._source = source
+        self._connections = connections
+        self._serving: dict[int, asyncio.Task[None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def tasks(self) -> Iterable[asyncio.Task[None]]:
+        return self._serving.values()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._connections.add(self)
+        self._timer = asyncio.get_running_loop().call_later(_REQUEST_DEADLINE_S, transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.discard(self)
+        self._heard()
+        for task in self._serving.values():
+            task.cancel()
+
+    def _heard(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _taken(self, line: bytes) -> None:
+        self._heard()
         try:
-            await self._answer(reader, writer)
-        except (OSError, TimeoutError, asyncio.CancelledError):
-            # The puller went away, or we are closing: break the connection. Nothing awaits this task.
-            writer.transport.abort()
+            request = _lines.decode(line)
+        except msgspec.DecodeError as error:
+            self.send(_Line(error=to_wire(KvTransferError(f"not a pull request: {error}"))))
+            return
+        if request.pull is not None:
+            self._serving[request.number] = asyncio.ensure_future(self._serve(request.number, request.pull))
+        elif (task := self._serving.get(request.number)) is not None:
+            task.cancel()
+
+    async def _serve(self, number: int, pull: PullRequest) -> None:
+        error = None
+        try:
+            await self._source.serve_pull(pull)
+        except DynamoError as failure:
+            error = to_wire(failure)
         finally:
-            writer.close()
-            self._connections.discard(task)
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async with asyncio.timeout(_REQUEST_DEADLINE_S):
-            line = await reader.readline()
-        try:
-            request = PullRequest(**json.loads(line))
-        except (ValueError, TypeError) as error:
-            answer: dict[str, Any] = {"error": to_wire(KvTransferError(f"not a pull request: {error}"))}
-        else:
-            served = asyncio.ensure_future(_serve_one(self._source, request))
-            # The puller sends nothing more, so a read that returns means that it has gone.
-            left = asyncio.ensure_future(reader.read(1))
-            try:
-                await asyncio.wait({served, left}, return_when=asyncio.FIRST_COMPLETED)
-                if not served.done():
-                    raise ConnectionAbortedError("the puller went away")
-                answer = {"error": served.result()}
-            finally:
-                for future in (served, left):
-                    future.cancel()
-                await asyncio.gather(served, left, return_exceptions=True)
-        writer.write(json.dumps(answer).encode() + b"\n")
-        await writer.drain()
-
-
-async def _serve_one(source: KvSource, request: PullRequest) -> dict[str, Any] | None:
-    """The error to send, None if it went well."""
-    try:
-        await source.serve_pull(request)
-    except DynamoError as error:
-        return to_wire(error)
-    return None
+            del self._serving[number]
+        self.send(_Line(number, error=error))
 
 
 def _gone(host: str, port: int, request: PullRequest, why: str) -> KvTransferError:

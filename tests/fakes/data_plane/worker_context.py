@@ -36,7 +36,7 @@ class FakePrefillReplies:
 
     def __init__(self, switchboard: dict[str, FakePrefillReplies], subject: str) -> None:
         self._switchboard = switchboard
-        self.reply_subject = subject
+        self.reply_to = subject
         self._expected: dict[str, ExpectedReply] = {}
         switchboard[subject] = self
 
@@ -68,7 +68,7 @@ class FakePrefillReplies:
 
     def close(self) -> None:
         """The process is gone: nobody listens on its subject."""
-        self._switchboard.pop(self.reply_subject, None)
+        self._switchboard.pop(self.reply_to, None)
 
 
 class FakeKvEvents:

@@ -1,57 +1,80 @@
-"""Prefill results on their way back to the decode worker, over a real NATS."""
+"""Prefill results on their way back to the decode worker, over a real socket."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import socket
 from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
-from nats.aio.client import Client
 
 from dynamo_local.errors import (
     DeadlineExceeded,
     EngineError,
+    InfraUnavailable,
     KvTransferError,
-    NatsUnavailable,
     RequestCancelled,
     WorkerLost,
 )
-from dynamo_local.transport.nats import close_quietly, connect_nats
-from dynamo_local.transport.prefill_replies import PrefillReplies
-from tests.drivers.servers import RealNats
-
-pytestmark = pytest.mark.infra
+from dynamo_local.transport import prefill_replies
+from dynamo_local.transport.prefill_replies import NAMES, PrefillReplies
+from dynamo_local.transport.requests.frames import FrameDecoder, FrameKind, frame
 
 RESULT = {"first_token_id": 7, "kv_transfer_params": {"remote_engine_id": "e", "remote_block_ids": [1, 2]}}
 
 
 @pytest.fixture
-async def nats(nats_server: RealNats) -> AsyncIterator[Client]:
-    client = await connect_nats(nats_server.url, nats_server.access, name="prefill")
-    yield client
-    await close_quietly(client)
-
-
-@pytest.fixture
-async def decode(nats_server: RealNats, namespace: str) -> AsyncIterator[PrefillReplies]:
-    client = await connect_nats(nats_server.url, nats_server.access, name="decode")
-    replies = PrefillReplies(client, namespace)
+async def decode() -> AsyncIterator[PrefillReplies]:
+    replies = PrefillReplies()
     await replies.start()
     yield replies
     await replies.close()
-    await close_quietly(client)
 
 
 @pytest.fixture
-def prefill(nats: Client, namespace: str) -> PrefillReplies:
-    return PrefillReplies(nats, namespace)
+async def prefill() -> AsyncIterator[PrefillReplies]:
+    replies = PrefillReplies()
+    yield replies
+    await replies.close()
+
+
+@contextlib.asynccontextmanager
+async def silent_worker() -> AsyncIterator[tuple[str, list[asyncio.StreamWriter]]]:
+    """A decode worker that takes connections, and answers nothing."""
+    name, writers = f"{NAMES}test-{os.getpid()}", list[asyncio.StreamWriter]()
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.bind(f"\0{name}")
+    server = await asyncio.start_unix_server(lambda _, writer: writers.append(writer), sock=sock)
+    try:
+        yield name, writers
+    finally:
+        server.close()
+        for writer in writers:
+            writer.close()
+        await server.wait_closed()
+
+
+async def asked(replies: PrefillReplies, *frames: bytes) -> list[tuple[int, int]]:
+    """Kinds and numbers of the answers to these frames, one after the other, on one connection."""
+    reader, writer = await asyncio.open_unix_connection(f"\0{replies.reply_to}")
+    found, decoder = list[tuple[int, int]](), FrameDecoder()
+    try:
+        for each in frames:
+            writer.write(each)
+            found += [(kind, number) for kind, number, _ in decoder.feed(await reader.read(100))]
+    finally:
+        writer.close()
+        await writer.wait_closed()
+    return found
 
 
 async def test_a_result_reaches_who_expects_it(decode: PrefillReplies, prefill: PrefillReplies) -> None:
     with decode.expect("r1") as one, decode.expect("r2") as two:
-        await prefill.send_reply(decode.reply_subject, "r2", {"n": 2})
-        await prefill.send_reply(decode.reply_subject, "r1", RESULT)
+        await prefill.send_reply(decode.reply_to, "r2", {"n": 2})
+        await prefill.send_reply(decode.reply_to, "r1", RESULT)
         assert await one.wait(5) == RESULT
         assert await two.wait(5) == {"n": 2}
 
@@ -59,7 +82,7 @@ async def test_a_result_reaches_who_expects_it(decode: PrefillReplies, prefill: 
 async def test_an_error_is_raised_at_the_decode_side(decode: PrefillReplies, prefill: PrefillReplies) -> None:
     """Its type tells a retryable error from a final one."""
     with decode.expect("r") as reply:
-        await prefill.send_reply(decode.reply_subject, "r", EngineError("out of memory"))
+        await prefill.send_reply(decode.reply_to, "r", EngineError("out of memory"))
         with pytest.raises(EngineError, match="out of memory"):
             await reply.wait(5)
 
@@ -73,24 +96,24 @@ async def test_a_late_reply_is_refused(decode: PrefillReplies, prefill: PrefillR
     with decode.expect("r") as reply, pytest.raises(DeadlineExceeded):
         await reply.wait(0.0)
     with pytest.raises(RequestCancelled, match="free its KV"):
-        await prefill.send_reply(decode.reply_subject, "r", RESULT)
+        await prefill.send_reply(decode.reply_to, "r", RESULT)
 
 
 async def test_the_second_workers_reply_is_refused(decode: PrefillReplies, prefill: PrefillReplies) -> None:
     with decode.expect("r") as reply:
-        await prefill.send_reply(decode.reply_subject, "r", {"from": 1})
+        await prefill.send_reply(decode.reply_to, "r", {"from": 1})
         with pytest.raises(RequestCancelled):
-            await prefill.send_reply(decode.reply_subject, "r", {"from": 2})
+            await prefill.send_reply(decode.reply_to, "r", {"from": 2})
         assert await reply.wait(5) == {"from": 1}
     with pytest.raises(RequestCancelled):
-        await prefill.send_reply(decode.reply_subject, "r", {"from": 3})
+        await prefill.send_reply(decode.reply_to, "r", {"from": 3})
 
 
-async def test_the_same_reply_again_is_confirmed_again(decode: PrefillReplies, nats: Client) -> None:
+async def test_the_same_reply_again_is_confirmed_again(decode: PrefillReplies) -> None:
     message = msgspec.msgpack.encode({"request_id": "r", "reply_id": "one", "result": RESULT})
     with decode.expect("r") as reply:
-        answers = [(await nats.request(decode.reply_subject, message, timeout=5)).data for _ in range(2)]
-        assert answers == [b"accepted", b"accepted"]
+        answers = await asked(decode, frame(FrameKind.DATA, 7, message), frame(FrameKind.DATA, 8, message))
+        assert answers == [(FrameKind.TAKEN, 7), (FrameKind.TAKEN, 8)]
         assert await reply.wait(5) == RESULT
 
 
@@ -98,28 +121,77 @@ async def test_a_decode_worker_that_is_gone_is_told_apart(prefill: PrefillReplie
     await decode.close()
     async with asyncio.timeout(1.0):
         with pytest.raises(WorkerLost, match="free its KV"):
-            await prefill.send_reply(decode.reply_subject, "r", RESULT)
+            await prefill.send_reply(decode.reply_to, "r", RESULT)
 
 
-async def test_a_decode_worker_that_dies_before_confirming_is_lost(
-    prefill: PrefillReplies, nats: Client, namespace: str, monkeypatch: pytest.MonkeyPatch
+async def test_a_decode_worker_that_goes_after_a_reply_is_told_apart(
+    prefill: PrefillReplies, decode: PrefillReplies
 ) -> None:
-    monkeypatch.setattr("dynamo_local.transport.prefill_replies.SEND_TIMEOUT_S", 0.1)
-    subscription = await nats.subscribe(f"{namespace}.prefill_replies.x")  # listens, and never answers
-    sending = asyncio.create_task(prefill.send_reply(f"{namespace}.prefill_replies.x", "r", RESULT))
-    await subscription.next_msg(5)
-    await subscription.unsubscribe()
+    """The connection was kept, and has ended."""
+    with decode.expect("r"):
+        await prefill.send_reply(decode.reply_to, "r", RESULT)
+    await decode.close()
+    async with asyncio.timeout(1.0):
+        with pytest.raises(WorkerLost, match="free its KV"):
+            await prefill.send_reply(decode.reply_to, "r2", RESULT)
+
+
+async def test_a_decode_worker_that_dies_before_confirming_is_lost(prefill: PrefillReplies) -> None:
+    async with silent_worker() as (name, writers):
+        sending = asyncio.create_task(prefill.send_reply(name, "r", RESULT))
+        while not writers:
+            await asyncio.sleep(0.01)
     with pytest.raises(WorkerLost):
         await sending
 
 
-async def test_garbage_does_not_end_the_listener(decode: PrefillReplies, prefill: PrefillReplies, nats: Client) -> None:
-    for garbage in (b"", b"\xc1", msgspec.msgpack.encode([1]), msgspec.msgpack.encode({"request_id": "r"})):
-        await nats.publish(decode.reply_subject, garbage)
+async def test_a_decode_worker_that_hangs_is_not_waited_for_without_end(
+    prefill: PrefillReplies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the reply has arrived is not known, so the entry is left to its redelivery."""
+    monkeypatch.setattr(prefill_replies, "SEND_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(prefill_replies, "SEND_DEADLINE_S", 0.2)
+    async with silent_worker() as (name, _):
+        with pytest.raises(InfraUnavailable, match="could not send the prefill result of r"):
+            await prefill.send_reply(name, "r", RESULT)
+
+
+async def test_a_reply_whose_connection_breaks_is_sent_again(prefill: PrefillReplies, decode: PrefillReplies) -> None:
+    with decode.expect("r1") as one, decode.expect("r2") as two:
+        await prefill.send_reply(decode.reply_to, "r1", {"n": 1})
+        for sender in list(decode._senders):
+            sender.abort()
+        await prefill.send_reply(decode.reply_to, "r2", {"n": 2})
+        assert [await one.wait(5), await two.wait(5)] == [{"n": 1}, {"n": 2}]
+
+
+async def test_garbage_does_not_end_the_listener(decode: PrefillReplies, prefill: PrefillReplies) -> None:
+    bodies = (b"", b"\xc1", msgspec.msgpack.encode([1]), msgspec.msgpack.encode({"request_id": "r"}))
+    answers = await asked(decode, *(frame(FrameKind.DATA, n, body) for n, body in enumerate(bodies)))
+    assert answers == [(FrameKind.ERROR, n) for n in range(len(bodies))]
+    for noise in (b"GET / HTTP/1.1\r\n\r\n", frame(FrameKind.GO, 0)):
+        assert await asked(decode, noise) == []
     with decode.expect("r") as reply:
-        await prefill.send_reply(decode.reply_subject, "r", KvTransferError("expired"))
+        await prefill.send_reply(decode.reply_to, "r", KvTransferError("expired"))
         with pytest.raises(KvTransferError):
             await reply.wait(5)
+
+
+async def test_a_prefill_worker_connects_to_no_other_socket(prefill: PrefillReplies) -> None:
+    """Whatever an entry says."""
+    for name in ("", "/run/some.sock", "dynamo-responses-1", f"{NAMES}nobody", f"{NAMES}{'x' * 200}"):
+        with pytest.raises((WorkerLost, InfraUnavailable)):
+            async with asyncio.timeout(1.0):
+                await prefill.send_reply(name, "r", RESULT)
+
+
+async def test_another_users_process_is_turned_away(decode: PrefillReplies, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = msgspec.msgpack.encode({"request_id": "r", "reply_id": "one", "result": RESULT})
+    with decode.expect("r") as reply:
+        monkeypatch.setattr(prefill_replies, "peer_of", lambda _: (1, os.geteuid() + 1))
+        with contextlib.suppress(ConnectionError):
+            assert await asked(decode, frame(FrameKind.DATA, 0, message)) == []
+        assert not reply.future.done()
 
 
 async def test_expecting_needs_a_listener_and_one_waiter_per_id(
@@ -129,31 +201,3 @@ async def test_expecting_needs_a_listener_and_one_waiter_per_id(
         prefill.expect("r")
     with decode.expect("r"), pytest.raises(RuntimeError, match="awaited already"):
         decode.expect("r")
-
-
-async def test_a_reply_outlives_a_restart_of_nats(own_nats: RealNats) -> None:
-    connections = [await connect_nats(own_nats.url, own_nats.access, name=name) for name in ("d", "p")]
-    decode, prefill = (PrefillReplies(connection, "ns") for connection in connections)
-    try:
-        await decode.start()
-        with decode.expect("r") as reply:
-            await own_nats.kill()
-            sending = asyncio.create_task(prefill.send_reply(decode.reply_subject, "r", RESULT))
-            await own_nats.start()
-            await sending
-            assert await reply.wait(5) == RESULT
-    finally:
-        await decode.close()
-        for connection in connections:
-            await close_quietly(connection)
-
-
-async def test_sending_without_nats_ends_with_its_deadline(own_nats: RealNats, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamo_local.transport.prefill_replies.SEND_DEADLINE_S", 0.3)
-    connection = await connect_nats(own_nats.url, own_nats.access, name="p")
-    try:
-        await own_nats.kill()
-        with pytest.raises(NatsUnavailable, match="could not send the prefill result of r"):
-            await PrefillReplies(connection, "ns").send_reply("ns.prefill_replies.x", "r", RESULT)
-    finally:
-        await close_quietly(connection)

@@ -332,6 +332,7 @@ class WatchedTransport(LoopbackTransport):
     """Says when a pull is being served, and when it no longer is."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.serving, self.ended = asyncio.Event(), asyncio.Event()
 
     async def serve(self, source: KvSource) -> KvListener:
