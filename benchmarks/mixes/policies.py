@@ -108,7 +108,7 @@ class Swap:
 # --- fixed workers -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Fixed:
     """Workers that are there from the start, and stay."""
 
