@@ -24,9 +24,10 @@ from dynamo_local.components.openai.errors import ApiError
 from dynamo_local.components.openai.http_io import Reply
 from dynamo_local.components.openai.settings import SharedModel
 from dynamo_local.core.gpu_shares import HeldNow
-from dynamo_local.errors import InfraUnavailable, LeaseNotFound, NoWorkers, WorkerDraining
+from dynamo_local.errors import InfraUnavailable, LeaseNotFound, NoWorkers, WorkerDraining, WorkerLost
 from dynamo_local.ports import KeyValueStore
 from dynamo_local.sdk.context import WorkerContext
+from dynamo_local.transport.requests.calls import GONE
 
 logger = logging.getLogger(__name__)
 
@@ -211,5 +212,10 @@ class HeldRequests:
 
 
 def no_worker(error: Exception) -> bool:
-    """Whether the request failed because its model has no worker now, and so may be held."""
+    """Whether the request failed because its model has no worker now, and so may be held.
+
+    A worker that was killed stays registered until its lease ends: a request that it never got may be held, too.
+    """
+    if isinstance(error, WorkerLost):
+        return error.details.get("reason") == GONE
     return isinstance(error, NO_WORKER) or (isinstance(error, ApiError) and error.code == NoWorkers.code)
