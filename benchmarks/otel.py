@@ -54,9 +54,12 @@ class Receiver:
 
 
 def run(short: bool) -> Report:
-    """CPU per token, on ÷ off, round by round; the first round only warms."""
+    """CPU per token, on ÷ off, round by round; the first round only warms.
+
+    The number of rounds is even: each of the two goes first as often as the other.
+    """
     report = Report("otel")
-    rounds, paced, few = (2, 64, 320) if short else (9, 256, 2000)
+    rounds, paced, few = (4, 64, 320) if short else (16, 256, 2000)
     with two_cores() as cores, Receiver().running() as receiver:
         report.notes.append(f"everything, the load generator included, on cores {', '.join(map(str, cores))}")
         for what, sim, count, tokens, concurrency, target in (

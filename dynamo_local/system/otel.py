@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import threading
 import time
 from collections import deque
@@ -18,6 +19,7 @@ from typing import Final, Literal
 
 from opentelemetry import context as contexts
 from opentelemetry import propagate, trace
+from opentelemetry.propagators.textmap import TextMapPropagator
 from opentelemetry.sdk import environment_variables as names
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
@@ -39,6 +41,10 @@ CLOSE_S: Final = 1.0
 """How long the end of a process waits until the receiver has the rest. A receiver that hangs is not waited for."""
 FIELD_MAX: Final = 1024
 """Characters of a client's header about its trace. It goes on with each message, some of which have little room."""
+_NOT_SAMPLED: Final = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f][02468ace]")
+"""A `traceparent` whose sender does not record the trace: the lowest bit of the flags. The SDK sets the next one."""
+_NO_CONTEXT: Final = contexts.Context()
+_NOT_RECORDED: Final = contextlib.nullcontext(NO_SPAN)
 _KINDS: Final = {"server": trace.SpanKind.SERVER, "internal": trace.SpanKind.INTERNAL}
 _DEFAULT: Final[Mapping[str, str]] = {"grpc": "http://localhost:4317", "http/protobuf": "http://localhost:4318"}
 
@@ -220,6 +226,22 @@ class _Continued:
         contexts.detach(self._token)
 
 
+class _Unrecorded:
+    """A request that nobody records is the running task's for the length of a block."""
+
+    __slots__ = ("_span", "_token")
+
+    def __init__(self, span: _NotSampled) -> None:
+        self._span = span
+
+    def __enter__(self) -> Span:
+        self._token = contexts.attach(trace.set_span_in_context(self._span, _NO_CONTEXT))
+        return NO_SPAN
+
+    def __exit__(self, *_: object) -> None:
+        contexts.detach(self._token)
+
+
 class _SpanStages(Stages):
     def __init__(self, tracer: trace.Tracer) -> None:
         self._tracer = tracer
@@ -234,6 +256,37 @@ class _SpanStages(Stages):
         if self._open is not None:
             self._open.end()
             self._open = None
+
+
+class _NotSampled(trace.NonRecordingSpan):
+    """A request that nobody records: most are. Its headers go on as they came, and nothing is made within it.
+
+    Its identity is read from the headers only if a user's own code asks for it.
+    """
+
+    def __init__(
+        self,
+        propagator: TextMapPropagator,
+        context: trace.SpanContext = trace.INVALID_SPAN_CONTEXT,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(context)
+        self._context: trace.SpanContext = context
+        self._propagator = propagator
+        self._headers = headers
+
+    def get_span_context(self) -> trace.SpanContext:
+        if self._headers is not None and not self._context.is_valid:
+            read = self._propagator.extract(self._headers, _NO_CONTEXT)
+            self._context = trace.get_current_span(read).get_span_context()
+        return self._context
+
+    def headers(self) -> dict[str, str]:
+        """Those that take the trace along."""
+        if self._headers is None:
+            self._headers = {}
+            self._propagator.inject(self._headers, trace.set_span_in_context(self, _NO_CONTEXT))
+        return self._headers
 
 
 class Episode(_Recorded):
@@ -269,6 +322,9 @@ class Tracing:
         self._propagator = propagate.get_global_textmap()
         self._fields = frozenset(self._propagator.fields) - {"baggage"}
         self._raw_fields = {name.encode(): name for name in self._fields}
+        follows = environ.get(names.OTEL_TRACES_SAMPLER, "parentbased_always_on").strip().lower()
+        self._may_skip = follows.startswith("parentbased_") and self._fields == {"traceparent", "tracestate"}
+        """Whether a trace that its sender does not record is recorded by nobody after it."""
         self._delivery = Delivery(_exporter(protocol), f"{mask_text(where)} ({protocol})", environ)
         self.rename(service, instance)
 
@@ -293,22 +349,34 @@ class Tracing:
             for raw, value in headers
             if (field := self._raw_fields.get(raw)) is not None and len(value) <= FIELD_MAX
         }
-        context = self._propagator.extract(given, contexts.Context()) if given else contexts.Context()
+        if len(given) == 1 and self._skips(given):  # a client's `tracestate` is checked first
+            return _Unrecorded(_NotSampled(self._propagator, headers=given))
+        context = self._propagator.extract(given, contexts.Context()) if given else _NO_CONTEXT
         span = self._tracer.start_span(name, context, trace.SpanKind.SERVER)
         if span.is_recording():
             span.set_attributes(attributes())
+        elif self._may_skip:
+            return _Unrecorded(_NotSampled(self._propagator, span.get_span_context()))
         return _Block(span, context)
 
     def continued(self, carrier: Mapping[str, str]) -> contextlib.AbstractContextManager[None]:
         """The trace of these headers goes on within the block."""
-        return _Continued(self._propagator.extract(carrier, contexts.Context()))
+        if self._skips(carrier):
+            span = _NotSampled(self._propagator, headers=dict(carrier))
+            return _Continued(trace.set_span_in_context(span, _NO_CONTEXT))
+        return _Continued(self._propagator.extract(carrier, _NO_CONTEXT))
+
+    def _skips(self, carrier: Mapping[str, str]) -> bool:
+        return self._may_skip and _NOT_SAMPLED.fullmatch(carrier.get("traceparent", "")) is not None
 
     def span(self, name: str, kind: Kind, attributes: Attributes | None) -> contextlib.AbstractContextManager[Span]:
         """A step within the running task's span. One that is not recorded has no recorded children."""
         parent = trace.get_current_span()
+        if isinstance(parent, _NotSampled):
+            return _NOT_RECORDED
         within = parent.get_span_context()
         if not within.is_valid or not (parent.is_recording() or within.is_remote):
-            return contextlib.nullcontext(NO_SPAN)
+            return _NOT_RECORDED
         return _Block(self._tracer.start_span(name, None, _KINDS[kind], attributes))
 
     def recording(self) -> bool:
@@ -326,13 +394,16 @@ class Tracing:
 
     def past(self, name: str, began_at_s: float, attributes: Attributes) -> None:
         """A step that another process began at that time (seconds since 1970), and that ends now."""
-        within = trace.get_current_span().get_span_context()
-        if within.is_valid:
+        parent = trace.get_current_span()
+        if not isinstance(parent, _NotSampled) and parent.get_span_context().is_valid:
             self._tracer.start_span(name, attributes=attributes, start_time=int(began_at_s * 1e9)).end()
 
     def carrier(self) -> dict[str, str] | None:
         """The headers that take the running task's trace along; None: it is in none."""
-        if not trace.get_current_span().get_span_context().is_valid:
+        current = trace.get_current_span()
+        if isinstance(current, _NotSampled):
+            return self.carried(current.headers())
+        if not current.get_span_context().is_valid:
             return None
         found: dict[str, str] = {}
         self._propagator.inject(found)

@@ -11,10 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from opentelemetry import trace
 
 from dynamo_local.core.secrets import MASK, allowed_env, mask_env
 from dynamo_local.errors import ConfigError
 from dynamo_local.system import tracing
+from dynamo_local.system.spans import NO_SPAN, NO_STAGES
 from tests.drivers.otlp import Received, Receiver, grpc_receiver, http_receiver
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -136,6 +138,40 @@ def test_a_client_that_does_not_sample_is_followed_and_the_trace_goes_on(monkeyp
         request(UNSAMPLED)
         request()
         found = receiver.wait_for(lambda spans: len(spans) >= 4)
+    assert TRACE not in {span.trace for span in found}
+
+
+@pytest.mark.parametrize("flags", ["00", "02"])
+def test_what_its_sender_does_not_record_costs_no_spans_and_names_its_trace(
+    monkeypatch: pytest.MonkeyPatch, flags: str
+) -> None:
+    carrier = {"traceparent": f"00-{TRACE}-{PARENT}-{flags}", "tracestate": "a=b"}
+    with http_receiver() as receiver, traced(monkeypatch, receiver):
+        with tracing.continued(carrier), tracing.span("generate", "server") as step, tracing.span("route") as inner:
+            assert step is inner is NO_SPAN
+            assert tracing.stages() is NO_STAGES
+            assert tracing.carrier() == carrier
+            tracing.past("queue", time.time() - 1.0, {})
+            of_user = trace.get_current_span().get_span_context()
+            assert (f"{of_user.trace_id:032x}", f"{of_user.span_id:016x}") == (TRACE, PARENT)
+            assert not of_user.trace_flags.sampled
+        request()
+        receiver.wait_for(lambda spans: len(spans) >= 4)
+        assert TRACE not in {span.trace for span in receiver.spans}
+
+
+def test_a_sampler_that_follows_no_parent_decides_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    with http_receiver() as receiver, traced(monkeypatch, receiver, OTEL_TRACES_SAMPLER="always_on"):
+        request(UNSAMPLED)
+        found = receiver.wait_for(lambda spans: len(spans) == 4)
+    assert {span.trace for span in found} == {TRACE}
+
+
+@pytest.mark.parametrize("traceparent", [f"00-{'0' * 32}-{PARENT}-00", f"00-{TRACE}-{'0' * 16}-00", "00-nonsense-00"])
+def test_a_trace_without_identity_is_none(monkeypatch: pytest.MonkeyPatch, traceparent: str) -> None:
+    with http_receiver() as receiver, traced(monkeypatch, receiver):
+        request(traceparent)
+        found = receiver.wait_for(lambda spans: len(spans) == 4)
     assert TRACE not in {span.trace for span in found}
 
 
