@@ -279,6 +279,7 @@ def arbiter_metrics() -> str:
     """The arbiter's metrics, from its registry."""
     from dynamo_local.arbiter.lead_times import LeadTimeMetrics
     from dynamo_local.arbiter.metrics import ArbiterMetrics, DispatchMetrics
+    from dynamo_local.arbiter.model_shares import ModelMetrics
     from dynamo_local.arbiter.planner_metrics import PlannerMetrics, PluginMetrics
 
     arbiter = ArbiterMetrics()
@@ -287,6 +288,7 @@ def arbiter_metrics() -> str:
         PlannerMetrics(arbiter.registry),
         PluginMetrics(arbiter.registry),
         LeadTimeMetrics(arbiter.registry),
+        ModelMetrics(arbiter.registry),
         DispatchMetrics(arbiter.registry),
     )
 

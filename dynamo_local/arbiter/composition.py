@@ -28,7 +28,7 @@ from dynamo_local.arbiter.lead_times import LeadTimeMetrics, LeadTimesNow, LeadT
 from dynamo_local.arbiter.links import Links
 from dynamo_local.arbiter.marks import marks
 from dynamo_local.arbiter.metrics import DispatchMetrics, dispatch_now
-from dynamo_local.arbiter.model_shares import ModelShares
+from dynamo_local.arbiter.model_shares import ModelMetrics, ModelShares
 from dynamo_local.arbiter.notes import Notes, StartWatch
 from dynamo_local.arbiter.planner_control_api import ControlApi
 from dynamo_local.arbiter.planner_views import PlannerViews
@@ -162,7 +162,7 @@ def compose(
         dashboard=DashboardProcess(deployment.paths, deployment.settings, clock),
         prewarmed=prewarmed,
         lead_times=lead_times,
-        shares=_shares(base, controller, commands, sampling, lead_times),
+        shares=_shares(base, controller, commands, sampling, lead_times, exporter),
     )
 
 
@@ -272,9 +272,14 @@ def _planning(
 
 
 def _shares(
-    base: _Base, controller: FleetController, commands: Commands, sampling: Sampling, lead_times: RunLeadTimes
+    base: _Base,
+    controller: FleetController,
+    commands: Commands,
+    sampling: Sampling,
+    lead_times: RunLeadTimes,
+    exporter: Exporter,
 ) -> ModelShares:
-    return ModelShares(
+    shares = ModelShares(
         lambda: base.launcher.factory.graph,
         controller,
         commands,
@@ -284,6 +289,8 @@ def _shares(
         base.clock,
         base.notes.tell,
     )
+    ModelMetrics(exporter.metrics.registry, shares.status)
+    return shares
 
 
 def _traced(controller: FleetController, planning: ArbiterPlanner) -> None:

@@ -17,10 +17,14 @@ from statistics import fmean
 from typing import Any
 
 import msgspec
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from dynamo_local.arbiter.commands import Commands
 from dynamo_local.arbiter.controller import FleetController
 from dynamo_local.arbiter.links import Links
+from dynamo_local.arbiter.metrics import PREFIX
 from dynamo_local.arbiter.sampler import Sampling
 from dynamo_local.clock import Clock
 from dynamo_local.core.fleet.events import Drain, ScaleAll, VictimPolicy
@@ -303,3 +307,31 @@ def _slack_s(spec: ServiceSpec) -> float:
 def _capped(sharing: Sharing, capacity: int) -> Sharing:
     """A component with a faulted worker gets no more: only a person starts that again."""
     return replace(sharing, floor=min(sharing.floor, capacity), cap=max(1, capacity))
+
+
+class ModelMetrics(Collector):
+    """The models that share the GPUs, on `/metrics`. Without such models there is no sample."""
+
+    def __init__(self, registry: CollectorRegistry, rows: Callable[[], list[dict[str, Any]]] = list) -> None:
+        self._rows = rows
+        registry.register(self)
+
+    def describe(self) -> Iterator[Metric]:
+        return _families([])
+
+    def collect(self) -> Iterator[Metric]:
+        return _families(self._rows())
+
+
+def _families(rows: list[dict[str, Any]]) -> Iterator[Metric]:
+    workers = GaugeMetricFamily(
+        f"{PREFIX}_model_workers", "Workers of a model that shares the GPUs", labels=["model", "state"]
+    )
+    held = GaugeMetricFamily(f"{PREFIX}_model_held", "Requests that are held for a worker", labels=["model"])
+    oldest = GaugeMetricFamily(f"{PREFIX}_model_held_seconds", "For how long the oldest of them is", labels=["model"])
+    for row in rows:
+        for state in ("ready", "asleep"):
+            workers.add_metric([row["model"], state], row[state])
+        held.add_metric([row["model"]], row["held"])
+        oldest.add_metric([row["model"]], row["held_s"])
+    yield from (workers, held, oldest)

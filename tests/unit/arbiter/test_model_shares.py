@@ -9,9 +9,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
 
 from dynamo_local.arbiter.commands import Commands
-from dynamo_local.arbiter.model_shares import ModelShares, stranded, usable_gpus
+from dynamo_local.arbiter.model_shares import ModelMetrics, ModelShares, stranded, usable_gpus
 from dynamo_local.core.fleet.events import Leave
 from dynamo_local.core.fleet.fleet import Fleet, Template
 from dynamo_local.core.gpu_shares import HeldNow, Sharing
@@ -146,6 +147,14 @@ def test_sleepers_of_an_earlier_arbiter_are_found(elsewhere: bool, found: list[s
         view = replace(view, gpus=view.gpus.reserved_elsewhere(uuid, "an earlier arbiter"))
     assert stranded(view, {"a"}) == found
     assert stranded(view, {"b"}) == []
+
+
+async def test_metrics_name_the_model() -> None:
+    house, registry = House("ab", "a", gpus=1), CollectorRegistry()
+    ModelMetrics(registry, house.shares.status)
+    await house.hears(b=2)
+    assert registry.get_sample_value("dynamo_arbiter_model_workers", {"model": "a", "state": "ready"}) == 1
+    assert registry.get_sample_value("dynamo_arbiter_model_held", {"model": "b"}) == 2
 
 
 def test_gpus_of_strangers_are_not_shared() -> None:
