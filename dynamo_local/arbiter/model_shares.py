@@ -39,7 +39,8 @@ from dynamo_local.ports import DeleteEvent, KeyValue, PutEvent, SnapshotEvent
 
 log = logging.getLogger(__name__)
 
-EVERY_S = 1.0
+EVERY_S, IDLE_EVERY_S = 1.0, 2.0
+"""The second while no model has a request: 24 models on 64 GPUs cost 9 ms each time."""
 AT_MOST_EVERY_S = 0.05
 """So that a burst of changes at a Frontend is one decision."""
 RECENT_S, LONG_S = 10.0, 300.0
@@ -134,8 +135,9 @@ class ModelShares:
             if self.is_needed:
                 await self.decide()
                 await asyncio.sleep(AT_MOST_EVERY_S)
+            busy = any(usage.requests and usage.requests[-1][1] for usage in self._usage.values()) or self._held
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(EVERY_S):
+                async with asyncio.timeout(EVERY_S if busy else IDLE_EVERY_S):
                     await self._news.wait()
 
     async def decide(self) -> None:

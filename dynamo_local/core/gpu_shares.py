@@ -136,18 +136,26 @@ def shares(models: Sequence[ModelNow], gpus: int) -> Mapping[str, Share]:
     """The decision for all models, by name. `gpus` are all that the models may have together."""
     least = _least(models, gpus)
     left = max(0, gpus - sum(least[each.name] * each.gpus for each in models))
-    found: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    # By the GPUs used beyond the least: the most that the models so far are worth, and the last model's workers.
+    layers: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for model in models:
-        options = _options(model, least[model.name], left)
-        following: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for used, (total, counts) in found.items():
-            for count, value in options:
-                now = used + (count - least[model.name]) * model.gpus
-                if now <= left and total + value > following.get(now, (-math.inf, ()))[0]:
-                    following[now] = total + value, (*counts, count)
-        found = following
-    _, counts = max(found.values(), key=lambda each: each[0])
-    return {each.name: _explained(each, count) for each, count in zip(models, counts, strict=True)}
+        fewest, size = least[model.name], model.gpus
+        steps = [(count, (count - fewest) * size, value) for count, value in _options(model, fewest, left)]
+        following: dict[int, tuple[float, int]] = {}
+        for used, (total, _) in layers[-1].items():
+            for count, more, value in steps:
+                if used + more > left:
+                    break
+                known = following.get(used + more)
+                if known is None or total + value > known[0]:
+                    following[used + more] = total + value, count
+        layers.append(following)
+    used = max(layers[-1], key=lambda each: layers[-1][each][0])
+    counts: dict[str, int] = {}
+    for model, layer in zip(reversed(models), reversed(layers), strict=False):
+        counts[model.name] = count = layer[used][1]
+        used -= (count - least[model.name]) * model.gpus
+    return {each.name: _explained(each, counts[each.name]) for each in models}
 
 
 # --- what must be --------------------------------------------------------------------------------
