@@ -136,7 +136,7 @@ def shares(models: Sequence[ModelNow], gpus: int) -> Mapping[str, Share]:
     """The decision for all models, by name. `gpus` are all that the models may have together."""
     least = _least(models, gpus)
     left = max(0, gpus - sum(least[each.name] * each.gpus for each in models))
-    # By the GPUs used beyond the least: the most that the models so far are worth, and the last model's workers.
+    # GPUs used beyond the least -> the most that the models so far are worth, and the last model's workers.
     layers: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for model in models:
         fewest, size = least[model.name], model.gpus
