@@ -529,7 +529,9 @@ def _reasons(
     routed = ", behind a Router that knows what each has cached" if plan.routed else ""
     roles = f"{division.prefill} prefill + {division.decode} decode" if division.prefill else f"{only.engines}"
     size = f" of {found.tp} GPU{'s' * (found.tp != 1)}"
-    lines += [f"Engines: {roles}{size}{routed}", f"{division.why[:1].upper()}{division.why[1:]}"]
+    few = only.engines * found.tp < count and plan.engine == "sim"
+    why_few = f"; simulated engines are processes of this machine, and --gpus sim:{count} starts more" if few else ""
+    lines += [f"Engines: {roles}{size}{routed}{why_few}", f"{division.why[:1].upper()}{division.why[1:]}"]
     if plan.planner is not None:
         lines += _planner_lines(plan, profile)
     return lines
