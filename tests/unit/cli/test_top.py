@@ -475,6 +475,15 @@ class Screen:
             if select.select([self._fd], [], [], left_s)[0]:
                 self.text += os.read(self._fd, 65536).decode()
 
+    def ended(self, timeout_s: float = 30.0) -> int:
+        """Read on until the process has ended, for a terminal that nobody reads holds it up. Its exit code."""
+        deadline_s = time.monotonic() + timeout_s
+        while (code := self.process.poll()) is None:
+            assert time.monotonic() < deadline_s, self.text
+            if select.select([self._fd], [], [], 0.05)[0]:
+                self.text += os.read(self._fd, 65536).decode(errors="replace")
+        return code
+
     def press(self, key: str) -> None:
         os.write(self._fd, key.encode())
 
@@ -517,7 +526,7 @@ def test_the_live_view_follows_an_arbiter_and_leaves_the_terminal_as_it_was(
                 screen.process.send_signal(signal.SIGINT)
             else:
                 screen.press(how)
-            assert screen.process.wait(30.0) == code
+            assert screen.ended() == code
             screen.until("\x1b[?1049l")  # the alternate screen is left
             assert screen.attributes() == screen.before
         finally:

@@ -134,7 +134,7 @@ async def test_a_stream_that_waited_in_vain_ends_with_an_error_event(
     shared: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(held_module, "KEEP_ALIVE_S", 0.01)
-    async with shared(max_wait_s=0.1).client() as client:
+    async with shared(max_wait_s=1.0).client() as client:
         response = await client.post(URL, json=body(stream=True))
     assert response.status_code == 200, "the head was sent with the first comment"
     assert '"code":"not_served"' in response.text
