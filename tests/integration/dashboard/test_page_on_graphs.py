@@ -207,6 +207,7 @@ def test_a_killed_arbiter_is_a_gap_and_the_page_goes_on(served: Served, viewer: 
     assert until(kept)
 
 
+@pytest.mark.full
 def test_a_full_disk_is_said_on_the_page_and_harms_nothing_else(tmp_path: Path) -> None:
     with Served("--dashboard", namespace="full") as graph:
         graph.paths.logs.mkdir(parents=True)
@@ -242,6 +243,7 @@ def test_the_history_is_read_by_the_command(served: Served, viewer: Viewer) -> N
     assert len(lines) > 1
 
 
+@pytest.mark.full
 def test_a_read_only_page_changes_nothing() -> None:
     with Served(namespace="watched").started() as served:
         process = served.popen("dashboard", "-n", "watched", "--read-only")

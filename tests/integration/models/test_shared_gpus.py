@@ -16,7 +16,7 @@ from tests.drivers.served import Served, auntil, until
 
 pytestmark = [pytest.mark.infra, pytest.mark.timeout(240)]
 
-START_UP_S = 3.0
+START_UP_S = 1.0
 WAKE_S = 0.3
 MODEL = {"model": "sim-tiny", "engine": "sim", "min-stay-s": 1.0, "sim": {"start-up-s": START_UP_S}}
 CAN_SLEEP = {**MODEL, "standby": 0, "sim": {"start-up-s": START_UP_S, "sleep-s": 0.1, "wake-s": WAKE_S}}
@@ -63,6 +63,7 @@ def test_all_models_are_listed_and_each_answers_however_few_gpus_there_are(three
     assert three_on_two.status()["state"] == "ready", "a model that nobody asks for lacks nothing"
 
 
+@pytest.mark.full
 def test_a_model_that_slept_answers_after_its_wake(three_on_two: Served) -> None:
     """All three have a process by now. One sleeps, and its GPU is another's."""
     for model in "abc":
