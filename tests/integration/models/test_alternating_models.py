@@ -93,7 +93,8 @@ async def trouble(served: Served, until_s: float) -> list[str]:
 
 @pytest.mark.timeout(SECONDS + 400)
 async def test_no_request_fails_whatever_the_models_workers_do() -> None:
-    text = yaml.safe_dump({"Host": {"gpus": "sim:2"}, "Models": dict.fromkeys(MODELS, MODEL)})
+    host = {"gpus": "sim:2", "restart": {"failures-max": 100_000}}  # our kills must not make a worker faulted
+    text = yaml.safe_dump({"Host": host, "Models": dict.fromkeys(MODELS, MODEL)})
     with Served("-f", "models.yaml", target=(), files={"models.yaml": text}).started() as served:
         counts, until_s = Counts(), time.monotonic() + SECONDS
         clients = [client(served.url, SEED * 100 + n, until_s, counts) for n in range(6)]
