@@ -29,7 +29,7 @@ GRAPHS = "dynamo_local.components.graphs"
 SEPARATOR = "__"
 """Between the names of the components in the graph's name: `models__qwen__llama`."""
 MODELS_MAX = 64
-_TO_WORKERS = ("ttft", "itl")
+_TO_BOTH = ("ttft", "itl")
 _TO_PROCESSOR = ("serve_args", "router", "max_tries", "migration_limit")
 
 
@@ -136,5 +136,5 @@ def _worker(model: ModelSection, served: str) -> dict[str, Any]:
 
 def _processor(model: ModelSection, served: str) -> dict[str, Any]:
     extra = model.model_extra or {}
-    own = {key: extra[key] for key in (*_TO_PROCESSOR, *_TO_WORKERS) if key in extra}
+    own = {key: extra[key] for key in (*_TO_PROCESSOR, *_TO_BOTH) if key in extra}
     return {"model": model.model, "served_model_name": served, **own}

@@ -138,9 +138,11 @@ def shares(models: Sequence[ModelNow], gpus: int) -> Mapping[str, Share]:
     left = max(0, gpus - sum(least[each.name] * each.gpus for each in models))
     # GPUs used beyond the least -> the most that the models so far are worth, and the last model's workers.
     layers: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
+    values = {each.name: _values(each, max(_most(each, least[each.name], left), each.workers) + 1) for each in models}
     for model in models:
         fewest, size = least[model.name], model.gpus
-        steps = [(count, (count - fewest) * size, value) for count, value in _options(model, fewest, left)]
+        options = _options(model, values[model.name], fewest, _most(model, fewest, left))
+        steps = [(count, (count - fewest) * size, value) for count, value in options]
         following: dict[int, tuple[float, int]] = {}
         for used, (total, _) in layers[-1].items():
             for count, more, value in steps:
@@ -155,7 +157,7 @@ def shares(models: Sequence[ModelNow], gpus: int) -> Mapping[str, Share]:
     for model, layer in zip(reversed(models), reversed(layers), strict=False):
         counts[model.name] = count = layer[used][1]
         used -= (count - least[model.name]) * model.gpus
-    return {each.name: _explained(each, counts[each.name]) for each in models}
+    return {each.name: _explained(each, values[each.name], counts[each.name]) for each in models}
 
 
 # --- what must be --------------------------------------------------------------------------------
@@ -198,12 +200,14 @@ def _by_urgency(model: ModelNow) -> tuple[bool, float]:
 # --- what is worth most --------------------------------------------------------------------------
 
 
-def _options(model: ModelNow, least: int, left: int) -> list[tuple[int, float]]:
-    """Numbers of workers, from `least` on, and what the change to each is worth, in weighted requests per second."""
+def _most(model: ModelNow, least: int, left: int) -> int:
+    """The most workers that it can have where `left` GPUs are left beyond its least."""
     most = least + left // max(1, model.gpus)
-    if model.sharing.cap is not None:
-        most = max(least, min(most, model.sharing.cap))
-    values = _values(model, max(most, model.workers))
+    return most if model.sharing.cap is None else max(least, min(most, model.sharing.cap))
+
+
+def _options(model: ModelNow, values: Sequence[float], least: int, most: int) -> list[tuple[int, float]]:
+    """Numbers of workers, from `least` on, and what the change to each is worth, in weighted requests per second."""
     now = values[min(model.workers, len(values) - 1)]
     soon = HORIZON_S / (HORIZON_S + model.arrives_s)
     away_s = (model.busy_s if model.requests else 0.0) + model.arrives_s
@@ -262,14 +266,7 @@ def _share_of_horizon(model: ModelNow, servers: int, load: float) -> float:
     return 0.0 if late_s >= 0.0 else min(1.0, -late_s / max(1e-9, load / servers - 1.0) / HORIZON_S)
 
 
-def worth(model: ModelNow, workers: int) -> float:
-    """Weighted requests per second that so many workers serve within their targets, late ones for `SERVED_LATE`."""
-    values = _values(model, workers)
-    return values[min(workers, len(values) - 1)]
-
-
-def _explained(model: ModelNow, workers: int) -> Share:
-    values = _values(model, workers + 1)
+def _explained(model: ModelNow, values: Sequence[float], workers: int) -> Share:
     top = len(values) - 1
     here, above = values[min(workers, top)], values[min(workers + 1, top)]
     below = values[min(workers - 1, top)] if workers else here

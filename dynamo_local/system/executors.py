@@ -232,6 +232,20 @@ async def ended(*tasks: asyncio.Future[Any] | None) -> None:
             task.exception()  # seen: asyncio would log it as never retrieved
 
 
+async def within(future: asyncio.Future[T], timeout_s: float) -> T:
+    """The future's result. Past `timeout_s` both get TimeoutError, the caller and the future. It costs no task."""
+    timer = asyncio.get_running_loop().call_later(max(0.0, timeout_s), _out_of_time, future)
+    try:
+        return await future
+    finally:
+        timer.cancel()
+
+
+def _out_of_time(future: asyncio.Future[Any]) -> None:
+    if not future.done():
+        future.set_exception(TimeoutError())
+
+
 async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
     """Their results, in order. The first failure is raised as it is, once the others were cancelled and have ended."""
     tasks = [asyncio.ensure_future(each) for each in work]

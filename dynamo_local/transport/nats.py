@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from dynamo_local.errors import NatsUnavailable
+from dynamo_local.system.executors import within
 from dynamo_local.transport.access import NatsAccess
 from dynamo_local.transport.nats_client import (
     BadSubjectError,
@@ -241,20 +242,17 @@ class NatsClient(Client):
         self, subject: str, data: bytes, timeout_s: float, *, headers: bytes = b""
     ) -> tuple[bytes, bytes | None]:
         """The data and the headers of the answer. Raises TimeoutError, `NoRespondersError`, or what `post` does."""
-        loop = asyncio.get_running_loop()
         if not self._answers:
             self._answers = self.new_inbox()
             await self.hear(f"{self._answers}.*", self._answered)
         answers = f"{self._answers}.{next(self._numbers)}"
-        future: asyncio.Future[tuple[bytes, bytes | None]] = loop.create_future()
+        future: asyncio.Future[tuple[bytes, bytes | None]] = asyncio.get_running_loop().create_future()
         key = answers.encode()
         self._asked[key] = future
-        timer = loop.call_later(timeout_s, _late, future)
         try:
             self.post(subject, data, reply=answers, headers=headers)
-            return await future
+            return await within(future, timeout_s)
         finally:
-            timer.cancel()
             del self._asked[key]
 
     def _answered(self, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
@@ -328,11 +326,6 @@ class _TlsClient(NatsClient):
         if initial_connection and not info.get("tls_required"):
             raise NatsError("it speaks no TLS, so it is not the server that we know")
         await super()._process_info(info, initial_connection)
-
-
-def _late(future: asyncio.Future[Any]) -> None:
-    if not future.done():
-        future.set_exception(TimeoutError())
 
 
 class _Watcher:

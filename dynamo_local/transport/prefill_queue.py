@@ -24,7 +24,7 @@ from dynamo_local.core.routing.prompts import Turns, is_late
 from dynamo_local.errors import InvalidRequest, NatsUnavailable, WorkerBusy
 from dynamo_local.ports import PrefillTask, PulledTask, QueueDepth
 from dynamo_local.system import tracing
-from dynamo_local.system.executors import ended
+from dynamo_local.system.executors import ended, within
 from dynamo_local.system.request_log import bound, x_request_id
 from dynamo_local.transport.decoding import UNREADABLE, decode
 from dynamo_local.transport.nats import (
@@ -228,20 +228,20 @@ class PullInbox:
             self._prefix = self._nats.new_inbox()
             self._subscription = await self._nats.hear(f"{self._prefix}.*", self._on_message)
         inbox = f"{self._prefix}.{next(self._numbers)}"
-        key, loop = inbox.encode(), asyncio.get_running_loop()
-        future: asyncio.Future[Delivery | None] = loop.create_future()
+        key = inbox.encode()
+        future: asyncio.Future[Delivery | None] = asyncio.get_running_loop().create_future()
         self._waiting[key] = future
-        timer = loop.call_later(timeout_s + PULL_GRACE_S, _nothing, future)
         try:
             pull = b'{"batch":1,"expires":%d}' % int(timeout_s * 1e9) if wait else b'{"batch":1,"no_wait":true}'
             self._nats.post(self._subject, pull, reply=inbox)
-            return await future
+            return await within(future, timeout_s + PULL_GRACE_S)
+        except TimeoutError:
+            return None
         except asyncio.CancelledError:
             if not future.cancelled() and future.exception() is None and (delivery := future.result()) is not None:
                 self._give_back(delivery)
             raise
         finally:
-            timer.cancel()
             self._waiting.pop(key, None)
 
     async def close(self) -> None:
@@ -273,11 +273,6 @@ class PullInbox:
             self._nats.post(delivery.reply, Msg.Ack.Nak)
         except NatsError as error:
             log.warning("could not give %s back, it is delivered again after ack_wait: %s", delivery.subject, error)
-
-
-def _nothing(future: asyncio.Future[Delivery | None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 # An entry that a prefill worker has pulled: it is acked, given back, or kept while the worker computes.

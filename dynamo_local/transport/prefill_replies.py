@@ -33,6 +33,7 @@ from dynamo_local.errors import (
     from_wire,
     to_wire,
 )
+from dynamo_local.system.executors import within
 from dynamo_local.system.fd_messages import peer_of
 from dynamo_local.system.request_log import bound, x_request_id
 from dynamo_local.transport.decoding import UNREADABLE, decode
@@ -68,14 +69,12 @@ class ExpectedReply:
 
     async def wait(self, timeout_s: float) -> Any:
         """The result. Raises `DeadlineExceeded` past `timeout_s`, or the error that the prefill side sent."""
-        timer = asyncio.get_running_loop().call_later(max(0.0, timeout_s), _late, self.future)
         try:
-            message = await self.future
+            message = await within(self.future, timeout_s)
         except TimeoutError:
             late = f"no prefill of {self.request_id} within {timeout_s:.2f} s; prefill it locally"
             raise DeadlineExceeded(late) from None
         finally:
-            timer.cancel()
             self.close()
         if message.get("error") is not None:
             raise from_wire(message["error"])
@@ -99,11 +98,6 @@ class ExpectedReply:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _late(future: asyncio.Future[Any]) -> None:
-    if not future.done():
-        future.set_exception(TimeoutError())
 
 
 class PrefillReplies:
@@ -321,15 +315,12 @@ class _Link(_Connection):
         """Whether somebody waited for it. OSError: the connection broke. TimeoutError: it was not confirmed in time."""
         if self._transport is None or self._transport.is_closing():
             raise ConnectionResetError("the connection to the decode worker broke")
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[bool] = loop.create_future()
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
-        timer = loop.call_later(SEND_TIMEOUT_S, _late, future)
         try:
             self._transport.write(frame(FrameKind.DATA, number, data))
-            return await future
+            return await within(future, SEND_TIMEOUT_S)
         finally:
-            timer.cancel()
             del self._waiting[number]
 
     def _frame(self, kind: int, number: int, body: bytes | memoryview) -> bytes:

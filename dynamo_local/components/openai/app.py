@@ -156,6 +156,7 @@ class _Views:
 
     def __init__(self, deps: HttpDeps) -> None:
         self._deps = deps
+        self._since_s = deps.clock.wall_s()
 
     async def models(self, _: Request) -> Response:
         served = [model_object(model) for model in (*self._deps.models.models(), *self._adapters())]
@@ -165,8 +166,9 @@ class _Views:
         """Models that share the GPUs and have no worker now: a request for one is held until it has."""
         held = self._deps.held
         states = {} if held is None else held.states()
+        since_s = int(self._since_s)
         return [
-            {"id": name, "object": "model", "owned_by": "dynamo", "root": name, "max_model_len": None, "state": state}
+            {**model_object(ServedModel(name, since_s, None, 0)), "state": state}
             for name, state in states.items()
             if state != "ready"
         ]

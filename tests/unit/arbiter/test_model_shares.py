@@ -20,6 +20,7 @@ from dynamo_local.core.served import LastMinute
 from dynamo_local.core.types import GraphSpec, Resources, Role, ServiceSpec
 from dynamo_local.system.gpu_pool import GpuSample
 from dynamo_local.system.gpus import SimInventory
+from tests.drivers.eventually import eventually
 from tests.fakes.arbiter.effects import FakeEffects, shell_of
 from tests.fakes.arbiter.fleet_views import load, name, on_ledger, worker
 from tests.fakes.arbiter.hand_clock import HandClock
@@ -77,9 +78,7 @@ class House:
         value = msgspec.json.encode({model: HeldNow(count, since_s) for model, count in held.items()})
         following = asyncio.create_task(self.shares.follow())
         await self.etcd.put(KEY, value)
-        async with asyncio.timeout(5.0):
-            while any(self.row(model)["held"] != count for model, count in held.items()):
-                await asyncio.sleep(0.001)
+        await eventually(lambda: all(self.row(model)["held"] == count for model, count in held.items()))
         following.cancel()
 
 
@@ -113,9 +112,7 @@ async def test_a_key_that_cannot_be_read_is_ignored() -> None:
     following = asyncio.create_task(house.shares.follow())
     await house.etcd.put(KEY, b"[1, 2]")
     await house.etcd.put("dynamo/held/dynamo_Frontend_1", msgspec.json.encode({"a": HeldNow(3, 50.0)}))
-    async with asyncio.timeout(5.0):
-        while house.row("a")["held"] != 3:
-            await asyncio.sleep(0.001)
+    await eventually(lambda: house.row("a")["held"] == 3)
     following.cancel()
 
 

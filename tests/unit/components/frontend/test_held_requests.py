@@ -21,6 +21,7 @@ from dynamo_local.components.openai.settings import SharedModel
 from dynamo_local.core.gpu_shares import HeldNow
 from dynamo_local.errors import NoWorkers
 from dynamo_local.ports import DeleteEvent
+from tests.drivers.eventually import eventually
 from tests.fakes.data_plane.processor import FakeEndpoint, answer
 from tests.fakes.infra.etcd import FakeEtcd
 
@@ -49,12 +50,6 @@ def shared(house: Make) -> Make:
     return make
 
 
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10.0):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
 def count(made: Any) -> int:
     now = made.deps.held.now()
     return now[COLD].count if COLD in now else 0
@@ -66,7 +61,7 @@ async def test_requests_wait_for_a_worker_and_go_on_in_their_order(shared: Make,
         asked = []
         for n in range(3):
             asked.append(asyncio.create_task(client.post(URL, json=body(str(n)))))
-            await until(lambda n=n: count(made) == n + 1)
+            await eventually(lambda n=n: count(made) == n + 1)
         assert made.endpoint.payloads == []
         serve_model(made.models, COLD)
         assert {(await each).status_code for each in asked} == {200}
@@ -86,7 +81,7 @@ async def test_beyond_its_bounds_a_request_is_to_come_back(shared: Make, serve_m
     made = shared(**bounds)
     async with made.client() as client:
         first = asyncio.create_task(client.post(URL, json=body()))
-        await until(lambda: count(made) == 1)
+        await eventually(lambda: count(made) == 1)
         refused = await client.post(URL, json=body())
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_served")
         assert int(refused.headers["retry-after"]) >= 1
@@ -105,9 +100,9 @@ async def test_a_client_that_leaves_takes_its_request_along(shared: Make) -> Non
     made = shared()
     async with made.served() as server, httpx.AsyncClient(base_url=server.url) as client:
         asked = asyncio.create_task(client.post(URL, json=body()))
-        await until(lambda: count(made) == 1)
+        await eventually(lambda: count(made) == 1)
         asked.cancel()
-        await until(lambda: count(made) == 0)
+        await eventually(lambda: count(made) == 0)
     assert made.endpoint.payloads == []
 
 
@@ -146,9 +141,9 @@ async def test_a_worker_that_left_in_between_costs_nobody_an_error(shared: Make,
     key = serve_model(made.models, COLD)
     async with made.client() as client:
         asked = asyncio.create_task(client.post(URL, json=body()))
-        await until(lambda: made.endpoint.calls)
+        await eventually(lambda: made.endpoint.calls)
         made.models.apply(DeleteEvent(key))
-        await until(lambda: count(made) == 1)
+        await eventually(lambda: count(made) == 1)
         serve_model(made.models, COLD)
         assert (await asked).status_code == 200
 
@@ -158,7 +153,9 @@ async def test_models_are_listed_with_their_state(shared: Make, serve_model: Mak
     async with made.client() as client:
         listed = {each["id"]: each.get("state") for each in (await client.get("/v1/models")).json()["data"]}
         assert listed == {WARM: None, COLD: "asleep"}
-        assert (await client.get(f"/v1/models/{COLD}")).json()["state"] == "asleep"
+        shown = (await client.get(f"/v1/models/{COLD}")).json()
+        assert (shown["state"], shown["object"]) == ("asleep", "model")
+        assert shown["created"] > 1_600_000_000, "OpenAI's clients want it"
         serve_model(made.models, COLD)
         assert "state" not in (await client.get(f"/v1/models/{COLD}")).json()
 
