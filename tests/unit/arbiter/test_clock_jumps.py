@@ -24,6 +24,7 @@ FOR_RECORDS_ONLY = {
     "dynamo_local/cli/top.py": "the time of a decision, for people",
     "dynamo_local/cli/doctor/host.py": "whether the clock was set since the boot: that is what it looks for",
     "dynamo_local/clock.py": "it is the clock",
+    "dynamo_local/components/openai/app.py": "`created` of a model that no worker serves now",
     "dynamo_local/components/openai/generation.py": "`created` of an answer, as OpenAI's API has it",
     "dynamo_local/components/openai/recorder.py": "when a request came, in a record; what lasted is monotonic",
     "dynamo_local/components/processor.py": "`created` of an adapter's card",
