@@ -32,6 +32,7 @@ NAMES = (
     "kv_index",
     "simulate",
     "arbiter_idle",
+    "dashboard",
     "planner_loop",
     "status_command",
     "planner_tick",

@@ -63,8 +63,11 @@ def window(pids: Mapping[str, int], seconds: float) -> dict[str, float]:
 
 
 @contextmanager
-def our_arbiter(place: Folders, graph: Sequence[str]) -> Iterator[int]:
-    """`dynamo serve GRAPH` in the foreground with `WATCHERS` sleeping workers, all ready; gives its pid."""
+def our_arbiter(place: Folders, graph: Sequence[str], *, changing: bool = False) -> Iterator[int]:
+    """`dynamo serve GRAPH` in the foreground with `WATCHERS` sleeping workers, all ready; gives its pid.
+
+    `changing`: the loads of all workers change each second.
+    """
     words = [*graph, "--gpus", f"sim:{WATCHERS}", "--namespace", NAMESPACE]
     command = module_command("benchmarks.arbiters", "ours", *words)
     env = {**place.env, "PYTHONPATH": str(ROOT)}
@@ -74,7 +77,7 @@ def our_arbiter(place: Folders, graph: Sequence[str]) -> Iterator[int]:
         subprocess.Popen(command, cwd=EXAMPLE, env=env, stdout=output, stderr=output) as arbiter,
     ):
         try:
-            with _stand_in(place) as stand_in:
+            with _stand_in(place, changing) as stand_in:
                 _until_ready(place, {log: arbiter, place.root / "stand-in.err": stand_in})
                 yield arbiter.pid
                 statuses = json.loads(dynamo(place, "status", "--json", "--namespace", NAMESPACE))["workers"]
@@ -88,9 +91,11 @@ def our_arbiter(place: Folders, graph: Sequence[str]) -> Iterator[int]:
 
 
 @contextmanager
-def _stand_in(place: Folders) -> Iterator[subprocess.Popen[str]]:
+def _stand_in(place: Folders, changing: bool) -> Iterator[subprocess.Popen[str]]:
     statefile = place.root / "home" / ".dynamo" / "state" / f"{NAMESPACE}.json"
-    command = module_command("benchmarks.arbiters", "stand-in", str(statefile), str(WATCHERS))
+    command = module_command(
+        "benchmarks.arbiters", "changing" if changing else "stand-in", str(statefile), str(WATCHERS)
+    )
     with _until_closed(command, place.root / "stand-in.err") as process:
         yield process
 

@@ -57,7 +57,7 @@ def ours(words: Sequence[str]) -> None:
     main()
 
 
-async def stand_in(statefile: Path, watchers: int) -> None:
+async def stand_in(statefile: Path, watchers: int, changing: bool) -> None:
     """Register each worker and answer for its load until standard input closes. TimeoutError if they do not come."""
     from dynamo_local.core.types import Load, instance_key
     from dynamo_local.state.store import load
@@ -74,9 +74,19 @@ async def stand_in(statefile: Path, watchers: int) -> None:
     keeper = LeaseKeeper(kv, is_draining=_never)
     lease = await keeper.start()
     load = Load(request_total_slots=256, kv_total_blocks=14766)
+
+    def measured() -> Load:
+        if not changing:
+            return load
+        active = int(time.monotonic()) % 200
+        share = active / 256
+        return dataclasses.replace(
+            load, request_active_slots=active, kv_active_blocks=active * 50, gpu_cache_usage_perc=share
+        )
+
     publishers = []
     for name, entry in state["components"].items():
-        publisher = LoadPublisher(nats, NAMESPACE, entry["component"], name, lambda: lease, lambda: load, _no_change)
+        publisher = LoadPublisher(nats, NAMESPACE, entry["component"], name, lambda: lease, measured, _no_change)
         await publisher.start()
         publishers.append(publisher)
         endpoint = instance_key(NAMESPACE, entry["component"], "generate", lease)
@@ -138,11 +148,14 @@ def main() -> None:
         ours(sys.argv[2:])
         return
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("circus", "stand-in"))
+    parser.add_argument("what", choices=("circus", "stand-in", "changing"))
     parser.add_argument("path", type=Path)
     parser.add_argument("watchers", type=int)
     options = parser.parse_args()
-    asyncio.run((circus if options.what == "circus" else stand_in)(options.path, options.watchers))
+    if options.what == "circus":
+        asyncio.run(circus(options.path, options.watchers))
+    else:
+        asyncio.run(stand_in(options.path, options.watchers, changing=options.what == "changing"))
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ def state_of(
     devices: Mapping[str, Json] = extra.get("devices") or {}
     words: Mapping[str, str] = extra.get("last_words") or {}
     workers = {str(each["watcher_name"]): each for each in graph.get("workers") or ()}
+    ours = {each.get("pid") for each in workers.values()}
     shown = {name: _worker(each, words.get(name)) for name, each in workers.items()}
     return {
         "namespace": graph.get("namespace"),
@@ -66,7 +67,7 @@ def state_of(
         "prefill_queue": graph.get("prefill_queue"),
         "components": graph.get("components") or {},
         "notes": [cut(each.get("text")) for each in (graph.get("notes") or ())][-20:],
-        "gpus": [_gpu(each, workers, devices.get(str(each["uuid"])) or {}) for each in graph.get("gpus") or ()],
+        "gpus": [_gpu(each, workers, ours, devices.get(str(each["uuid"])) or {}) for each in graph.get("gpus") or ()],
         "workers": shown,
     }
 
@@ -97,9 +98,8 @@ def _is_trouble(worker: Json) -> bool:
     return bool(worker.get("reason")) and not (traits.serves or traits.gone or traits.standby)
 
 
-def _gpu(gpu: Json, workers: Mapping[str, Json], device: Json) -> Json:
+def _gpu(gpu: Json, workers: Mapping[str, Json], ours: Collection[int | None], device: Json) -> Json:
     worker = workers.get(str(gpu.get("worker")))
-    ours = {each.get("pid") for each in workers.values()}
     drain = (worker or {}).get("drain") or {}
     return {
         "uuid": gpu["uuid"],

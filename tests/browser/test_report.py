@@ -9,6 +9,8 @@ import pytest
 
 from tests.browser.planned import planned_report
 
+pytestmark = pytest.mark.full
+
 FIRST = "#charts figure:nth-of-type(2)"
 SHOWN = "uPlot.sync('report').plots.map((plot) => plot.scales.x.max - plot.scales.x.min)"
 

@@ -13,7 +13,7 @@ import pytest
 from tests.browser.test_real_page import LONG_MS, stream_of
 from tests.drivers.served import Served, until
 
-pytestmark = [pytest.mark.infra, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.infra, pytest.mark.full, pytest.mark.timeout(240)]
 
 WORDS = (
     "--dashboard",

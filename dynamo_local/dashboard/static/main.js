@@ -35,7 +35,7 @@ function Page() {
 }
 
 const app = document.getElementById("app");
-const show = (tree) => { app.textContent = ""; render(tree, app); };
+const show = (tree) => { render(null, app); app.textContent = ""; render(tree, app); };
 
 function Password({ wrong }) {
   const log = async (event) => {
