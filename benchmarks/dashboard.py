@@ -1,4 +1,4 @@
-"""What the page costs: 64 workers whose loads all change, without a page, with one, and with ten viewers.
+"""The cost of the page: 64 workers whose loads all change, without a page, with one, and with ten viewers.
 
 The three are measured in turn in one run. A viewer holds the page's stream open and reads it to the end of the window.
 How long the arbiter's loop is taken shows in the answers to a question that needs nothing (`numwatchers`): it waits as

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -51,6 +52,7 @@ def _now(world: World, model: int, now_s: float) -> ModelNow:
     held = len(waiting) if world.is_held(model) else 0
     ready = [each.since_s for each in workers if each.ready]
     ordered = max(len(workers), world.wanted[model])
+    rate_long = meter.rate(now_s, LONG_S)
     young = ordered - sum(each <= now_s - sharing.min_stay_s for each in ready)
     return ModelNow(
         name=str(model),
@@ -62,7 +64,8 @@ def _now(world: World, model: int, now_s: float) -> ModelNow:
         held=held,
         held_s=world.held_s(model, now_s) if held else 0.0,
         rate=meter.rate(now_s, SHORT_S),
-        rate_long=meter.rate(now_s, LONG_S),
+        rate_long=rate_long,
+        rate_sd=math.sqrt(max(rate_long, 1 / LONG_S) / (2 * SHORT_S)),
         busy_s=engine.busy_s(meter.isl, meter.osl),
         slots=engine.slots,
         slack_s=max(0.05, engine.ttft_s - meter.isl * engine.prefill_s),

@@ -276,7 +276,7 @@ class World:
         for model, wanted in enumerate(self.wanted):
             # Workers that are on their way stay: they were ordered a moment ago.
             able = sorted((each for each in self.workers[model] if each.ready), key=_taken_first)
-            for worker in able[: len(self.workers[model]) - wanted]:
+            for worker in able[: max(0, len(self.workers[model]) - wanted)]:
                 worker.leaving = True
                 self.workers[model].remove(worker)
                 self._leave(now_s, worker)

@@ -43,7 +43,7 @@ EVERY_S, IDLE_EVERY_S = 1.0, 2.0
 """The second while no model has a request: 24 models on 64 GPUs cost 9 ms each time."""
 AT_MOST_EVERY_S = 0.05
 """So that a burst of changes at a Frontend is one decision."""
-RECENT_S, LONG_S = 10.0, 300.0
+RECENT_S, LONG_S = 10.0, 120.0
 """Requests in the workers are averaged over so long for the rate of now, and for that of the last minutes."""
 BUSY_DEFAULT_S = 2.0
 ARRIVES_DEFAULT_S = 30.0
@@ -203,6 +203,7 @@ class ModelShares:
         capacity = fleet.capacity(name)
         faulted = any(worker.state is WorkerState.FAULTED for worker in workers)
         stayed_s = [now_s - worker.since_s for worker in workers if worker.ready]
+        rate_long = usage.mean(now_s - LONG_S) / usage.busy_s
         return ModelNow(
             name=name,
             sharing=_capped(spec.sharing, capacity) if faulted else spec.sharing,
@@ -212,7 +213,8 @@ class ModelShares:
             held=held,
             held_s=held_s,
             rate=usage.mean(now_s - RECENT_S) / usage.busy_s,
-            rate_long=usage.mean(now_s - LONG_S) / usage.busy_s,
+            rate_long=rate_long,
+            rate_sd=_deviation(rate_long, usage.busy_s),
             busy_s=usage.busy_s,
             slots=spec.sharing.slots or usage.slots,
             slack_s=_slack_s(spec),
@@ -298,6 +300,13 @@ def _load(workers: tuple[Worker, ...]) -> tuple[int, int | None]:
     loads = [worker.load for worker in workers if worker.ready and not isinstance(worker.load, Missing)]
     requests = sum(load.request_active_slots + load.num_requests_waiting for load in loads)
     return requests, max((load.request_total_slots for load in loads), default=None)
+
+
+def _deviation(rate: float, busy_s: float) -> float:
+    """The standard deviation of the rate of now, as it is measured: requests in the workers, averaged over
+    `RECENT_S`, ÷ the time that one stays (M/G/∞ with Poisson arrivals). A model that had one request counts as used."""
+    rate = max(rate, 1 / LONG_S)
+    return math.sqrt(rate / busy_s * min(1.0, 2 * busy_s / RECENT_S))
 
 
 def _slack_s(spec: ServiceSpec) -> float:

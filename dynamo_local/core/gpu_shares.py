@@ -25,13 +25,15 @@ HELD_HORIZON_S = 20.0
 STICKINESS = 2.0
 """The worth of a worker counts for so much more when it would be taken."""
 TAKEN = 0.5
-"""A worker that is taken drains, and must come back later. So large a share of what it could serve then is lost."""
+"""A worker that is taken drains, and may have to come back. So large a share of what it would serve then is lost."""
 SERVED_LATE = 0.2
 """A request that is answered, but not within its targets, counts for so much of one that is."""
 COLD_SHARE = 0.7
 """A model without a worker or a request counts for so much of one with a worker, if it starts within its target."""
 GPU_FREE_S = 0.8
 """A GPU that sleeping or idle workers hold is free after about so long."""
+EVIDENCE = 4.0
+"""The rate of now counts when it is above that of the last minutes by so many standard deviations."""
 KEPT_WORTH = 1e-6
 """A worker of a model that was used lately is worth a little: it stays where nobody needs its GPU."""
 STEP_COST = 1e-4
@@ -75,7 +77,7 @@ class ModelNow:
 
     `workers` are ready, on their way, or ordered; `requests` run or wait in them, without those of workers that leave.
     `held` requests wait for a first worker, the oldest for `held_s`. `rate` is in requests per second, and `rate_long`
-    is its mean over the last minutes. A worker serves `slots` requests at once within its targets, each for `busy_s`,
+    is its mean over the last minutes; by chance alone, `rate` is off it by `rate_sd` (standard deviation). A worker serves `slots` requests at once within its targets, each for `busy_s`,
     and `slack_s` may pass before it begins. One more worker serves after `arrives_s`. `stayed_s` is how long the newest
     worker has been ready (None: none is, or one is on its way). `young` workers were ordered, or became ready, less
     than `min_stay_s` ago (None: all, if the newest has not stayed so long). The last request was there `unused_s` ago.
@@ -90,6 +92,7 @@ class ModelNow:
     held_s: float = 0.0
     rate: float = 0.0
     rate_long: float = 0.0
+    rate_sd: float = 0.0
     busy_s: float = 1.0
     slots: int = 1
     slack_s: float = 0.5
@@ -110,8 +113,11 @@ class ModelNow:
 
     @property
     def expected_rate(self) -> float:
-        """The rate that is planned for: a lull of some seconds is no reason to give a GPU away."""
-        return max(self.rate, self.rate_long) if self.is_used else 0.0
+        """The rate that is planned for: that of the last minutes, unless the rate of now is above it by more than
+        chance. A lull of some seconds is no reason to give a GPU away, and some requests more are none to take one."""
+        if not self.is_used:
+            return 0.0
+        return self.rate if self.rate > self.rate_long + EVIDENCE * self.rate_sd else self.rate_long
 
     @property
     def locked(self) -> int:
@@ -211,13 +217,13 @@ def _options(model: ModelNow, values: Sequence[float], least: int, most: int) ->
     now = values[min(model.workers, len(values) - 1)]
     soon = HORIZON_S / (HORIZON_S + model.arrives_s)
     away_s = (model.busy_s if model.requests else 0.0) + model.arrives_s
-    served = min(model.expected_rate, model.slots / model.busy_s)
-    taken = TAKEN * model.sharing.weight * served * away_s / HORIZON_S
+    lost = _carried(model)
+    taken = TAKEN * model.sharing.weight * away_s / HORIZON_S
     found = []
     for count in range(least, most + 1):
         change = values[min(count, len(values) - 1)] - now
         change *= soon if count > model.workers else STICKINESS
-        change -= STEP_COST * abs(count - model.workers) * model.gpus + taken * max(0, model.workers - count)
+        change -= STEP_COST * abs(count - model.workers) * model.gpus + taken * sum(lost[count:])
         found.append((count, change))
         if count >= len(values) and count >= model.workers:
             break
@@ -255,6 +261,19 @@ def _values(model: ModelNow, most: int) -> list[float]:
         found.append(max(found[0], weight * value) + kept * workers)
         if share > ENOUGH and workers >= model.workers:
             break
+    return found
+
+
+def _carried(model: ModelNow) -> list[float]:
+    """Requests per second that each of its workers serves, where each request takes the first worker with a free place:
+    load × (the share that the workers before it lose − the share that it loses, too), by Erlang B."""
+    load = model.expected_rate * model.busy_s
+    found, blocked = [], 1.0
+    for workers in range(model.workers):
+        before = blocked
+        for n in range(workers * model.slots + 1, (workers + 1) * model.slots + 1):
+            blocked = load * blocked / (n + load * blocked)
+        found.append(load * (before - blocked) / model.busy_s)
     return found
 
 

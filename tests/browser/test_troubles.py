@@ -1,4 +1,4 @@
-"""What goes wrong around the page of a real graph: proxies, kills, a clock that is set, a disk without room."""
+"""Trouble around the page of a real graph: proxies, kills, a clock that is set, a disk without room."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.mixes.made import FAMILIES, SIZES, Engine, Mix, Request
+from benchmarks.mixes.made import FAMILIES, SIZES, Engine, Mix, Request, mix_of
 from benchmarks.mixes.policies import Ours
 from benchmarks.mixes.world import World
 from dynamo_local.core.gpu_shares import ModelNow, Share, Sharing, shares
@@ -51,6 +51,7 @@ def fleets(draw: st.DrawFn) -> list[ModelNow]:
                 held_s=draw(st.floats(0, 400)) if held else 0.0,
                 rate=draw(st.floats(0, 100)),
                 rate_long=draw(st.floats(0, 100)),
+                rate_sd=draw(st.floats(0, 10)),
                 busy_s=draw(st.floats(0.01, 60)),
                 slots=draw(st.integers(1, 64)),
                 slack_s=draw(st.floats(0.01, 30)),
@@ -171,6 +172,22 @@ def test_a_run_drops_cuts_and_reorders_no_request(mix: Mix) -> None:
     for model in range(len(mix.engines)):
         mine = [number for number, each in enumerate(mix.requests) if each.model == model]
         assert [number for number in result.served if number in set(mine)] == mine
+
+
+class Wants(Ours):
+    """Wants so many workers of each model, whatever comes."""
+
+    def __init__(self, targets: Sequence[int]) -> None:
+        self._targets = targets
+
+    def targets(self, world: World, now_s: float) -> Sequence[int]:
+        return self._targets
+
+
+def test_a_judged_model_that_lacks_workers_loses_none() -> None:
+    """More are wanted than GPUs are there. Seen: each second all but one of such a model's workers were taken."""
+    mix = replace(mix_of("zipf", "3 on 8", 2), gpus=4)
+    assert World(mix, mix.at(0.2), Wants([3, 3, 3])).run().switches == 0
 
 
 def test_there_are_mixes_of_each_family() -> None:
