@@ -77,10 +77,11 @@ class ModelNow:
 
     `workers` are ready, on their way, or ordered; `requests` run or wait in them, without those of workers that leave.
     `held` requests wait for a first worker, the oldest for `held_s`. `rate` is in requests per second, and `rate_long`
-    is its mean over the last minutes; by chance alone, `rate` is off it by `rate_sd` (standard deviation). A worker serves `slots` requests at once within its targets, each for `busy_s`,
-    and `slack_s` may pass before it begins. One more worker serves after `arrives_s`. `stayed_s` is how long the newest
-    worker has been ready (None: none is, or one is on its way). `young` workers were ordered, or became ready, less
-    than `min_stay_s` ago (None: all, if the newest has not stayed so long). The last request was there `unused_s` ago.
+    is its mean over the last minutes. Chance alone takes `rate` off it by `rate_sd` (standard deviation). A worker
+    serves `slots` requests at once within its targets, each for `busy_s`, and `slack_s` may pass before it begins. One
+    more worker serves after `arrives_s`. `stayed_s` is how long the newest worker has been ready (None: none is, or one
+    is on its way). `young` workers were ordered, or became ready, less than `min_stay_s` ago (None: all, if the newest
+    has not stayed so long). The last request was there `unused_s` ago.
     """
 
     name: str
@@ -265,8 +266,10 @@ def _values(model: ModelNow, most: int) -> list[float]:
 
 
 def _carried(model: ModelNow) -> list[float]:
-    """Requests per second that each of its workers serves, where each request takes the first worker with a free place:
-    load × (the share that the workers before it lose − the share that it loses, too), by Erlang B."""
+    """Requests per second that each of its workers serves, where a request takes the first worker with a free place.
+
+    A worker serves what those before it turn away, less what it turns away, too (Erlang B).
+    """
     load = model.expected_rate * model.busy_s
     found, blocked = [], 1.0
     for workers in range(model.workers):

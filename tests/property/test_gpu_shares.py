@@ -185,9 +185,10 @@ class Wants(Ours):
 
 
 def test_a_judged_model_that_lacks_workers_loses_none() -> None:
-    """More are wanted than GPUs are there. Seen: each second all but one of such a model's workers were taken."""
-    mix = replace(mix_of("zipf", "3 on 8", 2), gpus=4)
-    assert World(mix, mix.at(0.2), Wants([3, 3, 3])).run().switches == 0
+    """One more is wanted than fit. Seen: each second all but one of such a model's workers were taken."""
+    mix = mix_of("zipf", "3 on 8", 2)
+    most = mix.gpus // mix.engines[0].gpus
+    assert World(mix, mix.at(0.2), Wants([most + 1, 0, 0])).run().switches == 0
 
 
 def test_there_are_mixes_of_each_family() -> None:
