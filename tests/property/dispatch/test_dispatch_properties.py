@@ -163,7 +163,7 @@ def test_estimates_are_durations_and_a_longer_queue_is_a_longer_wait(
     ask, now_s = Ask(prompt, int(hit * prompt), waited_s), 30.0
 
     def choose(waiting: int):
-        view = QueueView(waiting, waiting + workers, waiting // 3)
+        view = QueueView(waiting, waiting + workers, pending // 3)  # those that are more wait before it
         return side.decide(ask, now_s, queue=view, prefill_workers=workers)
 
     few, many = choose(pending), choose(pending + more)

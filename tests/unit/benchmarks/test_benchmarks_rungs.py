@@ -79,6 +79,7 @@ def test_runs_are_kept_and_sleepers_at_the_beginning_are_paid_for(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("load", LOADS, ids=lambda load: load.name)
 def test_with_flips_and_standby_a_third_fewer_are_missed_at_equal_gpu_hours(
     load: Load, monkeypatch: pytest.MonkeyPatch
