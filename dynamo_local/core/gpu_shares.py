@@ -40,6 +40,8 @@ STEP_COST = 1e-4
 """A worker that comes or goes costs so much for each of its GPUs, in weighted requests per second."""
 MARGIN_S = 1.0
 """A worker that must come before a request has waited too long is ordered so much earlier than it would need."""
+SHOWN_FROM = 5e-4
+"""Smaller worths are told as 0."""
 NO_LOAD = 1e-3
 """So few requests at once count as none."""
 ENOUGH = 0.9995
@@ -301,4 +303,9 @@ def _explained(model: ModelNow, values: Sequence[float], workers: int) -> Share:
         what = f"gives {model.workers - workers} back"
     else:
         what = f"keeps {workers}"
-    return Share(workers, f"{what}: {load}{held}; the last is worth {last:.3g}/s, one more {more:.3g}/s", more, last)
+    return Share(workers, f"{what}: {load}{held}; the last is worth {_worth(last)}, one more {_worth(more)}", more, last)
+
+
+def _worth(value: float) -> str:
+    """In requests per second. What is kept without need is worth nothing to a reader."""
+    return f"{value:.3g}/s" if abs(value) >= SHOWN_FROM else "0/s"

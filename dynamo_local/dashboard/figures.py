@@ -65,6 +65,7 @@ def state_of(
         "planner": _planner(graph.get("planner")),
         "frontend_url": graph.get("frontend_url"),
         "prefill_queue": graph.get("prefill_queue"),
+        "models": [{**each, "why": cut(each.get("why"))} for each in graph.get("models") or ()],
         "components": graph.get("components") or {},
         "notes": [cut(each.get("text")) for each in (graph.get("notes") or ())][-20:],
         "gpus": [_gpu(each, workers, ours, devices.get(str(each["uuid"])) or {}) for each in graph.get("gpus") or ()],

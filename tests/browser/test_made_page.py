@@ -107,6 +107,21 @@ def test_the_panels_show_what_there_is(made: MadeServer, open_page: Any) -> None
     assert page.locator(".chart").count() == 8
 
 
+def test_models_that_share_the_gpus_are_shown_with_what_is_held(made: MadeServer, open_page: Any) -> None:
+    page = open_page(made.link())
+    page.wait_for_selector(".gpu")
+    assert page.locator("#models").count() == 0
+    row = {"component": "qwen", "gpus_per_worker": 2, "ready": 0, "target": 1, "asleep": 1, "held": 0, "held_s": 0.0}
+    names = [("Qwen/Qwen3-8B", {"held": 3, "held_s": 4.2, "why": "gets 1 more: 3 held for 4.2 s"}), (BREAK_OUT, {})]
+    rows = [{**row, "component": str(n), "model": name, "why": None, **more} for n, (name, more) in enumerate(names)]
+    made.change(lambda state: state.update(models=rows))
+    first = page.locator("table.models tbody tr").first
+    first.get_by_text("3, the oldest for 4.2 s").wait_for()
+    assert "Qwen/Qwen3-8B" in first.inner_text()
+    assert "gets 1 more" in first.inner_text()
+    assert page.evaluate("window.broken") is None
+
+
 def test_a_mark_says_its_rule_and_what_would_have_changed_it(made: MadeServer, open_page: Any) -> None:
     page = open_page(made.link())
     mark_of = page.get_by_role("button", name="VllmWorker +1 (scale up)").first

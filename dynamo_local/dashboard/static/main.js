@@ -2,7 +2,7 @@
 
 import { html, render, useState, useLive, Guard } from "./ui.js";
 import { live, ask, enter, start, Refused } from "./live.js";
-import { Connection, Verdict, Gpus, Workers, Actions } from "./panels.js";
+import { Connection, Verdict, Gpus, Models, Workers, Actions } from "./panels.js";
 import { Time } from "./charts.js";
 import { Requests } from "./requests.js";
 import { ActDialog, WhatIf } from "./acts.js";
@@ -24,6 +24,7 @@ function Page() {
     <main>
       <${Guard}><${Verdict} /><//>
       <${Gpus} />
+      <${Guard}><${Models} /><//>
       <${Time} />
       <${Workers} onAct=${act} />
       <${Actions} />

@@ -178,6 +178,23 @@ export function Workers({ onAct }) {
   <//>`;
 }
 
+/** Models that share the GPUs. A graph of one model has no such panel. */
+export function Models() {
+  useLive("state");
+  const models = live.state?.models ?? [];
+  if (models.length === 0) return null;
+  return html`<${Panel} id="models" title="Models" wide aside=${html`<span class="quiet">${number(models.length)} models share the GPUs</span>`}>
+    <div class="scroll" tabindex="0" role="region" aria-label="Table of models"><table class="models">
+      <thead><tr><th scope="col">Model</th><th scope="col">Ready</th><th scope="col">Wanted</th><th scope="col">Asleep</th><th scope="col">Held requests</th><th scope="col">Why</th></tr></thead>
+      <tbody>${models.slice(0, 256).map((model) => html`<tr key=${model.component}>
+        <th scope="row"><span class="break">${name(model.model)}</span> <span class="quiet">${number(model.gpus_per_worker)} GPU per worker</span></th>
+        <td>${number(model.ready)}</td><td>${number(model.target)}</td><td>${number(model.asleep)}</td>
+        <td>${model.held > 0 ? `${number(model.held)}, the oldest for ${duration(model.held_s)}` : number(model.held)}</td>
+        <td class="break">${model.why ? plain(model.why, 300) : MISSING}</td></tr>`)}</tbody>
+    </table></div>
+  <//>`;
+}
+
 /** Everything that a mark says: the rule, its numbers, and what would have changed it. */
 export const MarkDetails = ({ mark }) => html`
   <div class="mark-details">
