@@ -303,7 +303,8 @@ def _explained(model: ModelNow, values: Sequence[float], workers: int) -> Share:
         what = f"gives {model.workers - workers} back"
     else:
         what = f"keeps {workers}"
-    return Share(workers, f"{what}: {load}{held}; the last is worth {_worth(last)}, one more {_worth(more)}", more, last)
+    worth = f"the last is worth {_worth(last)}, one more {_worth(more)}"
+    return Share(workers, f"{what}: {load}{held}; {worth}", more, last)
 
 
 def _worth(value: float) -> str:
