@@ -135,6 +135,7 @@ def decide(words: ModelWords, environ: Mapping[str, str]) -> Served:
     if not words.models:
         return _command_line(words, environ)
     _check_names(words)
+    _check_tiny(words, words.engine)
     if words.engine is None or words.engine in ENGINES:
         for given in words.models:
             if not _tiny(given):
@@ -143,6 +144,7 @@ def decide(words: ModelWords, environ: Mapping[str, str]) -> Served:
         return _servers(words, environ)
     host = _host(words, environ)
     engine = words.engine or host.engine(words)
+    _check_tiny(words, engine)
     options, api = engine_options(words.behind)
     if engine == "sim" and words.behind:
         raise BadInput("words after -- go to the engine as `vllm serve` takes them, and the sim engine takes none")
@@ -158,10 +160,18 @@ def _check_names(words: ModelWords) -> None:
             f"--served-model-name is given {len(words.names)} times and --model {len(words.models)} times: "
             "name each model, or none"
         )
+    if not all(name.strip() for name in words.names):
+        raise BadInput("--served-model-name is empty; give a name, or leave it out")
     if len(words.models) > 1 and (words.ttft_ms or words.itl_ms):
         raise BadInput(
             "--ttft and --itl start the planner, which moves the workers of one model: give one --model, or no targets"
         )
+
+
+def _check_tiny(words: ModelWords, engine: str | None) -> None:
+    for given in words.models:
+        if engine in ("vllm", "sglang") and _tiny(given):
+            raise BadInput(f"{given} is the simulated engine's model, which has no weights: say --engine sim")
 
 
 def _check_parallelism(options: Mapping[str, Any]) -> None:

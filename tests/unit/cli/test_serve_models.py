@@ -161,6 +161,10 @@ def test_a_folder_without_a_tokenizer_is_planned_and_not_served(
         (("--write", "x.yaml"), "name a model"),
         (("--model", "{model}", "--engine", "sim", "--write", "/nowhere/x.yaml"), "cannot write /nowhere/x.yaml"),
         (("--model", "missing"), "hf download"),
+        (("--model", ""), "--model is empty"),
+        (("--model", "sim-tiny", "--engine", "vllm"), "say --engine sim"),
+        (("--model", "sim-tiny", "--engine", "sglang"), "say --engine sim"),
+        (("--model", "sim-tiny", "--served-model-name", ""), "--served-model-name is empty"),
         (("--", "server", "--model", "m"), "where does it listen"),
     ],
 )
