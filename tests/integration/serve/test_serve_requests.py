@@ -39,7 +39,9 @@ async def test_chats_completions_and_models(disagg: Served) -> None:
 @pytest.mark.parametrize("ending", ["", "/", "/v1"])
 def test_the_examples_client_takes_the_address_as_status_says_it(disagg: Served, ending: str) -> None:
     words = ["Tell me of the sea.", "--url", disagg.url + ending, "--max-tokens", "8"]
-    done = subprocess.run([sys.executable, str(CLIENT), *words], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, str(CLIENT), *words], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "[8 tokens in" in done.stderr
 

@@ -101,6 +101,8 @@ def test_a_line_of_today_listens_where_its_frontend_expects_it() -> None:
         (["llama-server", "-m", "x.gguf"], "where does it listen"),
         (["vllm", "serve", "m", "--api-key", "secret"], "--api-key-file FILE"),
         (["vllm", "serve", "m", "--port", "x"], "a port is a number"),
+        (["vllm", "serve", "m", "--ssl-keyfile=k.pem"], "--ssl-keyfile: its Frontend asks it over plain HTTP"),
+        (["vllm", "serve", "m", "--uds", "/tmp/s"], "--uds: its Frontend asks it on a port"),
     ],
 )
 def test_a_command_that_cannot_be_reached_is_refused(words: list[str], said: str) -> None:
