@@ -22,6 +22,7 @@ from dynamo_local.config.model_graph import (
     graph_yaml,
     server_command,
 )
+from dynamo_local.config.models import component_of
 from dynamo_local.core.fits import (
     UTILISATION,
     Division,
@@ -286,6 +287,16 @@ def _names(words: ModelWords, models: list[Model]) -> list[str]:
     for name in names:
         if names.count(name) > 1:
             raise BadInput(f"two models are named {name!r}: give each a --served-model-name")
+        if not name.isprintable():
+            raise BadInput(f"the name {name!r} has characters that cannot be printed: give a --served-model-name")
+    components: dict[str, str] = {}
+    for name in names:
+        other = components.setdefault(component_of(name).lower(), name)
+        if other != name:
+            raise BadInput(
+                f"the models {other!r} and {name!r} differ in signs or case only, and their workers need other letters "
+                "in their names: give each a --served-model-name"
+            )
     return names
 
 
@@ -716,7 +727,7 @@ def _command_line(words: ModelWords, environ: Mapping[str, str]) -> Served:
         devices = ()
     gpus = gpus_of(command)
     if 0 < len(devices) < gpus:
-        raise GpuError(f"the command needs {gpus} GPUs, but {len(devices)} are free")
+        raise GpuError(f"the command needs {gpus} GPUs; free: {len(devices)}")
     plan = ModelPlan("", None, 1, gpus if devices else 0, command=command)
     lines = [f"One worker, {plan.gpus} GPU{'s' * (plan.gpus != 1)}: {shlex.join(command)}"]
     return Served(_commands(words, (plan,), lines, words.gpus))

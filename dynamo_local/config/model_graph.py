@@ -82,11 +82,17 @@ def graph_yaml(plan: GraphPlan, file: str = "FILE") -> str:
     """The configuration. `file` is named in its head."""
     target = f"{plan.target} " if plan.target is not None else ""
     head = [*plan.reasons, "", f"  dynamo serve {target}-f {file}"]
-    parts = ["\n".join(f"# {line}".rstrip() for line in head)]
+    parts = ["\n".join(f"# {line}".rstrip() for each in head for line in _printable(each))]
     for name, section, comment in _sections(plan):
         text = yaml.safe_dump({name: section}, sort_keys=False, width=110, allow_unicode=True).rstrip()
         parts.append(f"# {comment}\n{text}" if comment else text)
     return "\n\n".join(parts) + "\n"
+
+
+def _printable(text: str) -> list[str]:
+    """Its lines, at least one: a word of a command may hold several, and only a comment's first one begins with #."""
+    lines = text.splitlines() or [""]
+    return ["".join(char if char.isprintable() else "?" for char in line) for line in lines]
 
 
 def _sections(plan: GraphPlan) -> Iterator[tuple[str, dict[str, Any], str]]:

@@ -162,6 +162,11 @@ def test_a_folder_without_a_tokenizer_is_planned_and_not_served(
         (("--model", "{model}", "--engine", "sim", "--write", "/nowhere/x.yaml"), "cannot write /nowhere/x.yaml"),
         (("--model", "missing"), "hf download"),
         (("--model", ""), "--model is empty"),
+        (("--model", "sim-tiny", "--served-model-name", "a\nFrontend: {host: 0.0.0.0}"), "cannot be printed"),
+        (
+            ("--model", "sim-tiny", "--model", "sim-tiny", "--served-model-name", "é", "--served-model-name", "ü"),
+            "the models 'é' and 'ü' differ in signs or case only",
+        ),
         (("--model", "sim-tiny", "--engine", "vllm"), "say --engine sim"),
         (("--model", "sim-tiny", "--engine", "sglang"), "say --engine sim"),
         (("--model", "sim-tiny", "--served-model-name", ""), "--served-model-name is empty"),

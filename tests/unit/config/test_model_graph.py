@@ -54,6 +54,13 @@ def test_the_head_says_why_and_how_it_is_served() -> None:
     assert text.startswith("# Because.\n#\n#   dynamo serve dynamo_local.components.graphs:agg_router -f plan.yaml\n")
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r", "\x85", "\u2028", "\x07"])
+def test_a_word_of_several_lines_stays_a_comment_in_the_head(end: str) -> None:
+    reason = f"One worker: bash -c 'cd /x{end}Host: {{insecure: true}}'"
+    config = load_config(None, env={}, base=graph_yaml(GraphPlan((ONE,), "vllm", 8000, reasons=(reason, ""))))
+    assert "Host" not in config.sections
+
+
 def test_words_of_vllm_serve_become_options_of_the_engine_and_of_its_api() -> None:
     words = ["--max-num-seqs", "64", "--enforce-eager", "--dtype=float16", "-tp", "2", "--no-enable-prefix-caching"]
     words += ["--hf-overrides", '{"a": 1}', "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
