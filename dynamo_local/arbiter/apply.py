@@ -14,6 +14,7 @@ from dynamo_local.arbiter.commands import ApplyDeployment
 from dynamo_local.arbiter.composition import Parts
 from dynamo_local.arbiter.deployment import base_environment
 from dynamo_local.arbiter.deployment_spec import DeploymentSpec, options_of
+from dynamo_local.arbiter.profile_check import with_nearest
 from dynamo_local.config.resolve import planned_components
 from dynamo_local.core.differences import Described, Differences, Live, differences, planner_goal
 from dynamo_local.core.fleet.applying import outdated
@@ -63,7 +64,7 @@ class ApplyCommand:
 
         Raises `BadInput` for an invalid deployment, `NotApplicable` with every reason.
         """
-        wanted = DeploymentSpec.from_json(command.deployment)
+        wanted = self._with_profile(DeploymentSpec.from_json(command.deployment))
         async with self._one:
             await self._parts.commands.refresh_gpus(command.stimulus_id)
             plan = self._planned(wanted, command)
@@ -72,6 +73,16 @@ class ApplyCommand:
             return self._answer(plan, command.dry_run)
 
     # --- deciding --------------------------------------------------------------------------------
+
+    def _with_profile(self, wanted: DeploymentSpec) -> DeploymentSpec:
+        """The deployment with the profile that `dynamo serve` takes if none is given. Else the same file differs."""
+        options = wanted.planner_config
+        if options is None or wanted.planner is None:
+            return wanted
+        profile = with_nearest(options, wanted.graph, self._parts.deployment.gpus).profile_results_dir
+        if profile == options.profile_results_dir:
+            return wanted
+        return replace(wanted, planner={**wanted.planner, "profile_results_dir": str(profile)})
 
     def _planned(self, wanted: DeploymentSpec, command: ApplyDeployment) -> _Plan:
         """Raises `NotApplicable` with all reasons."""

@@ -133,9 +133,10 @@ def _in_a_line(error: click.ClickException) -> str:
     """Like every other error, and where to read on; asked for nothing, a group answers with its help."""
     context = error.ctx if isinstance(error, click.UsageError) else None
     message = error.format_message()
-    if context is None or message == context.get_help():
+    if context is not None and message == context.get_help():
         return message
-    return f"dynamo: {message.rstrip('.')} (see `{context.command_path} --help`)"
+    said = " ".join(message.split()).rstrip(".")
+    return f"dynamo: {said}" + ("" if context is None else f" (see `{context.command_path} --help`)")
 
 
 if __name__ == "__main__":

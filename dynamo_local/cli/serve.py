@@ -162,7 +162,7 @@ def serve(
     `--Service.key=value` overrides the configuration, e.g. `--VllmWorker.ServiceArgs.workers=2`. With --model, words
     after -- go to the engine as `vllm serve` takes them (docs/serve-model.md).
     """
-    if detach:
+    if detach and boot_report is None:
         return _detach()
     with collector.keeping():
         from dynamo_local.arbiter.launch import plan_deployment
@@ -292,10 +292,10 @@ def _run_detached(options: Any, boot_report: Path) -> int:
 def _detach() -> int:
     """The parent's side: start the same command in a session of its own and follow its boot report.
 
-    Report and output are in memory: a full disk is a failure that must be told, too.
+    The child has the same words, because -d may stand within another (`-dn NAME`). The report's option tells it that
+    it is the child. Report and output are in memory: a full disk is a failure that must be told, too.
     """
     own, behind = _parted(sys.argv[1:])
-    own = [word for word in own if word not in ("--detach", "-d")]
     report, output = os.memfd_create("boot-report"), os.memfd_create("output")
     try:
         child = subprocess.Popen(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dynamo_local.config.model_folder import Model, find_model, read_folder, read_model
 from dynamo_local.config.model_graph import (
@@ -22,6 +23,7 @@ from dynamo_local.config.model_graph import (
     graph_yaml,
     server_command,
 )
+from dynamo_local.config.models import component_of
 from dynamo_local.core.fits import (
     UTILISATION,
     Division,
@@ -42,6 +44,9 @@ from dynamo_local.core.types import Missing
 from dynamo_local.errors import BadInput, ConfigError, GpuError, StateError
 from dynamo_local.system.gpus import open_inventory
 
+if TYPE_CHECKING:
+    from dynamo_local.state.schema import State
+
 ENGINES = ("sim", "vllm", "sglang")
 SIM_GPUS = "sim:8"
 SIM_ENGINES = 2
@@ -53,6 +58,9 @@ CPU_CONTEXT_BYTES = 2_000_000_000
 CPU_MAX_LEN = 8192
 CPU_REQUESTS = 4
 CPU_SEQUENCES = 16
+KV_OPTION = "kv_cache_memory_bytes"
+WORKER = "VllmWorker"
+"""The component of one model's workers."""
 APART_BLOCK = 64
 PORT_DEFAULT = 8000
 PROFILE_FOLDER = "profile"
@@ -135,6 +143,7 @@ def decide(words: ModelWords, environ: Mapping[str, str]) -> Served:
     if not words.models:
         return _command_line(words, environ)
     _check_names(words)
+    _check_tiny(words, words.engine)
     if words.engine is None or words.engine in ENGINES:
         for given in words.models:
             if not _tiny(given):
@@ -143,6 +152,7 @@ def decide(words: ModelWords, environ: Mapping[str, str]) -> Served:
         return _servers(words, environ)
     host = _host(words, environ)
     engine = words.engine or host.engine(words)
+    _check_tiny(words, engine)
     options, api = engine_options(words.behind)
     if engine == "sim" and words.behind:
         raise BadInput("words after -- go to the engine as `vllm serve` takes them, and the sim engine takes none")
@@ -158,10 +168,18 @@ def _check_names(words: ModelWords) -> None:
             f"--served-model-name is given {len(words.names)} times and --model {len(words.models)} times: "
             "name each model, or none"
         )
+    if not all(name.strip() for name in words.names):
+        raise BadInput("--served-model-name is empty; give a name, or leave it out")
     if len(words.models) > 1 and (words.ttft_ms or words.itl_ms):
         raise BadInput(
             "--ttft and --itl start the planner, which moves the workers of one model: give one --model, or no targets"
         )
+
+
+def _check_tiny(words: ModelWords, engine: str | None) -> None:
+    for given in words.models:
+        if engine in ("vllm", "sglang") and _tiny(given):
+            raise BadInput(f"{given} is the simulated engine's model, which has no weights: say --engine sim")
 
 
 def _check_parallelism(options: Mapping[str, Any]) -> None:
@@ -240,16 +258,30 @@ def _free(option: str | None, words: ModelWords, environ: Mapping[str, str]) -> 
     return tuple(device for device in ledger.devices if device.uuid in free)
 
 
-def _adopted(namespace: str, environ: Mapping[str, str]) -> set[str]:
-    """UUIDs of the devices that the namespace's workers hold, by its statefile."""
+def _kept(namespace: str, environ: Mapping[str, str]) -> State | None:
+    """The namespace's statefile. None where there is none, or none that can be read."""
     from dynamo_local.state.store import load
     from dynamo_local.system.paths import Paths
 
     try:
-        state = load(Paths.found(namespace, environ).statefile)
+        return load(Paths.found(namespace, environ).statefile)
     except StateError:
-        return set()
-    return {uuid for entry in state.components.values() for uuid in entry.resources.gpu_uuids or ()}
+        return None
+
+
+def _adopted(namespace: str, environ: Mapping[str, str]) -> set[str]:
+    """UUIDs of the devices that the namespace's workers hold."""
+    state = _kept(namespace, environ)
+    components = {} if state is None else state.components
+    return {uuid for entry in components.values() for uuid in entry.resources.gpu_uuids or ()}
+
+
+def _adopted_kv(words: ModelWords, environ: Mapping[str, str]) -> dict[str, int]:
+    """KV bytes of the workers that --adopt takes back, by component. They hold their memory already."""
+    state = _kept(words.namespace or "dynamo", environ) if words.adopt else None
+    sections = {} if state is None else json.loads(state.environment.DYNAMO_SERVICE_CONFIG)
+    found = {name: section.get(KV_OPTION) for name, section in sections.items()}
+    return {name: kv for name, kv in found.items() if isinstance(kv, int)}
 
 
 def _cpu_vllm() -> bool:
@@ -276,6 +308,16 @@ def _names(words: ModelWords, models: list[Model]) -> list[str]:
     for name in names:
         if names.count(name) > 1:
             raise BadInput(f"two models are named {name!r}: give each a --served-model-name")
+        if not name.isprintable():
+            raise BadInput(f"the name {name!r} has characters that cannot be printed: give a --served-model-name")
+    components: dict[str, str] = {}
+    for name in names:
+        other = components.setdefault(component_of(name).lower(), name)
+        if other != name:
+            raise BadInput(
+                f"the models {other!r} and {name!r} differ in signs or case only, and their workers need other letters "
+                "in their names: give each a --served-model-name"
+            )
     return names
 
 
@@ -581,21 +623,27 @@ def _on_cpu(
     if words.ttft_ms or words.itl_ms:
         raise BadInput("--ttft and --itl start the planner, which counts GPUs, and there is none here")
     models = [_read(given, environ, "float32") for given in words.models]
-    names, free = _names(words, models), host_free_bytes()
+    names, free, adopted = _names(words, models), host_free_bytes(), _adopted_kv(words, environ)
     lines, plans = [f"GPUs: none ({host.missing}); vLLM's CPU build, in float32"], []
     threads = max(1, (os.cpu_count() or 1) // len(models))
-    left = 0 if isinstance(free, Missing) else free
+    left = None if isinstance(free, Missing) else free
     for model, name in zip(models, names, strict=True):
         needs = _needs(model, words, options, "vllm")
         length = needs.max_len or min(model.facts.max_len, CPU_MAX_LEN)
         weights = needs.weights_bytes * 4 // model.facts.value_bytes
         request = model.facts.sequence_bytes(length, batched=length)
-        kv = max(request, min(CPU_REQUESTS * request, left // 4))
+        kv = adopted.get(WORKER if len(models) == 1 else component_of(name))
+        free_now = None if kv is not None else left
+        if kv is None:
+            kv = max(request, min(CPU_REQUESTS * request, (left or 0) // 4))
         total = weights + kv + CPU_CONTEXT_BYTES
         line = f"weights {gb(weights)} + KV {gb(kv)} + process {gb(CPU_CONTEXT_BYTES)} = {gb(total)}"
-        if left and total > left:
-            raise ConfigError(f"{model.given} does not fit: {line} > {gb(left)} of free memory; take --max-model-len")
-        left -= total
+        if free_now is not None:
+            if total > free_now:
+                raise ConfigError(
+                    f"{model.given} does not fit: {line} > {gb(free_now)} of free memory; take --max-model-len"
+                )
+            left = free_now - total
         lines.append(f"{name}: {model.facts.describe()}; requests of up to {length:,} tokens; {line}")
         plans.append(
             ModelPlan(
@@ -619,7 +667,7 @@ def _cpu_options(max_len: int, kv_bytes: int) -> dict[str, Any]:
         "dtype": "float32",  # the CPU build's bfloat16 needs AMX
         "enforce_eager": True,
         "distributed_executor_backend": "uni",
-        "kv_cache_memory_bytes": kv_bytes,
+        KV_OPTION: kv_bytes,
         "max_num_seqs": CPU_SEQUENCES,
     }
 
@@ -706,7 +754,7 @@ def _command_line(words: ModelWords, environ: Mapping[str, str]) -> Served:
         devices = ()
     gpus = gpus_of(command)
     if 0 < len(devices) < gpus:
-        raise GpuError(f"the command needs {gpus} GPUs, but {len(devices)} are free")
+        raise GpuError(f"the command needs {gpus} GPUs; free: {len(devices)}")
     plan = ModelPlan("", None, 1, gpus if devices else 0, command=command)
     lines = [f"One worker, {plan.gpus} GPU{'s' * (plan.gpus != 1)}: {shlex.join(command)}"]
     return Served(_commands(words, (plan,), lines, words.gpus))

@@ -219,8 +219,8 @@ def without(sections: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
 
 DEPLOYMENT_ENV = "DYN_DEPLOYMENT_CONFIG"
 COMMON, HOST, PLANNER = "Common", "Host", "Planner"
-PLAN = "the plan for --model"
-"""Names the configuration that is made for models, in errors."""
+PLAN = "the plan"
+"""Names the configuration that is made for models, or for a command, in errors."""
 
 
 Places = Mapping[tuple[str, ...], str]

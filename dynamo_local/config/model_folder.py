@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ HEADER_MAX_BYTES = 100_000_000
 """The format's own bound on a header."""
 JSON_MAX_BYTES = 64 << 20
 INDEX = "model.safetensors.index.json"
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +73,10 @@ def find_model(given: str, environ: Mapping[str, str]) -> Path:
 
 
 def _find(given: str, environ: Mapping[str, str]) -> Path:
+    if not given.strip():
+        raise ConfigError("--model is empty; name a folder, or a model of the hub's cache, such as Qwen/Qwen3-8B")
     path = Path(given).expanduser()
-    if path.suffix == ".gguf":
+    if path.suffix.lower() == ".gguf":
         raise _gguf(path)
     if path.is_dir():
         if not (path / "config.json").exists():
@@ -91,7 +94,8 @@ def _find(given: str, environ: Mapping[str, str]) -> Path:
     if found is None:
         raise ConfigError(
             f"--model {given}: there is no such folder, and the hub's cache {cache} has no such model; "
-            f"download it: hf download {given} (HF_HOME and HF_HUB_CACHE move the cache)"
+            f"download it: hf download {given} (HF_HOME and HF_HUB_CACHE move the cache)",
+            repair=f"hf download {given}",
         )
     return found
 
@@ -132,17 +136,25 @@ def _no_config(folder: Path) -> ConfigError:
 
 
 def _gguf(path: Path) -> ConfigError:
+    line = f"dynamo serve -- llama-server -m {shlex.quote(str(path))} --host 127.0.0.1 --port '{{port:http}}'"
     return ConfigError(
-        f"{path} is a GGUF file, which llama.cpp's server serves: "
-        f"dynamo serve -- llama-server -m {path} --host 127.0.0.1 --port '{{port:http}}' "
-        "(in a file: `runtime: http`, docs/http-runtime.md)"
+        f"{path} is a GGUF file, which llama.cpp's server serves: {line} "
+        "(in a file: `runtime: http`, docs/http-runtime.md)",
+        repair=line,
     )
 
 
 # --- files -----------------------------------------------------------------------------------------
 
 
+def _check_plain(path: Path) -> None:
+    """Raises `ConfigError`. A FIFO would be waited for without end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ConfigError(f"{path} is no plain file; download the model again")
+
+
 def _json(path: Path) -> dict[str, Any]:
+    _check_plain(path)
     try:
         with path.open("rb") as file:
             text = file.read(JSON_MAX_BYTES + 1)
@@ -175,6 +187,7 @@ def read_weights(folder: Path) -> int | None:
 
 def _data_bytes(path: Path) -> int:
     """Bytes of the tensors in one file, compared with the file's length. Raises `ConfigError`."""
+    _check_plain(path)
     try:
         with path.open("rb") as file:
             size = path.stat().st_size
@@ -184,7 +197,8 @@ def _data_bytes(path: Path) -> int:
                 raise ConfigError(f"{path} is no safetensors file (its first 8 bytes); download it again")
             text = file.read(length)
     except FileNotFoundError:
-        raise ConfigError(f"{path} is missing, but {INDEX} names it; download the model again") from None
+        why = f"is a link to {path.readlink()}, which is missing" if path.is_symlink() else ""
+        raise ConfigError(f"{path} {why or f'is missing, but {INDEX} names it'}; download the model again") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
     try:

@@ -82,11 +82,17 @@ def graph_yaml(plan: GraphPlan, file: str = "FILE") -> str:
     """The configuration. `file` is named in its head."""
     target = f"{plan.target} " if plan.target is not None else ""
     head = [*plan.reasons, "", f"  dynamo serve {target}-f {file}"]
-    parts = ["\n".join(f"# {line}".rstrip() for line in head)]
+    parts = ["\n".join(f"# {line}".rstrip() for each in head for line in _printable(each))]
     for name, section, comment in _sections(plan):
         text = yaml.safe_dump({name: section}, sort_keys=False, width=110, allow_unicode=True).rstrip()
         parts.append(f"# {comment}\n{text}" if comment else text)
     return "\n\n".join(parts) + "\n"
+
+
+def _printable(text: str) -> list[str]:
+    """Its lines, at least one: a word of a command may hold several, and only a comment's first one begins with #."""
+    lines = text.splitlines() or [""]
+    return ["".join(char if char.isprintable() else "?" for char in line) for line in lines]
 
 
 def _sections(plan: GraphPlan) -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -267,13 +273,26 @@ SGLANG = ("python", "-m", "sglang.launch_server", "--model-path", "{model}", *LI
 """Its server. `--tp-size` and `--context-length` follow."""
 
 
+TLS = ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-key-file", "--ssl-cert-file")
+"""Options of servers for TLS, which is the Frontend's."""
+NOT_HERE: Mapping[str, str] = {
+    "--api-key": "say --api-key-file FILE before the --, and none here",
+    "--uds": "its Frontend asks it on a port of 127.0.0.1; leave it out",
+    **dict.fromkeys(
+        TLS, "its Frontend asks it over plain HTTP on 127.0.0.1; say --Frontend.tls-cert and --Frontend.tls-key"
+    ),
+}
+"""Options that a server's line cannot have here, and what to say."""
+
+
 def server_command(words: Sequence[str]) -> tuple[tuple[str, ...], int | None]:
     """The line that a user has, as a command that listens where its Frontend expects it, and the port of that line.
 
     Raises `BadInput` where it cannot be told to listen there.
     """
-    if _names(words, "api-key"):
-        raise BadInput(f"{shlex.join(words[:2])} … --api-key: say --api-key-file FILE before the --, and none here")
+    for option in (word.partition("=")[0] for word in words):
+        if option in NOT_HERE:
+            raise BadInput(f"{shlex.join(words[:2])} … {option}: {NOT_HERE[option]}")
     if any(PORT in word for word in words):
         return tuple(words), None
     if not (_speaks_metrics(words) or _names(words, "port")):

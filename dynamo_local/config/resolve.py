@@ -217,8 +217,9 @@ def _service_spec(service: DynamoService[Any], graph: LoadedGraph, config: Confi
         least = 1 if args.sharing is None else 0
         workers = service.workers if args.workers is None else parse_workers(args.workers, least)
         resources = parse_resources(args.resources, base=service.resources)
-    except ValueError as error:
-        raise ConfigError(f"{where}.{SERVICE_ARGS}: {error}", at=(service.name, SERVICE_ARGS)) from None
+    except ValueError as error:  # its text begins with the key
+        key = str(error).partition(" ")[0].split(".")
+        raise ConfigError(f"{where}.{SERVICE_ARGS}: {error}", at=(service.name, SERVICE_ARGS, *key)) from None
     limit = _max_workers(service)
     if limit is not None and workers > limit:
         why = f" (a {service.role} has one port)" if ROLES[service.role].one_port else ""

@@ -18,6 +18,8 @@ KV_DTYPE_BYTES: Mapping[str, int] = {**DTYPE_BYTES, "fp8": 1, "fp8_e4m3": 1, "fp
 INDEX_BLOCK, INDEX_SCALE_BYTES = 128, 4
 """DeepSeek's sparse attention keeps one byte for each value of its index key, and a scale for each 128 of them."""
 INDEX_DTYPE_BYTES = 1
+NUMBER_MAX, LAYERS_MAX = 10**12, 100_000
+"""Greater numbers are damage. A list of so many layers would fill the memory."""
 
 Config = Mapping[str, Any]
 
@@ -189,6 +191,8 @@ def _maybe(config: Config, key: str) -> int | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise BadModelConfig(f"{key} is {value!r}, which must be a whole number above 0")
+    if value > NUMBER_MAX:
+        raise BadModelConfig(f"{key} is {value:.3g}, and no model has more than {NUMBER_MAX:,}")
     return value
 
 
@@ -305,6 +309,8 @@ def _kinds(text: Config) -> list[str]:
     if blocks := _list(text, "layers_block_type"):
         return [str(block) for block in blocks]
     count = _count(text, "num_hidden_layers")
+    if count > LAYERS_MAX:
+        raise BadModelConfig(f"num_hidden_layers is {count:,}, and no model has more than {LAYERS_MAX:,}")
     if blocks := _list(text, "block_configs"):
         return ["mlp" if _attention_block(block).get("no_op") else "attention" for block in blocks]
     kinds = [str(kind) for kind in _list(text, "layer_types")][:count] or _pattern(text, count)

@@ -110,7 +110,7 @@ def _shape(event: Row) -> tuple[int, int]:
 def _rows(path: Path) -> Iterator[Row]:
     earlier = [path.with_name(f"{path.name}.{number}") for number in range(_EARLIER_MAX, 0, -1)]
     for file in (*(file for file in earlier if file.exists()), path):
-        yield from read_rows(file)
+        yield from read_rows(file, halves=True)
 
 
 def _event(row: Row) -> Row | None:

@@ -40,7 +40,7 @@ def read_trace(path: Path, *, limit: int | None = None, speed: float = 1.0) -> l
 
     The first line shows the format: Mooncake's, or one of `recordings`. Raises `BadTrace`.
     """
-    first = next(read_rows(path), None)
+    first = next(read_rows(path, halves=True), None)
     if first is not None and is_recording(first):
         recorded = read_recording(path)[:limit]
         return [

@@ -262,6 +262,7 @@ MILLISECONDS_MAX = 1e15
 """A later time is a damaged one: this is 31,700 years after its clock's begin."""
 
 _SHOWN = 60
+_BEGIN = b'{"seq":'
 
 
 class BadTrace(BadInput):
@@ -314,10 +315,11 @@ class Row:
         return Row(value, f"{self.where}, in {name}")
 
 
-def read_rows(path: Path, skipped: Skipped | None = None) -> Iterator[Row]:
+def read_rows(path: Path, skipped: Skipped | None = None, *, halves: bool = False) -> Iterator[Row]:
     """The objects of a file, one at a time; empty lines are passed over.
 
-    Raises `BadTrace`. With `skipped` a line that is no object is counted there, and does not raise.
+    Raises `BadTrace`. With `skipped` a line that is no object is counted there, and does not raise. With `halves` the
+    beginning of a `JsonLog`'s line is passed over: its writer was killed, and the gap in `seq` shows that.
     """
     for number, line in enumerate(_lines(path), start=1):
         if not (text := line.strip()):
@@ -325,6 +327,8 @@ def read_rows(path: Path, skipped: Skipped | None = None) -> Iterator[Row]:
         try:
             row = _row(text, f"{path}, line {number}")
         except BadTrace as error:
+            if halves and (text.startswith(_BEGIN) or _BEGIN.startswith(text)):
+                continue
             if skipped is None:
                 raise
             skipped.add(str(error))

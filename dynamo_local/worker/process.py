@@ -307,7 +307,8 @@ class WorkerProcess:
 
     def _fail(self, what: str, error: BaseException) -> None:
         if not self._failed.done():
-            log.critical("%s failed, so this worker ends: %s", what, error, exc_info=error)
+            told = isinstance(error, DynamoError) and error.__cause__ is None  # its text says all
+            log.critical("%s failed, so this worker ends: %s", what, error, exc_info=None if told else error)
             self._failed.set_result(error)
 
     async def _give_up(self) -> None:

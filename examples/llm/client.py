@@ -16,12 +16,12 @@ def main() -> None:
     """Print the text as it comes, then what it took."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("prompt", nargs="?", default="Tell me a story.")
-    parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="as `dynamo status` says it")
     parser.add_argument("--model", default=None, help="default: the first that is served")
     parser.add_argument("--max-tokens", type=int, default=64)
     args = parser.parse_args()
 
-    client = OpenAI(base_url=args.url, api_key="none")
+    client = OpenAI(base_url=f"{args.url.rstrip('/').removesuffix('/v1')}/v1", api_key="none")
     model = args.model or next(iter(client.models.list())).id
     started_s, first_s = time.perf_counter(), None
     stream = client.chat.completions.create(

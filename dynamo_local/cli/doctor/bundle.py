@@ -98,6 +98,8 @@ def write(path: Path, members: Sequence[Member]) -> int:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
             raise BadInput(f"{path} is there already; name another file") from None
+        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+            raise BadInput(f"the archive {path} cannot be written: {error.strerror}; name another file") from None
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(packed.getvalue())

@@ -16,10 +16,10 @@ from dynamo_local import __version__
 from dynamo_local.cli.common import SECONDS, complete_namespaces, json_option
 from dynamo_local.core.doctor import CHECKS, SUBJECTS
 from dynamo_local.core.doctor.findings import Finding, Verdict, examine, explanation_of, id_of, serving_fails
-from dynamo_local.errors import EXIT_FAILED, EXIT_OK
+from dynamo_local.errors import EXIT_FAILED, EXIT_OK, BadInput
 
 REPORT_SCHEMA, LIST_SCHEMA = "dynamo.doctor.v1", "dynamo.doctor.checks.v1"
-"""The two answers of `--json`, by docs/doctor.schema.json. The number rises if a key is renamed or goes."""
+"""The two answers of `--json`, by their schemas in docs/schemas. The number rises if a key is renamed or goes."""
 DEADLINE_S = 20.0
 """For each read. A driver without persistence mode wakes each GPU for a second or two."""
 COLOURS = {Verdict.PROBLEM: "red", Verdict.WARNING: "yellow", Verdict.OK: "green", Verdict.NOT_CHECKED: "cyan"}
@@ -67,7 +67,9 @@ def doctor(
 
     from dynamo_local.cli.doctor.reading import FRONTEND_PORTS, Place, read
 
-    place = Place(os.environ, Path.cwd(), models=models, ports=ports or FRONTEND_PORTS)
+    place = Place(
+        os.environ, Path.cwd(), models=tuple(dict.fromkeys(models)), ports=tuple(dict.fromkeys(ports)) or FRONTEND_PORTS
+    )
     with Console(stderr=True).status("reading the host"):
         facts = read(place, deadline_s)
     findings = examine(CHECKS, facts)
@@ -138,7 +140,11 @@ def _pack(path: Path, report: dict[str, Any], packages: Any, namespace: str | No
     from dynamo_local.state.raw import namespaces
     from dynamo_local.system.paths import Paths, log_root
 
-    names = {namespace} if namespace else {*namespaces(os.environ), *_with_logs(log_root(os.environ))}
+    known = {*namespaces(os.environ), *_with_logs(log_root(os.environ))}
+    if namespace and namespace not in known:
+        there = f"there are: {', '.join(sorted(known))}" if known else "there is none"
+        raise BadInput(f"no statefile and no log is of namespace {namespace!r}; {there}")
+    names = {namespace} if namespace else known
     members = contents(report, packages, [Paths.found(name, os.environ) for name in sorted(names)], os.environ)
     for member in members:
         click.echo(f"{len(member.data):>10,} bytes  {member.name}: {member.what}", err=True)

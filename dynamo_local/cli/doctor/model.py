@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dynamo_local.components.text.model import TINY_FOLDER, TINY_MODEL
 from dynamo_local.components.text.tokenizer import load_tokenizer
 from dynamo_local.config.model_folder import find_model, read_facts, read_weights
 from dynamo_local.core.doctor.model import ModelFolder
@@ -15,11 +16,13 @@ from dynamo_local.errors import ConfigError
 
 def model_folder(given: str, env: Mapping[str, str]) -> ModelFolder:
     """The state of the model's folder. A broken one raises nothing: the result has its faults."""
+    simulated = given == TINY_MODEL
     try:
-        folder = find_model(given, env)
+        folder = TINY_FOLDER if simulated else find_model(given, env)
     except ConfigError as error:
-        return ModelFolder(given, fault=str(error).removeprefix(f"--model {given}").lstrip(": "))
-    found: dict[str, Any] = {}
+        fault = str(error).removeprefix(f"--model {given}").lstrip(": ")
+        return ModelFolder(given, fault=fault, repair=error.details.get("repair"))
+    found: dict[str, Any] = {"simulated": simulated}
     try:
         facts = read_facts(folder)
         found["config"] = f"{facts.architecture}, {facts.describe()}"

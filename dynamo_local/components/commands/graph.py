@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from importlib import import_module
@@ -50,6 +51,10 @@ def config_of(runtime: str) -> type[CommandConfig]:
     config: type[CommandConfig] = _module(runtime).CONFIG
     return config
 
+
+NO_PACKAGE = 9
+FIND_PACKAGE = f"import importlib.util, sys; sys.exit({NO_PACKAGE} * (importlib.util.find_spec(sys.argv[1]) is None))"
+FIND_TIMEOUT_S = 10.0
 
 COMMAND = "command"
 HTTP_FRONTEND = "dynamo_local.components.commands.http_frontend:ProxyFrontend"
@@ -148,7 +153,30 @@ def check_commands(
             if not only_plan:
                 raise ConfigError(f"{missing}; install it, or give its whole path in `command`")
             notes.append(missing)
+        envs = {**environ, **{key: str(value) for key, value in (config.service_args(name).get("envs") or {}).items()}}
+        for python, package in dict.fromkeys(filter(None, map(placeholders.module_of, words))):
+            if _has_package(python, package, envs):
+                continue
+            missing = f"{config.source}: {name}: {python!r} has no module {package!r} here"
+            if not only_plan:
+                raise ConfigError(f"{missing}; install it there, or name the Python that has it in `command`")
+            notes.append(missing)
     return tuple(notes)
+
+
+def _has_package(python: str, package: str, environ: Mapping[str, str]) -> bool:
+    """Whether that Python finds the package, which is not imported. One that does not answer is not judged."""
+    program = shutil.which(python, path=launching.search_path(environ))
+    if program is None:
+        return True  # which is said already
+    words = [program, "-c", FIND_PACKAGE, package]
+    try:
+        done = subprocess.run(
+            words, env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True, timeout=FIND_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return True
+    return done.returncode != NO_PACKAGE
 
 
 def _check_standby(config: Config, name: str, settings: CommandConfig) -> None:

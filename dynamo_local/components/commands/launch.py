@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _PLACEHOLDER = re.compile(r"(?<!\{)\{([A-Za-z_]\w*)(?::([^{}\s\"']*))?\}(?!\})")
 """A word in braces. Braces around anything else (JSON, `{{ … }}` of a template) are the command's own."""
+_PYTHON = re.compile(r"python[\d.]*")
 _PORT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 PLAIN = ("namespace", "watcher", "model")
 KNOWN = "{port:NAME}, {namespace}, {watcher}, {model}"
@@ -57,6 +58,13 @@ def programs(words: Sequence[str]) -> tuple[str, ...]:
         behind = itertools.dropwhile(lambda word: "=" in word, words[1:])
         named += [word for word in itertools.islice(behind, 1) if not word.startswith("-")]
     return tuple(program for program in named if "{" not in program)
+
+
+def module_of(words: Sequence[str]) -> tuple[str, str] | None:
+    """The Python and the package of `PYTHON -m PACKAGE.MODULE …`. None for other words."""
+    if len(words) < 3 or not _PYTHON.fullmatch(words[0].rpartition("/")[2]) or words[1] != "-m" or "{" in words[2]:
+        return None
+    return words[0], words[2].partition(".")[0]
 
 
 def port_names(words: Sequence[str]) -> tuple[str, ...]:

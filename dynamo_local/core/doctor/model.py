@@ -11,7 +11,8 @@ from dynamo_local.core.doctor.host import size_text
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """A model's folder as it was read. `given`: the word of the command line. `fault`: why nothing could be read.
+    """A model's folder as it was read. `given`: the word of the command line. `fault`: why nothing could be read;
+    `repair` puts that right. `simulated`: the sim engine's own, which has no weights.
 
     `config`: what config.json says, in words. `config_fault`, `weights_fault`, `tokenizer_fault`: faults of these
     files. `weights_bytes`: None without safetensors files.
@@ -19,6 +20,8 @@ class ModelFolder:
 
     given: str
     fault: str | None = None
+    repair: str | None = None
+    simulated: bool = False
     config: str = ""
     config_fault: str | None = None
     weights_bytes: int | None = None
@@ -38,7 +41,7 @@ def model_folder(models: Models) -> Results:
         if model.fault is None:
             yield ok("it can be read", model.given)
         else:
-            yield problem(model.fault, AGAIN, model.given)
+            yield problem(model.fault, model.repair or AGAIN, model.given)
 
 
 def model_config(models: Models) -> Results:
@@ -55,6 +58,8 @@ def model_weights(models: Models) -> Results:
     for model in _readable(models):
         if model.weights_fault is not None:
             yield problem(model.weights_fault, AGAIN, model.given)
+        elif model.simulated:
+            yield ok("the simulated engine needs none", model.given)
         elif model.weights_bytes is None:
             yield problem("it has no *.safetensors files", AGAIN, model.given)
         else:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo_local.components.commands.launch import HTTP
+from dynamo_local.config.model_graph import TLS
 from dynamo_local.core.secrets import is_secret_key
 from dynamo_local.core.types import Role
 from dynamo_local.kubernetes.importing.imported_graph import API_KEY, ImportedGraph, Place
@@ -54,9 +55,8 @@ LLAMA = Program("llama.cpp", "LlamaCpp", 8080, ("--model", "-m"), (), ("--alias"
 
 MODULES = {"vllm.entrypoints.openai.api_server": VLLM, "sglang.launch_server": SGLANG}
 _SUBCOMMANDS = {"vllm": VLLM, "sglang": SGLANG}
-_TLS = ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-key-file", "--ssl-cert-file")
 _DROPPED: Mapping[str, str] = {
-    **dict.fromkeys(_TLS, "servers listen on this machine only; TLS is the Frontend's (docs/security.md)"),
+    **dict.fromkeys(TLS, "servers listen on this machine only; TLS is the Frontend's (docs/security.md)"),
     "--api-key": API_KEY,
     "--admin-api-key": API_KEY,
     "--root-path": "the Frontend forwards to a server's own paths",

@@ -62,3 +62,11 @@ def test_bad_input_costs_one_line_and_exit_code_2(
     assert not (served.paths.runtime.parent / namespace).exists()
     assert not (served.paths.statefile.parent / f"{namespace}.json").exists()
     assert [line for _, line in served.processes() if f"--namespace {namespace} " in f"{line} "] == []
+
+
+def test_one_process_is_detached_although_d_stands_within_another_word(served: Served, tmp_path: Path) -> None:
+    served.cwd = tmp_path
+    done = served.cli("serve", "no_such_module:Frontend", "-dn", "short-options", timeout_s=60)
+    assert done.returncode == EXIT_BAD_INPUT, done
+    assert "no_such_module" in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr

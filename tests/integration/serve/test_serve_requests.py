@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import httpx
 import pytest
@@ -13,6 +16,7 @@ from tests.drivers.served import AGG, MODEL, Served, asking, auntil, expected, m
 
 pytestmark = pytest.mark.infra
 
+CLIENT = Path(__file__).parents[3] / "examples" / "llm" / "client.py"
 STREAMS = 200
 LOGGING = ("Frontend", "VllmWorker", "PrefillWorker")
 """Those that a request passes whose prefill is done elsewhere."""
@@ -30,6 +34,16 @@ async def test_chats_completions_and_models(disagg: Served) -> None:
         assert completion.usage is not None
         assert (completion.object, completion.usage.completion_tokens) == ("text_completion", 8)
         assert [model.id async for model in client.models.list()] == [MODEL]
+
+
+@pytest.mark.parametrize("ending", ["", "/", "/v1"])
+def test_the_examples_client_takes_the_address_as_status_says_it(disagg: Served, ending: str) -> None:
+    words = ["Tell me of the sea.", "--url", disagg.url + ending, "--max-tokens", "8"]
+    done = subprocess.run(
+        [sys.executable, str(CLIENT), *words], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "[8 tokens in" in done.stderr
 
 
 @pytest.mark.full

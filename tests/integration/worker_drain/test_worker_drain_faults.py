@@ -139,6 +139,7 @@ async def test_a_dead_engine_ends_its_worker_at_once(host: WorkerHost) -> None:
     assert (lost.value.retryable, second.value.retryable) == (True, True)
     assert "the engine failed, so this worker ends" in worker.log
     assert "fail_after_requests" in worker.log
+    assert "Traceback" not in worker.log
     assert await host.keys() == []
     with pytest.raises(NoWorkers):
         await worker.status()

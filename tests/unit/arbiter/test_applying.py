@@ -15,8 +15,10 @@ from dynamo_local.arbiter.apply import ApplyCommand
 from dynamo_local.arbiter.commands import ApplyDeployment, Commands
 from dynamo_local.arbiter.deployment import Launcher
 from dynamo_local.arbiter.deployment_spec import DeploymentSpec
+from dynamo_local.arbiter.profile_check import with_nearest
 from dynamo_local.arbiter.statefile import restart_of_entry
 from dynamo_local.config.planner import PlannerConfig
+from dynamo_local.config.planner_section import planner_section
 from dynamo_local.core.fleet.fleet import Fleet
 from dynamo_local.core.types import GraphSpec, Resources, Role, ServiceSpec
 from dynamo_local.errors import BadInput, NotApplicable
@@ -74,7 +76,12 @@ class Run:
         self.told: list[str] = []
         pool = GpuPool("dynamo", SimInventory(4), NoLocks())  # type: ignore[arg-type]
         began: Any = SimpleNamespace(
-            graph=GRAPH, host={}, load_planner=PlannerConfig(), load_planner_starts=False, load_planner_flag=None
+            graph=GRAPH,
+            host={},
+            load_planner=PlannerConfig(),
+            load_planner_starts=False,
+            load_planner_flag=None,
+            gpus=SimInventory(4).sample(),
         )
         parts: Any = SimpleNamespace(
             deployment=began,
@@ -173,6 +180,17 @@ async def test_the_planner_starts_and_stops_with_its_section() -> None:
     run.planning.followed = {"environment": "virtual"}
     with pytest.raises(NotApplicable, match="another planner's decisions"):
         await run.apply(planner={}, planner_starts=True)
+
+
+async def test_a_section_without_a_profile_has_the_one_that_the_start_chose() -> None:
+    run = Run()
+    began = with_nearest(planner_section("Planner", {"ttft_ms": 500.0}), GRAPH, SimInventory(4).sample())
+    assert began.profile_results_dir is not None
+    run.planning.options = began
+    said = await run.apply(planner={"ttft_ms": 500.0, "policy": "slo"})
+    assert said["changes"] == []
+    await run.apply(planner={"ttft_ms": 400.0, "policy": "slo"})
+    assert run.planning.options.profile_results_dir == began.profile_results_dir
 
 
 async def test_a_planner_that_plans_keeps_its_components() -> None:

@@ -34,9 +34,14 @@ def test_a_key_of_common_that_nobody_lists_is_named_with_those_who_know_it(tmp_p
     [
         ("Common:\n  modle: x\n", (), r"more\.yaml, line 2: Common: unknown key 'modle'; did you mean 'model'\?$"),
         ("VllmWorker:\n  wokers: 3\n", (), r"more\.yaml, line 2: VllmWorker: unknown key 'wokers'"),
+        (
+            "VllmWorker: {ServiceArgs: {workers: 1}}",
+            ("--VllmWorker.ServiceArgs.workers=x",),
+            r"^command line: VllmWorker.ServiceArgs: workers must be .*, not 'x'",
+        ),
         ("{}", ("--VllmWorker.wokers=3",), r"^command line: VllmWorker: unknown key 'wokers'"),
         ("Common:\n  sim:\n    speed: fast\n", (), r"more\.yaml, line 2: VllmWorker: sim.*speed"),
-        ("VllmWorker:\n  ServiceArgs:\n    workers: -1\n", (), r"more\.yaml, line 2: VllmWorker\.ServiceArgs: "),
+        ("VllmWorker:\n  ServiceArgs:\n    workers: -1\n", (), r"more\.yaml, line 3: VllmWorker\.ServiceArgs: "),
         ("\nVllmWroker: {}\n", (), r"more\.yaml, line 2: the section 'VllmWroker'"),
     ],
 )

@@ -23,6 +23,11 @@ ROOT = Path(__file__).parents[3]
         (("xyz",), "dynamo: no command 'xyz' (see `dynamo --help`)"),
         (("stop",), "dynamo: no command 'stop', did you mean 'down'? (see `dynamo --help`)"),
         (("scale", "VllmWorker"), "dynamo: Missing argument 'TARGET' (see `dynamo scale --help`)"),
+        (("serve", "-f"), "dynamo: Option '-f' requires an argument"),
+        (
+            ("completion",),
+            "dynamo: Missing argument '{bash|zsh|fish}'. Choose from: bash, zsh, fish (see `dynamo completion --help`)",
+        ),
         (("ls", "more"), "dynamo: Got unexpected extra argument (more) (see `dynamo ls --help`)"),
     ],
 )

@@ -12,7 +12,11 @@ import yaml
 from dynamo_local.cli import serve_models
 from dynamo_local.config.loading import load_config
 from dynamo_local.core.gpus import GpuDevice, GpuProcess
-from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_OK
+from dynamo_local.core.types import Missing
+from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_OK, ConfigError
+from dynamo_local.state.schema import Environment, State
+from dynamo_local.system import gpu_pool
+from dynamo_local.system.paths import Paths
 from tests.fakes.arbiter.scripted_arbiter import dynamo
 from tests.unit.config.test_model_folder import tensors
 from tests.unit.core.test_model_facts import PLAIN
@@ -161,6 +165,15 @@ def test_a_folder_without_a_tokenizer_is_planned_and_not_served(
         (("--write", "x.yaml"), "name a model"),
         (("--model", "{model}", "--engine", "sim", "--write", "/nowhere/x.yaml"), "cannot write /nowhere/x.yaml"),
         (("--model", "missing"), "hf download"),
+        (("--model", ""), "--model is empty"),
+        (("--model", "sim-tiny", "--served-model-name", "a\nFrontend: {host: 0.0.0.0}"), "cannot be printed"),
+        (
+            ("--model", "sim-tiny", "--model", "sim-tiny", "--served-model-name", "é", "--served-model-name", "ü"),
+            "the models 'é' and 'ü' differ in signs or case only",
+        ),
+        (("--model", "sim-tiny", "--engine", "vllm"), "say --engine sim"),
+        (("--model", "sim-tiny", "--engine", "sglang"), "say --engine sim"),
+        (("--model", "sim-tiny", "--served-model-name", ""), "--served-model-name is empty"),
         (("--", "server", "--model", "m"), "where does it listen"),
     ],
 )
@@ -212,3 +225,41 @@ def test_targets_take_the_profile_that_ships_for_this_model_and_card(
     planner = serve_models.decide(words, {}).plan.planner
     assert planner is not None
     assert planner["profile-results-dir"] == "Qwen3-8B_h100_sxm_vllm_tp1"
+
+
+KV = "kv-cache-memory-bytes"
+
+
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch, free: int | Missing) -> None:
+    """vLLM's CPU build on a host with so much free memory."""
+    monkeypatch.setattr(serve_models, "_cpu_vllm", lambda: True)
+    monkeypatch.setattr(gpu_pool, "host_free_bytes", lambda: free)
+
+
+@pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="this host has an NVIDIA driver")
+def test_workers_on_a_cpu_that_are_adopted_keep_their_kv_and_their_memory_counts_as_theirs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: str
+) -> None:
+    env = {"DYN_LOCAL_STATE_DIR": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)}
+    on_a_cpu(monkeypatch, 10 * 10**9)
+    began = serve_models.decide(serve_models.ModelWords(models=(model,)), env).plan.models[0].options
+    sections = json.dumps({"VllmWorker": {KV.replace("-", "_"): began[KV]}, "Frontend": {}})
+    state = State(namespace="dynamo", run_id="01J", environment=Environment(DYNAMO_SERVICE_CONFIG=sections))
+    statefile = Paths.found("dynamo", env).statefile
+    statefile.write_text(state.model_dump_json())
+    statefile.chmod(0o600)
+    on_a_cpu(monkeypatch, 10**9)
+    assert (
+        serve_models.decide(serve_models.ModelWords(models=(model,), adopt=True), env).plan.models[0].options == began
+    )
+    with pytest.raises(ConfigError, match="does not fit"):
+        serve_models.decide(serve_models.ModelWords(models=(model,)), env)
+
+
+@pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="this host has an NVIDIA driver")
+def test_two_models_are_planned_on_a_cpu_whose_free_memory_is_not_known(
+    monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    on_a_cpu(monkeypatch, Missing("no /proc"))
+    words = serve_models.ModelWords(models=(model, model), names=("a", "b"))
+    assert [one.engines for one in serve_models.decide(words, {}).plan.models] == [1, 1]

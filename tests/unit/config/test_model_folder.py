@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +68,11 @@ def test_the_hubs_cache_is_looked_into(model: Path, tmp_path: Path) -> None:
         ("Org/Other", "hf download Org/Other"),
         ("nothing", "hf download ORGANISATION/NAME"),
         ("model.gguf", "llama-server -m model.gguf"),
+        ("Model Q4.GGUF", "llama-server -m 'Model Q4.GGUF' --host"),
         (__file__, "is a file"),
+        ("", "--model is empty"),
+        (" ", "--model is empty"),
+        ("../models", "hf download ORGANISATION/NAME"),
         ("x" * 5000, "cannot look there: File name too long"),
     ],
 )
@@ -98,6 +104,27 @@ def _directory(model: Path) -> None:
     (model / "config.json").mkdir()
 
 
+def _dangling(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors").symlink_to(model / "blobs" / "gone")
+
+
+def _fifo(name: str) -> Callable[[Path], None]:
+    def spoil(model: Path) -> None:
+        (model / name).unlink()
+        os.mkfifo(model / name)
+
+    return spoil
+
+
+def _layers(count: int) -> Callable[[Path], None]:
+    def spoil(model: Path) -> None:
+        path = model / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": count}))
+
+    return spoil
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -105,6 +132,11 @@ def _directory(model: Path) -> None:
         (lambda model: (model / "config.json").write_text("{"), "config.json is no JSON"),
         (lambda model: (model / "config.json").write_text("[]"), "must hold a JSON object"),
         (lambda model: (model / "config.json").write_text('{"hidden_size": -1}'), "is -1|is missing"),
+        (_fifo("config.json"), "config.json is no plain file"),
+        (_fifo("model.safetensors"), "model.safetensors is no plain file"),
+        (_dangling, "model.safetensors is a link to .*/blobs/gone, which is missing"),
+        (_layers(10**30), r"num_hidden_layers is 1e\+30, and no model has more than"),
+        (_layers(10**9), "num_hidden_layers is 1,000,000,000, and no model has more than"),
         (_directory, "cannot read .*config.json: Is a directory"),
         (_cut, r"model.safetensors is truncated: it has [\d,]+ of [\d,]+ bytes"),
         (_cut_header, "model.safetensors is truncated"),

@@ -54,6 +54,13 @@ def test_the_head_says_why_and_how_it_is_served() -> None:
     assert text.startswith("# Because.\n#\n#   dynamo serve dynamo_local.components.graphs:agg_router -f plan.yaml\n")
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r", "\x85", "\u2028", "\x07"])
+def test_a_word_of_several_lines_stays_a_comment_in_the_head(end: str) -> None:
+    reason = f"One worker: bash -c 'cd /x{end}Host: {{insecure: true}}'"
+    config = load_config(None, env={}, base=graph_yaml(GraphPlan((ONE,), "vllm", 8000, reasons=(reason, ""))))
+    assert "Host" not in config.sections
+
+
 def test_words_of_vllm_serve_become_options_of_the_engine_and_of_its_api() -> None:
     words = ["--max-num-seqs", "64", "--enforce-eager", "--dtype=float16", "-tp", "2", "--no-enable-prefix-caching"]
     words += ["--hf-overrides", '{"a": 1}', "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
@@ -101,6 +108,8 @@ def test_a_line_of_today_listens_where_its_frontend_expects_it() -> None:
         (["llama-server", "-m", "x.gguf"], "where does it listen"),
         (["vllm", "serve", "m", "--api-key", "secret"], "--api-key-file FILE"),
         (["vllm", "serve", "m", "--port", "x"], "a port is a number"),
+        (["vllm", "serve", "m", "--ssl-keyfile=k.pem"], "--ssl-keyfile: its Frontend asks it over plain HTTP"),
+        (["vllm", "serve", "m", "--uds", "/tmp/s"], "--uds: its Frontend asks it on a port"),
     ],
 )
 def test_a_command_that_cannot_be_reached_is_refused(words: list[str], said: str) -> None:

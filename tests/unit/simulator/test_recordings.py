@@ -50,6 +50,17 @@ def test_rotated_files_are_read_before_the_newest(tmp_path: Path) -> None:
     assert [each.input_length for each in read_trace(path)] == [5, 6]
 
 
+def test_a_record_that_was_half_written_when_its_writer_was_killed_is_lost_and_not_the_others(tmp_path: Path) -> None:
+    whole = [json.dumps({"seq": at, **request_end(at * 1_000, at, 2, [at])}) for at in (1, 2, 3)]
+    for half in ("{", '{"se', whole[1][:40]):
+        path = tmp_path / "r.jsonl"
+        path.write_text("\n".join([half, whole[0], half, whole[2], half]))
+        assert [each.input_length for each in read_trace(path)] == [1, 3]
+    path.write_text(f"{whole[0]}\nnonsense\n")
+    with pytest.raises(BadTrace, match="line 2: this is no JSON"):
+        read_trace(path)
+
+
 def test_the_result_of_vllm_bench_serve_is_a_trace(tmp_path: Path) -> None:
     result = {"input_lens": [7, 9, 8], "output_lens": [3, 4, 0], "start_times": [51.5, 50.0, 52.0], "ttfts": [0.1] * 3}
     path = written(tmp_path / "vllm.json", result)

@@ -132,8 +132,17 @@ def test_a_file_that_is_there_is_not_replaced(host: Path, monkeypatch: pytest.Mo
 
 
 def test_a_folder_that_is_not_there_is_one_line(host: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    assert dynamo(monkeypatch, "doctor", "--bundle", str(host / "nope" / "b.tar.gz")) == EXIT_FAILED
-    assert "cannot be written" in capsys.readouterr().err.splitlines()[-1]
+    assert dynamo(monkeypatch, "doctor", "--bundle", str(host / "nope" / "b.tar.gz")) == EXIT_BAD_INPUT
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "cannot be written: No such file or directory; name another file" in told
+
+
+def test_an_archive_of_a_namespace_that_never_was_is_refused(
+    host: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    assert dynamo(monkeypatch, "doctor", "--bundle", str(host / "b.tar.gz"), "-n", "nope") == EXIT_BAD_INPUT
+    assert "no log is of namespace 'nope'" in capsys.readouterr().err.splitlines()[-1]
+    assert not (host / "b.tar.gz").exists()
 
 
 def test_the_archive_is_made_without_packages_or_a_readable_statefile(run: Paths) -> None:

@@ -394,7 +394,7 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def model_faults(folder: Path, env: dict[str, str]) -> set[tuple[str, Verdict]]:
+def model_faults(folder: Path | str, env: dict[str, str]) -> set[tuple[str, Verdict]]:
     facts = {"models": (model_folder(str(folder), env),)}
     checks = [check for check in CHECKS if facts_of(check) == ("models",)]
     return {(each.id, each.verdict) for each in examine(checks, facts) if each.verdict is not Verdict.OK}
@@ -464,6 +464,19 @@ def _only_gguf(model: Path) -> None:
 def test_a_fault_of_a_model_is_found(model: Path, env: dict[str, str], spoil: Any, id_: str) -> None:
     spoil(model)
     assert {found for found, _ in model_faults(model, env)} == {id_}
+
+
+def test_the_model_of_the_simulated_engine_has_no_fault(env: dict[str, str]) -> None:
+    assert model_faults("sim-tiny", env) == set()
+
+
+def test_the_repair_is_the_one_for_this_model(tmp_path: Path, env: dict[str, str]) -> None:
+    for given, repair in (("Org/Model", "hf download Org/Model"), ("a.gguf", "dynamo serve -- llama-server -m a.gguf")):
+        facts = {"models": (model_folder(given, {**env, "HF_HOME": str(tmp_path)}),)}
+        found = {
+            each.id: each for each in examine([check for check in CHECKS if facts_of(check) == ("models",)], facts)
+        }
+        assert found["model-folder"].repair.startswith(repair)
 
 
 def test_what_is_no_folder_is_one_finding(tmp_path: Path, env: dict[str, str]) -> None:

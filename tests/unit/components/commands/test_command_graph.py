@@ -136,6 +136,17 @@ def test_a_program_that_is_not_here_is_refused_and_only_noted_in_a_dry_run() -> 
     assert "no-such-thing" in note
 
 
+def test_a_python_without_the_module_is_refused_and_only_noted_in_a_dry_run(tmp_path: Path) -> None:
+    assert checked("W: {command: python -m http.server 80}", only_plan=False) == ()
+    with pytest.raises(ConfigError, match="W: 'python' has no module 'no_such_server' here; install it there"):
+        checked("W: {command: python -m no_such_server.launch}", only_plan=False)
+    (note,) = checked("W: {command: python3 -m no_such_server.launch --port 1}", only_plan=True)
+    assert "no_such_server" in note
+    (tmp_path / "no_such_server.py").touch()
+    envs = f"{{PYTHONPATH: {tmp_path}}}"
+    assert checked(f"W: {{command: python -m no_such_server, ServiceArgs: {{envs: {envs}}}}}", only_plan=False) == ()
+
+
 def test_a_port_variable_in_envs_would_have_no_effect_and_is_refused() -> None:
     text = "W: {command: sleep 60, runtime: dynamo-1x, ServiceArgs: {envs: {DYN_SYSTEM_PORT: 8081}}}"
     with pytest.raises(ConfigError, match="DYN_SYSTEM_PORT is set by dynamo serve itself"):
