@@ -308,5 +308,5 @@ def _explained(model: ModelNow, values: Sequence[float], workers: int) -> Share:
 
 
 def _worth(value: float) -> str:
-    """In requests per second. What is kept without need is worth nothing to a reader."""
+    """In requests per second. A tiny worth only keeps a worker where nobody needs its GPU."""
     return f"{value:.3g}/s" if abs(value) >= SHOWN_FROM else "0/s"

@@ -192,7 +192,7 @@ def _maybe(config: Config, key: str) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise BadModelConfig(f"{key} is {value!r}, which must be a whole number above 0")
     if value > NUMBER_MAX:
-        raise BadModelConfig(f"{key} is {value:.3g}, and no model has more than {NUMBER_MAX:,}")
+        raise BadModelConfig(f"{key} has {len(str(value))} digits, and no model has more than {NUMBER_MAX:,}")
     return value
 
 

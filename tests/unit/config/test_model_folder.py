@@ -135,7 +135,7 @@ def _layers(count: int) -> Callable[[Path], None]:
         (_fifo("config.json"), "config.json is no plain file"),
         (_fifo("model.safetensors"), "model.safetensors is no plain file"),
         (_dangling, "model.safetensors is a link to .*/blobs/gone, which is missing"),
-        (_layers(10**30), r"num_hidden_layers is 1e\+30, and no model has more than"),
+        (_layers(10**400), "num_hidden_layers has 401 digits, and no model has more than"),
         (_layers(10**9), "num_hidden_layers is 1,000,000,000, and no model has more than"),
         (_directory, "cannot read .*config.json: Is a directory"),
         (_cut, r"model.safetensors is truncated: it has [\d,]+ of [\d,]+ bytes"),
