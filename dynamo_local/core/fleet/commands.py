@@ -45,6 +45,7 @@ def scale_all(builder: StepBuilder, command: ScaleAll) -> Answer:
         more = count >= before.capacity(component)
         return more, more and not any(worker.cancellable for worker in before.of(component))
 
+    frees = sleeping.wanted_gpus(before, command.targets) if sleeps else frozenset()
     made: dict[str, tuple[Move, ...]] = {}
     for component, count in sorted(command.targets.items(), key=turn):
         one = Scale(
@@ -56,6 +57,7 @@ def scale_all(builder: StepBuilder, command: ScaleAll) -> Answer:
             wait_for_gpus=True,
             wake=sleeps,
             sleep=sleeps,
+            frees=frees,
             reason=command.reasons.get(component),
         )
         made[component] = (*flipped.get(component, ()), *scale(builder, one).moves)

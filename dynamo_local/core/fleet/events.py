@@ -118,6 +118,8 @@ class Scale(Command):
     wake: bool = True
     #: Put workers to sleep instead of draining them, where the component wants more on standby.
     sleep: bool = False
+    #: GPUs on which a worker is to go first: a sleeper of another component waits for them.
+    frees: frozenset[str] = frozenset()
     #: Why, for people. None: `scale +1`.
     reason: str | None = None
 

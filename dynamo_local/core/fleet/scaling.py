@@ -48,12 +48,17 @@ from dynamo_local.errors import (
 # The victims of a scale-down. Values in, an order out; the same fleet always gives the same answer.
 
 
-def victims(workers: Iterable[Worker], policy: VictimPolicy) -> tuple[Worker, ...]:
-    """Ready workers, the first to go first. Ties go by the highest suffix.
+def victims(workers: Iterable[Worker], policy: VictimPolicy, frees: frozenset[str] = frozenset()) -> tuple[Worker, ...]:
+    """Ready workers, the first to go first. Those on a GPU of `frees` go before the others. Ties go by the highest
+    suffix.
 
     A worker whose load is missing goes after all whose load is known: nobody can say that it is idle.
     """
-    return tuple(sorted(workers, key=lambda worker: (*_COSTS[policy](worker.load), -worker.n)))
+
+    def cost(worker: Worker) -> tuple[bool, bool, float, float, int]:
+        return frees.isdisjoint(worker.gpus), *_COSTS[policy](worker.load), -worker.n
+
+    return tuple(sorted(workers, key=cost))
 
 
 def arrivals(workers: Iterable[Worker]) -> tuple[Worker, ...]:
@@ -295,7 +300,7 @@ def _fewer(view: Fleet, template: Template, count: int, command: Scale, reason: 
         )
     turning = [worker for worker in view.on_their_way(component) if worker.flip is not None]
     first = arrivals([worker for worker in view.on_their_way(component) if worker.flip is None])[:count]
-    then = victims(view.ready(component), command.victim_policy)[: count - len(first)]
+    then = victims(view.ready(component), command.victim_policy, command.frees)[: count - len(first)]
     chosen = [*first, *then]
     if len(chosen) < count:
         raise flip_under_way(turning[0], f"`{reason}` of {component}")

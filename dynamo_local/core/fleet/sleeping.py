@@ -14,7 +14,7 @@ The rules, in prose:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -143,6 +143,18 @@ def kept_asleep(view: Fleet, template: Template, going: Sequence[Worker], reason
         if able:
             moves[worker.name] = Move(M.SLEEP, worker.name, reason, level=LEVELS[0])
     return moves
+
+
+def wanted_gpus(view: Fleet, targets: Mapping[str, int]) -> frozenset[str]:
+    """GPUs of the sleepers of those components that get more workers: a wake is quicker than a start elsewhere."""
+    more = {component for component, count in targets.items() if count > view.capacity(component)}
+    sleepers = view.gpus.sleepers.items()
+    return frozenset(uuid for name, sleeper in sleepers if _sleeps_for(view, name, more) for uuid in sleeper.uuids)
+
+
+def _sleeps_for(view: Fleet, name: str, components: Collection[str]) -> bool:
+    worker = view.workers.get(name)
+    return worker is not None and worker.stands_by and worker.component in components
 
 
 def woken_first(view: Fleet, component: str, count: int, reason: str, *, waits: bool = False) -> tuple[Move, ...]:

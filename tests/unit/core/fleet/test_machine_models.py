@@ -61,6 +61,20 @@ def test_a_sleeper_waits_for_its_gpu_instead_of_a_start_elsewhere() -> None:
     assert after.workers[asleep.name].on_its_way
 
 
+@pytest.mark.parametrize("holder", [0, 1])
+def test_the_worker_on_a_sleepers_gpu_goes_first(holder: int) -> None:
+    """Else `b` would start elsewhere, and its sleeper sleep on."""
+    view = fleet(["ready", "ready"], [], gpus=2)
+    asleep = worker(0, "sleeping", B)
+    (sleeper,) = on_ledger([asleep], 1, (A, B)).gpus.sleepers.values()
+    held = replace(sleeper, uuids=view.workers[name(holder, "a")].gpus)
+    gpus = replace(view.gpus, sleepers={asleep.name: held})
+    view = replace(view.with_workers({**view.workers, asleep.name: asleep}), gpus=gpus)
+    _, _, answer = step(view, to(a=1, b=1), 1.0)
+    assert [move.name for move in answer.by_component["a"]] == [name(holder, "a")]
+    assert [(move.kind, move.name) for move in answer.by_component["b"]] == [(MoveKind.WAKE, asleep.name)]
+
+
 def test_a_model_without_a_worker_lacks_nothing() -> None:
     assert lacking(fleet(["exited"], ["sleeping"], gpus=2)) == ()
     assert [each.component for each in lacking(fleet(["starting"], [], gpus=2))] == ["a"]
