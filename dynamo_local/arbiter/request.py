@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_local.arbiter.checks import (
+    FixedPort,
     check_access,
     check_common,
     check_dispatch,
     check_engines,
     check_sim_profiles,
+    fixed_ports,
     insecure,
+    taken_ports,
     with_flips,
 )
 from dynamo_local.arbiter.deployment import Settings
@@ -90,6 +93,7 @@ class Request:
     planner_starts: bool
     planner_flag: bool | None
     follow: Layout | None = None
+    ports: tuple[FixedPort, ...] = ()
     notes: tuple[str, ...] = ()
     command_line: Mapping[str, Any] = field(default_factory=dict)
     """The sections that the command line says, `--ttft`, `--itl` and `--insecure` included."""
@@ -152,6 +156,7 @@ def _understood(
     spec = with_flips(graph, spec, config)
     if only_plan:
         check_sim_profiles(graph, spec, config)
+    ports = fixed_ports(graph, spec)
     notes = (
         *([] if damaged is None else [damaged]),
         *check_engines(graph, spec, config, only_plan=only_plan),
@@ -159,6 +164,7 @@ def _understood(
         *check_dispatch(graph, spec, config),
         *check_commands(graph, config, environ, only_plan=only_plan),
         *check_access(graph, spec, config, environ, only_plan=only_plan),
+        *(map(str, taken_ports(ports)) if only_plan else ()),
     )
     return Request(
         graph=spec,
@@ -171,6 +177,7 @@ def _understood(
         planner_starts=starts,
         planner_flag=options.planner,
         follow=follow,
+        ports=ports,
         notes=notes,
         command_line=said,
     )
