@@ -40,38 +40,18 @@ def insecure(graph: LoadedGraph, sections: Mapping[str, Any]) -> dict[str, Any]:
     return deep_merge(sections, overrides)
 
 
-def check_access(
-    graph: LoadedGraph, spec: GraphSpec, config: Config, environ: Mapping[str, str], *, only_plan: bool = False
-) -> tuple[str, ...]:
-    """Raises `ConfigError` for unusable keys and certificates.
-
-    With `only_plan` (`--dry-run`) it returns notes instead: the plan's host may have them.
-    """
-    notes = []
-    for problem in _problems(graph, spec, config, environ):
-        if not only_plan:
-            raise problem
-        notes.append(str(problem))
-    return tuple(notes)
-
-
-def _problems(graph: LoadedGraph, spec: GraphSpec, config: Config, environ: Mapping[str, str]) -> Iterator[ConfigError]:
+def check_access(graph: LoadedGraph, spec: GraphSpec, config: Config, environ: Mapping[str, str]) -> None:
+    """Raises `ConfigError` for unusable keys and certificates, for `--dry-run`, too."""
     for service in spec.components:
         model = _options_of(graph, service.name)
         if model is None:
             continue
         from dynamo_local.components.openai import access  # Starlette, which a graph without a Frontend never needs
 
-        try:
-            settings = validate_section(model, service.name, service.config)
-            access.check(settings, {**environ, **service.envs}, service.name)
-        except ConfigError as error:
-            yield error
+        settings = validate_section(model, service.name, service.config)
+        access.check(settings, {**environ, **service.envs}, service.name)
     if config.host.metrics_api_key is not None:
-        try:
-            ApiKeys.load(parse_source(config.host.metrics_api_key), environ, option=f"{HOST}.metrics-api-key")
-        except ConfigError as error:
-            yield error
+        ApiKeys.load(parse_source(config.host.metrics_api_key), environ, option=f"{HOST}.metrics-api-key")
 
 
 def _options_of(graph: LoadedGraph, name: str) -> type[FrontendConfig] | None:

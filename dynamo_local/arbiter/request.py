@@ -156,6 +156,7 @@ def _understood(
     spec = with_flips(graph, spec, config)
     if only_plan:
         check_sim_profiles(graph, spec, config)
+    check_access(graph, spec, config, environ)
     ports = fixed_ports(graph, spec)
     notes = (
         *([] if damaged is None else [damaged]),
@@ -163,7 +164,6 @@ def _understood(
         *check_common(graph, config),
         *check_dispatch(graph, spec, config),
         *check_commands(graph, config, environ, only_plan=only_plan),
-        *check_access(graph, spec, config, environ, only_plan=only_plan),
         *(map(str, taken_ports(ports)) if only_plan else ()),
     )
     return Request(

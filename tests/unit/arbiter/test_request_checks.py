@@ -48,3 +48,16 @@ def test_a_key_of_common_that_nobody_lists_is_named_with_those_who_know_it(tmp_p
 def test_a_wrong_key_is_named_with_its_place(tmp_path: Path, text: str, words: tuple[str, ...], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         read(tmp_path, text, *words)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("Frontend: {api-key: 'file:/nowhere/keys'}", r"Frontend\.api-key: the file /nowhere/keys cannot be read"),
+        (
+        ),
+    ],
+)
+def test_a_dry_run_refuses_the_files_that_serve_refuses(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        read(tmp_path, text)
