@@ -55,6 +55,8 @@ def test_a_wrong_key_is_named_with_its_place(tmp_path: Path, text: str, words: t
     [
         ("Frontend: {api-key: 'file:/nowhere/keys'}", r"Frontend\.api-key: the file /nowhere/keys cannot be read"),
         (
+            "Frontend: {record-trace: /nowhere/trace.jsonl}",
+            r"Frontend\.record-trace: there is no folder /nowhere;",
         ),
     ],
 )
