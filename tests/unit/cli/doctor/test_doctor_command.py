@@ -131,6 +131,12 @@ def test_a_file_that_is_there_is_not_replaced(host: Path, monkeypatch: pytest.Mo
     assert (host / "b.tar.gz").read_text() == "mine"
 
 
+def test_a_list_with_a_bundle_is_refused(host: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    assert dynamo(monkeypatch, "doctor", "--list", "--bundle", str(host / "b.tar.gz")) == EXIT_BAD_INPUT
+    assert "say one of the two" in capsys.readouterr().err
+    assert not (host / "b.tar.gz").exists()
+
+
 def test_a_folder_that_is_not_there_is_one_line(host: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     assert dynamo(monkeypatch, "doctor", "--bundle", str(host / "nope" / "b.tar.gz")) == EXIT_BAD_INPUT
     told = capsys.readouterr().err.splitlines()[-1]
