@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,15 +31,13 @@ from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.config.resolve import check_planner, planned_components, planner_config, planner_starts
 from dynamo_local.core.fleet.backoff import RestartPolicy
 from dynamo_local.core.fleet.fleet import StartPace
-from dynamo_local.core.types import GraphSpec
+from dynamo_local.core.types import GraphSpec, lease_ttl_s
 from dynamo_local.core.virtual import Layout
 from dynamo_local.errors import BadInput, ConfigError
 from dynamo_local.sdk.loader import LoadedGraph, load_graph
 from dynamo_local.system.gpus import pinning_disabled
 from dynamo_local.system.paths import Paths
 
-LEASE_TTL_MAX_S = 3600
-"""The longest lease: a hanging worker, or one on a lost host, stays in the registry for this long."""
 STARTS_AT_ONCE = 8
 """Workers of a host with eight GPUs start together."""
 
@@ -240,7 +237,7 @@ def _pace(cores: int) -> StartPace:
 
 
 def _lease_ttl_s(environ: Mapping[str, str]) -> int:
-    text = environ.get("DYN_LEASE_TTL_S", "10")
-    if not re.fullmatch("[0-9]{1,4}", text) or not 1 <= int(text) <= LEASE_TTL_MAX_S:
-        raise ConfigError(f"DYN_LEASE_TTL_S={text[:40]!r}: whole seconds, 1 to {LEASE_TTL_MAX_S}")
-    return int(text)
+    try:
+        return lease_ttl_s(environ)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

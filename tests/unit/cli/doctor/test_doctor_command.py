@@ -23,7 +23,7 @@ from tests.fakes.arbiter.scripted_arbiter import dynamo
 IDS = (
     "cuda clock command compiler descriptors disk dynamo-1x etcd folder gpu-compute-mode gpu-driver gpu-ecc gpu-fabric "
     "gpu-lock gpu-lost gpu-mig gpu-nodes gpu-numa gpu-nvlink gpu-pcie gpu-stranger gpu-throttled gpu-topology "
-    "gpu-visible locked-memory loopback memory model-chat-template model-config model-folder model-tokenizer "
+    "gpu-visible lease-ttl locked-memory loopback memory model-chat-template model-config model-folder model-tokenizer "
     "model-weights namespace-dead namespace-kept namespace-silent nats network-folder nixl nvml-package orphans "
     "packages packages-clash port port-range processes processors proxy python rdma-access runtime-leftovers "
     "shadowed-modules shm shm-orphans socket-path statefile ucx-devices ucx-transports vllm vllm-build"
