@@ -294,9 +294,9 @@ host_gpus: Host: gpus: must be sim:N
     Host:\n  gpus: {sim: 8}\n
 host_address: Host: etcd_endpoints: must be addresses
     Host:\n  etcd_endpoints: localhost\n
-planner_key: Planner: unknown key 'adjustment_intervall'.*'adjustment-interval'
+planner_key: Planner: unknown key 'adjustment.intervall'.*'adjustment-interval'
     Planner:\n  adjustment-intervall: 3\n
-planner_thresholds: decode_kv_scale_down_threshold \(0\.95\) must be below
+planner_thresholds: decode.kv.scale.down.threshold \(0\.95\) must be below
     Planner:\n  decode-kv-scale-down-threshold: 0.95\n
 planner_engine_size: decode_engine_num_gpu is 2, but VllmWorker asks for 1
     Planner:\n  decode-engine-num-gpu: 2\n

@@ -42,6 +42,15 @@ def test_a_key_of_common_that_nobody_lists_is_named_with_those_who_know_it(tmp_p
         ("{}", ("--VllmWorker.wokers=3",), r"^command line: VllmWorker: unknown key 'wokers'"),
         ("Common:\n  sim:\n    speed: fast\n", (), r"more\.yaml, line 2: VllmWorker: sim.*speed"),
         ("VllmWorker:\n  ServiceArgs:\n    workers: -1\n", (), r"more\.yaml, line 3: VllmWorker\.ServiceArgs: "),
+        ("Planner:\n  policy: slo\n  ttft: -5\n", (), r"more\.yaml, line 3: Planner: ttft: must be greater than 0"),
+        (
+            "Planner:\n  min-gpu-budget: 5\n  max-gpu-budget: 2\n",
+            (),
+            r"r: min-gpu-budget \(5\) .* max-gpu-",
+        ),
+        ("Frontend:\n  request-timeout-s: 0\n", (), r"more\.yaml, line 2: Frontend: request-timeout-s: must be"),
+        ("{}", ("--Frontend.request-timeout-s=0",), r"^command line: Frontend: request-timeout-s: must be"),
+        ("Frontend: {request_timeout_s: 0}", (), r"Frontend: request_timeout_s: must be"),
         ("\nVllmWroker: {}\n", (), r"more\.yaml, line 2: the section 'VllmWroker'"),
     ],
 )
