@@ -250,11 +250,11 @@ unknown_section: 'VllmWorkr' is no service.*did you mean 'VllmWorker'
     VllmWorkr: {}\n
 section_in_lower_case: 'frontend' is no service.*did you mean 'Frontend'
     frontend:\n  port: 1\n
-unknown_key: VllmWorker: unknown key 'max_num_seq'; did you mean 'max-num-seqs'
+unknown_key: VllmWorker: unknown key 'max.num.seq'; did you mean 'max-num-seqs'
     VllmWorker:\n  max-num-seq: 4\n
-wrong_type: VllmWorker: max_num_seqs: must be a valid integer.*given 'ten' \(str\)
+wrong_type: VllmWorker: max.num.seqs: must be a valid integer.*given 'ten' \(str\)
     VllmWorker:\n  max-num-seqs: ten\n
-bool_is_no_number: VllmWorker: max_num_seqs must be a whole number, given True
+bool_is_no_number: VllmWorker: max.num.seqs must be a whole number, given True
     VllmWorker:\n  max-num-seqs: yes\n
 number_is_no_string: VllmWorker: model: must be a valid string \(put it in quotes.*given 7
     VllmWorker:\n  model: 7\n
@@ -335,7 +335,7 @@ CONFIGS = (
     ),
     BadInput(
         "unknown_key_by_override",
-        r"the command line: VllmWorker: unknown key 'max_seqs'",
+        r"command line: VllmWorker: unknown key 'max.seqs'",
         {"c.yaml": "VllmWorker: {model: x}\n"},
         (TARGET, *FILE, "--VllmWorker.max-seqs=1"),
     ),
