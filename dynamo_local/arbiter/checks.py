@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dynamo_local.components.commands.http_server import HttpConfig
@@ -25,50 +25,60 @@ from dynamo_local.sdk.settings import accepted_names, validate_section
 from dynamo_local.system.key_files import ApiKeys
 
 
+@dataclass(frozen=True, slots=True)
+class FixedPort:
+    """A TCP port, and the option that says it."""
+
+    option: str
+    host: str
+    number: int
+
+
 def insecure(graph: LoadedGraph, sections: Mapping[str, Any]) -> dict[str, Any]:
     """Apply `--insecure` to the section of each Frontend."""
     overrides = {name: {"insecure": True} for name in graph.services if _options_of(graph, name) is not None}
     return deep_merge(sections, overrides)
 
 
-def check_access(
-    graph: LoadedGraph, spec: GraphSpec, config: Config, environ: Mapping[str, str], *, only_plan: bool = False
-) -> tuple[str, ...]:
-    """Raises `ConfigError` for unusable keys and certificates.
-
-    With `only_plan` (`--dry-run`) it returns notes instead: the plan's host may have them.
-    """
-    notes = []
-    for problem in _problems(graph, spec, config, environ):
-        if not only_plan:
-            raise problem
-        notes.append(str(problem))
-    return tuple(notes)
-
-
-def _problems(graph: LoadedGraph, spec: GraphSpec, config: Config, environ: Mapping[str, str]) -> Iterator[ConfigError]:
+def check_access(graph: LoadedGraph, spec: GraphSpec, config: Config, environ: Mapping[str, str]) -> None:
+    """Raises `ConfigError` for unusable keys and certificates, for `--dry-run`, too."""
     for service in spec.components:
         model = _options_of(graph, service.name)
         if model is None:
             continue
         from dynamo_local.components.openai import access  # Starlette, which a graph without a Frontend never needs
 
-        try:
-            settings = validate_section(model, service.name, service.config)
-            access.check(settings, {**environ, **service.envs}, service.name)
-        except ConfigError as error:
-            yield error
+        settings = validate_section(model, service.name, service.config)
+        access.check(settings, {**environ, **service.envs}, service.name)
     if config.host.metrics_api_key is not None:
-        try:
-            ApiKeys.load(parse_source(config.host.metrics_api_key), environ, option=f"{HOST}.metrics-api-key")
-        except ConfigError as error:
-            yield error
+        ApiKeys.load(parse_source(config.host.metrics_api_key), environ, option=f"{HOST}.metrics-api-key")
 
 
 def _options_of(graph: LoadedGraph, name: str) -> type[FrontendConfig] | None:
     """The options of a service that is a Frontend of ours, or a user's class with these options."""
     model: Any = graph.services[name].config_model
     return model if isinstance(model, type) and issubclass(model, FrontendConfig) else None
+
+
+def fixed_ports(graph: LoadedGraph, spec: GraphSpec) -> tuple[FixedPort, ...]:
+    """The port of each Frontend that may not listen on any."""
+    found = []
+    for service in spec.components:
+        if (model := _options_of(graph, service.name)) is not None:
+            settings = validate_section(model, service.name, service.config)
+            found += [FixedPort(f"{service.name}.port", settings.host, settings.port)] if settings.port else []
+    return tuple(found)
+
+
+def taken_ports(ports: Iterable[FixedPort]) -> Iterator[ConfigError]:
+    """Each port that cannot be bound now. Another program may still take a port before the Frontend binds it."""
+    for port in ports:
+        from dynamo_local.components.openai.server import bind_socket  # Starlette, as above
+
+        try:
+            bind_socket(port.host, port.number, option=port.option).close()
+        except ConfigError as error:
+            yield error
 
 
 def check_common(graph: LoadedGraph, config: Config) -> tuple[str, ...]:

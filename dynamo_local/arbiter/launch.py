@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dynamo_local.arbiter.checks import taken_ports
 from dynamo_local.arbiter.deployment import Deployment, WatcherFactory, base_environment, gpu_asks, key_environment
 from dynamo_local.arbiter.event_log import ARBITER, RunRecords, arbiter_name
 from dynamo_local.arbiter.profile_check import check_profile, with_nearest
@@ -185,6 +186,8 @@ def serve_with(
                 view.event(line)
             found = settle(hold.before, adopt=options.adopt, replace=options.replace, tell=_tell(view))
             hold.ours = found is None
+            if found is None and (taken := next(taken_ports(request.ports), None)) is not None:
+                raise taken
             request.paths.prepare()
             for socket in (request.paths.control_socket, request.paths.events_socket):
                 socket.unlink(missing_ok=True)  # a killed arbiter's

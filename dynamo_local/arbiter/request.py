@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dynamo_local.arbiter.checks import (
+    FixedPort,
     check_access,
     check_common,
     check_dispatch,
     check_engines,
     check_sim_profiles,
+    fixed_ports,
     insecure,
+    taken_ports,
     with_flips,
 )
 from dynamo_local.arbiter.deployment import Settings
@@ -29,15 +31,13 @@ from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.config.resolve import check_planner, planned_components, planner_config, planner_starts
 from dynamo_local.core.fleet.backoff import RestartPolicy
 from dynamo_local.core.fleet.fleet import StartPace
-from dynamo_local.core.types import GraphSpec
+from dynamo_local.core.types import GraphSpec, lease_ttl_s
 from dynamo_local.core.virtual import Layout
 from dynamo_local.errors import BadInput, ConfigError
 from dynamo_local.sdk.loader import LoadedGraph, load_graph
 from dynamo_local.system.gpus import pinning_disabled
 from dynamo_local.system.paths import Paths
 
-LEASE_TTL_MAX_S = 3600
-"""The longest lease: a hanging worker, or one on a lost host, stays in the registry for this long."""
 STARTS_AT_ONCE = 8
 """Workers of a host with eight GPUs start together."""
 
@@ -90,6 +90,7 @@ class Request:
     planner_starts: bool
     planner_flag: bool | None
     follow: Layout | None = None
+    ports: tuple[FixedPort, ...] = ()
     notes: tuple[str, ...] = ()
     command_line: Mapping[str, Any] = field(default_factory=dict)
     """The sections that the command line says, `--ttft`, `--itl` and `--insecure` included."""
@@ -152,13 +153,15 @@ def _understood(
     spec = with_flips(graph, spec, config)
     if only_plan:
         check_sim_profiles(graph, spec, config)
+    check_access(graph, spec, config, environ)
+    ports = fixed_ports(graph, spec)
     notes = (
         *([] if damaged is None else [damaged]),
         *check_engines(graph, spec, config, only_plan=only_plan),
         *check_common(graph, config),
         *check_dispatch(graph, spec, config),
         *check_commands(graph, config, environ, only_plan=only_plan),
-        *check_access(graph, spec, config, environ, only_plan=only_plan),
+        *(map(str, taken_ports(ports)) if only_plan else ()),
     )
     return Request(
         graph=spec,
@@ -171,6 +174,7 @@ def _understood(
         planner_starts=starts,
         planner_flag=options.planner,
         follow=follow,
+        ports=ports,
         notes=notes,
         command_line=said,
     )
@@ -233,7 +237,7 @@ def _pace(cores: int) -> StartPace:
 
 
 def _lease_ttl_s(environ: Mapping[str, str]) -> int:
-    text = environ.get("DYN_LEASE_TTL_S", "10")
-    if not re.fullmatch("[0-9]{1,4}", text) or not 1 <= int(text) <= LEASE_TTL_MAX_S:
-        raise ConfigError(f"DYN_LEASE_TTL_S={text[:40]!r}: whole seconds, 1 to {LEASE_TTL_MAX_S}")
-    return int(text)
+    try:
+        return lease_ttl_s(environ)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import os
@@ -29,7 +28,7 @@ from dynamo_local.components.text.model import TINY_FOLDER, TINY_MODEL
 from dynamo_local.errors import EXIT_FAILED, EXIT_OK, BadInput, DynamoError, NotRunning
 
 if TYPE_CHECKING:
-    from dynamo_local.measuring.bench import Load
+    from dynamo_local.measuring.bench import Load, Sent
 
 KEY_ENV = "OPENAI_API_KEY"
 MODELS_TIMEOUT_S = 10.0
@@ -163,21 +162,21 @@ def _own(asked: Bench, trace: Path | None) -> dict[str, Any]:
         requests: Sequence[Any] = read_trace(trace, limit=asked.requests)
     else:
         requests = arrivals(asked.requests, asked.rate or math.inf, asked.isl, asked.osl, asked.seed)
-    sent = asyncio.run(_sent(asked, Load(requests, asked.concurrency, asked.seed)))
+    sent = sent_load(asked, Load(requests, asked.concurrency, asked.seed))
     return {"tool": "own", "url": asked.url, "model": asked.model, **figures(sent)}
 
 
-async def _sent(asked: Bench, load: Load) -> Any:
+def sent_load(asked: Bench, load: Load) -> list[Sent]:
+    """How each request ended."""
     import httpx
+    import uvloop
 
-    from dynamo_local.measuring.bench import REQUEST_TIMEOUT_S, Generator
+    from dynamo_local.measuring.bench import Generator
+    from dynamo_local.measuring.stream import Server
 
-    limits = httpx.Limits(max_connections=None)
+    tls = httpx.create_ssl_context() if asked.url.startswith("https:") else None
     with progress_bar("requests", len(load.requests)) as advance:
-        async with httpx.AsyncClient(
-            base_url=asked.url, headers=_headers(asked.key), timeout=REQUEST_TIMEOUT_S, limits=limits
-        ) as client:
-            return await Generator(client, asked.model, advance).run(load)
+        return uvloop.run(Generator(Server(asked.url, _headers(asked.key), tls), asked.model, advance).run(load))
 
 
 def command_of(tool: str, asked: Bench, more: Sequence[str]) -> list[str]:

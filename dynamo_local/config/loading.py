@@ -7,14 +7,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dynamo_local.config.models import MODELS, components_of, expanded
 from dynamo_local.config.schema import HostConfig
 from dynamo_local.config.yaml_text import Document, located_sections, parse_yaml
 from dynamo_local.core.secrets import mask_config
 from dynamo_local.errors import ConfigError
-from dynamo_local.sdk.checks import listing, nearest, parse_envs
+from dynamo_local.sdk.checks import listing, nearest, parse_envs, respelt
 from dynamo_local.sdk.service_config import underscored
 from dynamo_local.sdk.settings import validate_section
 
@@ -223,8 +223,15 @@ PLAN = "the plan"
 """Names the configuration that is made for models, or for a command, in errors."""
 
 
-Places = Mapping[tuple[str, ...], str]
-"""Where each key stands (`a.yaml, line 12`), by its path, with underscores."""
+class Place(NamedTuple):
+    """Where a key stands (`a.yaml, line 12`), and how it is spelt there."""
+
+    where: str
+    key: str
+
+
+Places = Mapping[tuple[str, ...], Place]
+"""Keyed by path, with underscores."""
 
 
 def _path(keys: Sequence[str | int]) -> tuple[str, ...]:
@@ -233,7 +240,8 @@ def _path(keys: Sequence[str | int]) -> tuple[str, ...]:
 
 
 def _lines_of(document: Document, source: str) -> Places:
-    return {_path(path): f"{source}, line {line}" for path, line in document.lines.items() if path}
+    lines = document.lines.items()
+    return {_path(path): Place(f"{source}, line {line}", str(path[-1])) for path, line in lines if path}
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,12 +262,16 @@ class Config:
     """Components of the models of the section `Models`, which stands in `sections` as services."""
 
     def located(self, error: ConfigError) -> ConfigError:
-        """The error with the file and the line of its key in the place of `source`, if it names its key."""
+        """The error with the file and the line of its key in the place of `source`, if it names its key.
+
+        Keys are then spelt as they were written.
+        """
         path, text = error.details.get("at"), str(error)
         place = None if path is None else self.place(path)
         if place is None or not text.startswith(self.source):
             return error
-        return type(error)(place + text.removeprefix(self.source), **error.details)
+        written = {keys[-1]: each.key for keys, each in self.places.items() if keys[0] in (path[0], COMMON)}
+        return type(error)(place + respelt(text.removeprefix(self.source), written), **error.details)
 
     def place(self, path: Sequence[str | int]) -> str | None:
         """Where the nearest key above that path stands; a service's key may stand in `Common`."""
@@ -267,8 +279,8 @@ class Config:
         for top in (section, COMMON):
             for end in range(len(keys), 0, -1):
                 if (place := self.places.get((top, *keys[:end]))) is not None:
-                    return place
-        return self.places.get((section,))
+                    return place.where
+        return self.places[(section,)].where if (section,) in self.places else None
 
     def service(self, name: str) -> dict[str, Any]:
         """A service's own options: values of `Common` that it lists, its own merged over them; no `ServiceArgs`."""
@@ -329,7 +341,7 @@ def load_config(
     Raises `ConfigError`: one line that names the source, the section and the key.
     """
     text = env.get(DEPLOYMENT_ENV, "")
-    places: dict[tuple[str, ...], str] = {}
+    places: dict[tuple[str, ...], Place] = {}
     if text.strip():
         document = located_sections(text, DEPLOYMENT_ENV)
         source, below = DEPLOYMENT_ENV, document.value
@@ -345,11 +357,12 @@ def load_config(
             places |= _lines_of(document, str(each))
     else:
         source, below = "command line", {}
-    above = deep_merge(kept or {}, normalise(parse_overrides(overrides), "command line"))
+    words = parse_overrides(overrides)
+    above = deep_merge(kept or {}, normalise(words, "command line"))
     if base is not None:
         below = deep_merge(normalise(parse_yaml(base, PLAN), PLAN), normalise(below, source))
         source = PLAN if source == "command line" else f"{PLAN}, {source}"
-    places |= {_path(said): "command line" for said, _ in leaves(above)}
+    places |= {_path(said): Place("command line", said[-1]) for said, _ in leaves(deep_merge(kept or {}, words))}
     sections = deep_merge(normalise(below, source), above)
     if above and below:
         source += " and the command line"

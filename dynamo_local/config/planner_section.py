@@ -18,7 +18,7 @@ from dynamo_local.config.planner import (
     options_of,
 )
 from dynamo_local.errors import BadInput, ConfigError
-from dynamo_local.sdk.checks import listing, nearest
+from dynamo_local.sdk.checks import listing, nearest, respelt
 from dynamo_local.sdk.service_config import underscored
 from dynamo_local.sdk.settings import validate_section
 
@@ -34,7 +34,14 @@ def planner_section(section: str, values: Mapping[str, Any]) -> PlannerConfig:
     found = own_names(section, values, policy)
     if policy == BY_TARGETS and "policy" not in found:
         found["policy"] = policy
-    return validate_section(PlannerConfig, section, found)
+    try:
+        return validate_section(PlannerConfig, section, found)
+    except ConfigError as error:
+        aliases = aliases_of(policy) if policy in POLICIES else {}
+        written = {aliases.get(underscored(key), underscored(key)): key for key in values}
+        at = tuple(written.get(key, key) for key in error.details.get("at", ()))
+        text = respelt(str(error).removeprefix(section), written)
+        raise ConfigError(f"{section}{text}", **{**error.details, "at": at}) from None
 
 
 def chosen_policy(values: Mapping[str, Any], otherwise: str = "load") -> str:

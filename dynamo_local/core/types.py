@@ -196,6 +196,19 @@ def lease_hex(lease_id: int) -> str:
     return f"{lease_id:x}"
 
 
+LEASE_TTL_ENV = "DYN_LEASE_TTL_S"
+LEASE_TTL_MAX_S = 3600
+"""The longest lease: a hanging worker, or one on a lost host, stays in the registry for this long."""
+
+
+def lease_ttl_s(environ: Mapping[str, str]) -> int:
+    """The TTL of workers' leases by the environment. `ValueError` says how the variable is written."""
+    text = environ.get(LEASE_TTL_ENV, "10")
+    if not re.fullmatch("[0-9]{1,4}", text) or not 1 <= int(text) <= LEASE_TTL_MAX_S:
+        raise ValueError(f"{LEASE_TTL_ENV}={text[:40]!r}: whole seconds, 1 to {LEASE_TTL_MAX_S}")
+    return int(text)
+
+
 def instance_prefix(namespace: str, component: str | None = None, endpoint: str | None = None) -> str:
     """etcd prefix of a namespace's, component's or endpoint's instances."""
     prefix = f"{namespace}/components/"

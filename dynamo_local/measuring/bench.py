@@ -13,14 +13,11 @@ from random import Random
 from statistics import fmean, median, pstdev
 from typing import Any
 
-import httpx
-
 from dynamo_local.components.measurement import LOWEST_TOKEN, TOKENS
 from dynamo_local.errors import DynamoError
+from dynamo_local.measuring.stream import Server, answer_to
 from dynamo_local.simulator.trace import TraceRequest
 
-REQUEST_TIMEOUT_S = 600.0
-SHOWN_BYTES = 300
 LATENCIES = {
     "ttft": "Time to First Token",
     "tpot": "Time per Output Token (excl. 1st token)",
@@ -73,7 +70,7 @@ class Load:
 class Generator:
     """Sends a load to an OpenAI server. `on_end` is called at each request's end."""
 
-    client: httpx.AsyncClient
+    server: Server
     model: str
     on_end: Callable[[], None] = field(default=lambda: None)
 
@@ -102,32 +99,12 @@ class Generator:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        began_s, ended = time.monotonic(), False
-        times_s: list[float] = []
-        usage: dict[str, Any] = {}
-        error: str | None = None
-        try:
-            async with self.client.stream("POST", "/v1/completions", json=body) as response:
-                if response.status_code != httpx.codes.OK:
-                    text = (await response.aread())[:SHOWN_BYTES].decode(errors="replace")
-                    return Sent(
-                        request.input_length, began_s, time.monotonic(), error=f"HTTP {response.status_code}: {text}"
-                    )
-                async for line in response.aiter_lines():
-                    data = line.removeprefix("data: ")
-                    ended = ended or data == "[DONE]"
-                    if data.startswith("{"):
-                        piece = json.loads(data)
-                        usage = piece.get("usage") or usage
-                        error = error or (json.dumps(piece["error"])[:SHOWN_BYTES] if "error" in piece else None)
-                        if any(choice.get("text") for choice in piece.get("choices") or ()):
-                            times_s.append(time.monotonic())
-        except (httpx.HTTPError, ValueError) as failure:
-            error = f"{type(failure).__name__}: {failure}"
-        if error is None and not (ended and times_s):
-            error = "the stream ended early" if not ended else "the answer has no text"
-        counted = usage.get("completion_tokens") or len(times_s)  # a server without usage sends a piece per token
-        return Sent(request.input_length, began_s, time.monotonic(), tuple(times_s), counted, error)
+        whole = self.server.request("/v1/completions", json.dumps(body).encode())
+        began_s = time.monotonic()
+        stream = await answer_to(whole, self.server)
+        counted = stream.usage.get("completion_tokens") or len(stream.times_s)  # without usage: a piece per token
+        times_s = tuple(stream.times_s)
+        return Sent(request.input_length, began_s, time.monotonic(), times_s, counted, stream.fault())
 
 
 def figures(sent: Sequence[Sent]) -> dict[str, Any]:

@@ -91,6 +91,11 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     return f"{said}; allowed: {', '.join(names) or '(none)'}"
 
 
+def respelt(text: str, names: Mapping[str, str]) -> str:
+    """The text with each of these names as it was written."""
+    return re.sub(r"\w+", lambda word: names.get(word[0], word[0]), text)
+
+
 def listing(names: Iterable[str]) -> str:
     """`a, b, c` in alphabetical order, `(none)` if empty."""
     return ", ".join(sorted(names)) or "(none)"

@@ -250,11 +250,11 @@ unknown_section: 'VllmWorkr' is no service.*did you mean 'VllmWorker'
     VllmWorkr: {}\n
 section_in_lower_case: 'frontend' is no service.*did you mean 'Frontend'
     frontend:\n  port: 1\n
-unknown_key: VllmWorker: unknown key 'max_num_seq'; did you mean 'max-num-seqs'
+unknown_key: VllmWorker: unknown key 'max.num.seq'; did you mean 'max-num-seqs'
     VllmWorker:\n  max-num-seq: 4\n
-wrong_type: VllmWorker: max_num_seqs: must be a valid integer.*given 'ten' \(str\)
+wrong_type: VllmWorker: max.num.seqs: must be a valid integer.*given 'ten' \(str\)
     VllmWorker:\n  max-num-seqs: ten\n
-bool_is_no_number: VllmWorker: max_num_seqs must be a whole number, given True
+bool_is_no_number: VllmWorker: max.num.seqs must be a whole number, given True
     VllmWorker:\n  max-num-seqs: yes\n
 number_is_no_string: VllmWorker: model: must be a valid string \(put it in quotes.*given 7
     VllmWorker:\n  model: 7\n
@@ -294,9 +294,9 @@ host_gpus: Host: gpus: must be sim:N
     Host:\n  gpus: {sim: 8}\n
 host_address: Host: etcd_endpoints: must be addresses
     Host:\n  etcd_endpoints: localhost\n
-planner_key: Planner: unknown key 'adjustment_intervall'.*'adjustment-interval'
+planner_key: Planner: unknown key 'adjustment.intervall'.*'adjustment-interval'
     Planner:\n  adjustment-intervall: 3\n
-planner_thresholds: decode_kv_scale_down_threshold \(0\.95\) must be below
+planner_thresholds: decode.kv.scale.down.threshold \(0\.95\) must be below
     Planner:\n  decode-kv-scale-down-threshold: 0.95\n
 planner_engine_size: decode_engine_num_gpu is 2, but VllmWorker asks for 1
     Planner:\n  decode-engine-num-gpu: 2\n
@@ -335,7 +335,7 @@ CONFIGS = (
     ),
     BadInput(
         "unknown_key_by_override",
-        r"the command line: VllmWorker: unknown key 'max_seqs'",
+        r"command line: VllmWorker: unknown key 'max.seqs'",
         {"c.yaml": "VllmWorker: {model: x}\n"},
         (TARGET, *FILE, "--VllmWorker.max-seqs=1"),
     ),

@@ -60,6 +60,8 @@ def doctor(
 
     Each finding has an id, a verdict, the evidence, and the repair. Exit code 1: serving would fail.
     """
+    if explain and bundle is not None:
+        raise BadInput("--list checks nothing, and --bundle packs what was checked: say one of the two")
     if explain:
         click.echo(json.dumps(_explained(), indent=2) if as_json else "\n".join(_explanations()))
         return EXIT_OK

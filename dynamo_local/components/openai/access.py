@@ -77,6 +77,8 @@ def check(settings: FrontendConfig, environ: Mapping[str, str], section: str) ->
     load_keys(settings, environ, section)
     if (tls := tls_of(settings)) is not None:
         check_tls(tls, section)
+    if settings.record_trace is not None and not (folder := Path(settings.record_trace).parent).is_dir():
+        raise ConfigError(f"{section}.record-trace: there is no folder {folder}; make it, or name a file in another")
 
 
 def listening_socket(settings: FrontendConfig) -> socket.socket:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dynamo_local.core.doctor.findings import Check, Result, Results, faults_or_ok, not_checked, ok, problem, warning
 from dynamo_local.core.doctor.gpus import DeviceFiles, Driver
-from dynamo_local.core.types import Missing
+from dynamo_local.core.types import LEASE_TTL_ENV, Missing, lease_ttl_s
 
 PYTHON_TESTED = ((3, 11), (3, 13))
 """The first and the last version that `tox -m full` runs."""
@@ -253,6 +253,14 @@ def nixl(packages: Packages) -> Results:
         yield ok("{} {}".format(*found))
 
 
+def lease_ttl(environment: Environment) -> Results:
+    """`DYN_LEASE_TTL_S` is a time that `serve` takes."""
+    try:
+        yield ok(f"workers' leases last {lease_ttl_s(environment)} s")
+    except ValueError as error:
+        yield problem(str(error), f"unset {LEASE_TTL_ENV}, or set such a number")
+
+
 def ucx_transports(environment: Environment, driver: Driver) -> Results:
     """UCX, below NIXL, may use the transports that a hand-off on one host needs."""
     setting = environment.get("UCX_TLS", "")
@@ -317,6 +325,7 @@ CHECKS: tuple[Check, ...] = (
     shadowed_modules,
     etcd,
     nats,
+    lease_ttl,
     vllm,
     vllm_build,
     cuda,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_local.errors import EXIT_FAILED, EXIT_TIMED_OUT
+from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, EXIT_TIMED_OUT
 from tests.drivers.served import AGG, Served, until
 
 pytestmark = pytest.mark.infra
@@ -117,17 +117,19 @@ def test_a_start_deadline_ends_a_start_that_never_ends() -> None:
         assert served.leftovers() == []
 
 
-@pytest.mark.full
-def test_a_port_that_is_taken_is_named() -> None:
+def test_a_port_that_is_taken_is_named_before_anything_starts() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         with Served(f"--Frontend.port={port}", target=AGG, frontend=False) as served:
             done = served.cli(*served.serve_words("--detach"))
-            assert done.returncode != 0
+            assert (done.returncode, done.stdout) == (EXIT_BAD_INPUT, "")
             assert f"port {port} on 127.0.0.1 is in use" in done.stderr
             assert "--Frontend.port=PORT" in done.stderr
+            plan = served.cli(*served.serve_words("--dry-run"))
+            assert plan.returncode == EXIT_OK
+            assert f"port {port} on 127.0.0.1 is in use" in plan.stderr
             assert served.leftovers() == []
 
 

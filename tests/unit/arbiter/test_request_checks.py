@@ -42,9 +42,33 @@ def test_a_key_of_common_that_nobody_lists_is_named_with_those_who_know_it(tmp_p
         ("{}", ("--VllmWorker.wokers=3",), r"^command line: VllmWorker: unknown key 'wokers'"),
         ("Common:\n  sim:\n    speed: fast\n", (), r"more\.yaml, line 2: VllmWorker: sim.*speed"),
         ("VllmWorker:\n  ServiceArgs:\n    workers: -1\n", (), r"more\.yaml, line 3: VllmWorker\.ServiceArgs: "),
+        ("Planner:\n  policy: slo\n  ttft: -5\n", (), r"more\.yaml, line 3: Planner: ttft: must be greater than 0"),
+        (
+            "Planner:\n  min-gpu-budget: 5\n  max-gpu-budget: 2\n",
+            (),
+            r"r: min-gpu-budget \(5\) .* max-gpu-",
+        ),
+        ("Frontend:\n  request-timeout-s: 0\n", (), r"more\.yaml, line 2: Frontend: request-timeout-s: must be"),
+        ("{}", ("--Frontend.request-timeout-s=0",), r"^command line: Frontend: request-timeout-s: must be"),
+        ("Frontend: {request_timeout_s: 0}", (), r"Frontend: request_timeout_s: must be"),
         ("\nVllmWroker: {}\n", (), r"more\.yaml, line 2: the section 'VllmWroker'"),
     ],
 )
 def test_a_wrong_key_is_named_with_its_place(tmp_path: Path, text: str, words: tuple[str, ...], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         read(tmp_path, text, *words)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("Frontend: {api-key: 'file:/nowhere/keys'}", r"Frontend\.api-key: the file /nowhere/keys cannot be read"),
+        (
+            "Frontend: {record-trace: /nowhere/trace.jsonl}",
+            r"Frontend\.record-trace: there is no folder /nowhere;",
+        ),
+    ],
+)
+def test_a_dry_run_refuses_the_files_that_serve_refuses(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        read(tmp_path, text)

@@ -210,7 +210,7 @@ def test_an_error_names_the_file_and_the_line_of_its_key(tmp_path: Path) -> None
     first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
     first.write_text("Host:\n  gpus: all\nA:\n  x: 1\n")
     second.write_text("Host:\n  restart:\n    failures-max: 3\n    frist-s: 1\n")
-    with pytest.raises(ConfigError, match=r"/b\.yaml, line 4: Host: unknown key 'restart\.frist_s'"):
+    with pytest.raises(ConfigError, match=r"/b\.yaml, line 4: Host: unknown key 'restart\.frist-s'"):
         load_config(first, env={}, more=(second,))
     with pytest.raises(ConfigError, match=r"^command line: Host: unknown key 'gpsu'; did you mean 'gpus'"):
         load_config(first, env={}, overrides=["--Host.gpsu=all"])

@@ -21,10 +21,10 @@ def test_load_is_what_plans_unless_something_else_is_named() -> None:
             {"policy": "load", "ttft_ms": 300},
             "ttft_ms is an option of the policy sla and slo and throughput-load, and .* is load",
         ),
-        ({"policy": "sla", "prefill-queue-scale-up-threshold": 1}, "prefill_queue_scale_up_threshold.*load"),
+        ({"policy": "sla", "prefill-queue-scale-up-threshold": 1}, "prefill-queue-scale-up-threshold.*load"),
         ({"policy": "throughput"}, "'load', 'sla', 'slo' or 'throughput-load'"),
         ({"policy": "sla", "ttft": 300, "ttft_ms": 300}, "'ttft_ms' and another spelling"),
-        ({"policy": "sla", "ttft-ms": 0}, "ttft_ms: must be greater than 0"),
+        ({"policy": "sla", "ttft-ms": 0}, "ttft-ms: must be greater than 0"),
         ({"policy": "sla", "metric_pulling_interval": 200}, "must not exceed throughput_adjustment_interval_seconds"),
         ({"policy": ["sla"]}, "policy"),
         ({"polici": "sla"}, "policy"),
@@ -81,7 +81,7 @@ def test_without_targets_load_plans() -> None:
 def test_options_of_slo() -> None:
     found = planner_section("Planner", {"policy": "slo", "ttft": 2000, "itl": 50, "budget": 4, "target": 0.999})
     assert (found.ttft_ms, found.itl_ms, found.max_gpu_budget, found.target) == (2000, 50, 4, 0.999)
-    with pytest.raises(ConfigError, match="min_endpoint 0: the policy slo keeps one worker of each role"):
+    with pytest.raises(ConfigError, match="min-endpoint 0: the policy slo keeps one worker of each role"):
         planner_section("Planner", {"policy": "slo", "min-endpoint": 0})
 
 

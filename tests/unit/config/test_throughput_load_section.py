@@ -43,7 +43,7 @@ def test_names_of_dynamo_and_of_the_seed() -> None:
     [
         (
             {"optimization-target": "sla", "enable-throughput-scaling": False},
-            "enable_throughput_scaling and enable_load_scaling are both off",
+            "enable-throughput-scaling and enable_load_scaling are both off",
         ),
         (
             {"optimization-target": "sla", "enable-load-scaling": True, "load-adjustment-interval-seconds": 180},
@@ -60,11 +60,11 @@ def test_names_of_dynamo_and_of_the_seed() -> None:
                 "decode-scale-up-kv-rate": 5,
                 "decode-scale-down-kv-rate": 5,
             },
-            "decode_scale_down_kv_rate .5. must be below",
+            "decode-scale-down-kv-rate .5. must be below",
         ),
         ({"mode": "agg", "decode-min-endpoint": 1}, "has no effect: the mode is agg"),
-        ({"load-scaling-down-sensitivity": 101}, "load_scaling_down_sensitivity"),
-        ({"min-gpu-budget": -2}, "min_gpu_budget"),
+        ({"load-scaling-down-sensitivity": 101}, "load-scaling-down-sensitivity"),
+        ({"min-gpu-budget": -2}, "min-gpu-budget"),
         ({"decode_kv_scale_up_threshold": 0.8}, "option of the policy load"),
     ],
 )

@@ -23,7 +23,7 @@ from tests.fakes.arbiter.scripted_arbiter import dynamo
 IDS = (
     "cuda clock command compiler descriptors disk dynamo-1x etcd folder gpu-compute-mode gpu-driver gpu-ecc gpu-fabric "
     "gpu-lock gpu-lost gpu-mig gpu-nodes gpu-numa gpu-nvlink gpu-pcie gpu-stranger gpu-throttled gpu-topology "
-    "gpu-visible locked-memory loopback memory model-chat-template model-config model-folder model-tokenizer "
+    "gpu-visible lease-ttl locked-memory loopback memory model-chat-template model-config model-folder model-tokenizer "
     "model-weights namespace-dead namespace-kept namespace-silent nats network-folder nixl nvml-package orphans "
     "packages packages-clash port port-range processes processors proxy python rdma-access runtime-leftovers "
     "shadowed-modules shm shm-orphans socket-path statefile ucx-devices ucx-transports vllm vllm-build"
@@ -129,6 +129,12 @@ def test_a_file_that_is_there_is_not_replaced(host: Path, monkeypatch: pytest.Mo
     assert dynamo(monkeypatch, "doctor", "--bundle", str(host / "b.tar.gz")) == EXIT_BAD_INPUT
     assert "is there already" in capsys.readouterr().err
     assert (host / "b.tar.gz").read_text() == "mine"
+
+
+def test_a_list_with_a_bundle_is_refused(host: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    assert dynamo(monkeypatch, "doctor", "--list", "--bundle", str(host / "b.tar.gz")) == EXIT_BAD_INPUT
+    assert "say one of the two" in capsys.readouterr().err
+    assert not (host / "b.tar.gz").exists()
 
 
 def test_a_folder_that_is_not_there_is_one_line(host: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

