@@ -175,7 +175,7 @@ class SharingArgs(BaseModel):
     """How much one of its requests counts beside one of another model."""
     idle_s: Seconds = 300.0
     """After so long without a request it gives back what it has above its floor."""
-    min_stay_s: Annotated[float, Field(ge=0, le=SECONDS_MAX, allow_inf_nan=False)] = 10.0
+    min_stay_s: Annotated[float, Field(ge=0, le=SECONDS_MAX, allow_inf_nan=False)] = 3.0
     """A worker stays for so long, unless a request of another model would be held longer than its max_wait_s."""
     max_wait_s: Seconds = 120.0
     """A held request gets its worker within this time; past it the answer is 503."""

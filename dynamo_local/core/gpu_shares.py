@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 HORIZON_S = 60.0
 """A worker is expected to be of use for so long. One that must be started earns nothing until it serves."""
-HELD_HORIZON_S = 20.0
+HELD_HORIZON_S = 10.0
 """Held requests take a GPU for about so long, until it can go back."""
 STICKINESS = 2.0
 """The worth of a worker counts for so much more when it would be taken."""
@@ -59,7 +59,7 @@ class Sharing:
     cap: int | None = None
     weight: float = 1.0
     idle_s: float = 300.0
-    min_stay_s: float = 10.0
+    min_stay_s: float = 3.0
     max_wait_s: float = 120.0
     slots: int | None = None
 
