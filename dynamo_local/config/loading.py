@@ -268,7 +268,7 @@ class Config:
         """
         path, text = error.details.get("at"), str(error)
         place = None if path is None else self.place(path)
-        if place is None or not text.startswith(self.source):
+        if path is None or place is None or not text.startswith(self.source):
             return error
         written = {keys[-1]: each.key for keys, each in self.places.items() if keys[0] in (path[0], COMMON)}
         return type(error)(place + respelt(text.removeprefix(self.source), written), **error.details)
