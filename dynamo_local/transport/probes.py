@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import ssl
@@ -206,4 +207,5 @@ async def _close(writer: asyncio.StreamWriter) -> None:
         async with asyncio.timeout(_CLOSE_TIMEOUT_S):  # it never ends after a handshake of TLS that has failed
             await writer.wait_closed()
     except OSError:  # the peer may have reset the connection that we are done with; TimeoutError is one, too
-        writer.transport.abort()
+        with contextlib.suppress(AttributeError):  # CPython 3.11.2: TLS that is closed already
+            writer.transport.abort()
