@@ -7,16 +7,12 @@ long as whatever the loop does.
 
 from __future__ import annotations
 
-import http.client
-import json
 import statistics
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
 from benchmarks.arbiter_idle import AGGREGATED, SETTLE_S, WATCHERS, our_arbiter
 from benchmarks.arbiters import NAMESPACE
@@ -27,6 +23,7 @@ from benchmarks.processes import cpu_s, dynamo_command, rss_mib
 from dynamo_local.dashboard.collector import ControlClient
 from dynamo_local.dashboard.process import ask_running
 from dynamo_local.system.paths import Paths
+from tests.drivers.page import readers
 
 VIEWERS = 10
 PAGE_TARGET_PERCENT = 1.0
@@ -61,11 +58,11 @@ def run(short: bool) -> Report:
             for name, viewers in CASES:
                 with ExitStack() as case:
                     page = None if viewers is None else case.enter_context(_page(place, paths))
-                    reading = [case.enter_context(_viewer(paths)) for _ in range(viewers or 0)]
+                    events = case.enter_context(readers(_link(paths) for _ in range(viewers or 0)))
                     time.sleep(SETTLE_S)
                     _window(seen[name], paths, arbiter, page, window_s)
                     memory = max(memory, 0.0 if page is None else rss_mib(page))
-                seen[name].events += sum(each.events for each in reading)
+                seen[name].events += sum(events)
     if not seen[CASES[-1][0]].events:
         raise RuntimeError("no viewer saw an event")
     _add(report, seen, memory)
@@ -132,44 +129,9 @@ def _page(place: Folders, paths: Paths) -> Iterator[int]:
             process.wait(DOWN_TIMEOUT_S)
 
 
-@dataclass(slots=True)
-class _Reading:
-    events: int = 0
-
-
-@contextmanager
-def _viewer(paths: Paths) -> Iterator[_Reading]:
-    """One session that reads the stream in a thread until the case is over."""
+def _link(paths: Paths) -> str:
+    """A new link of the page."""
     found = ask_running(paths)
     if found is None:
         raise RuntimeError("the page is gone")
-    address = urlsplit(str(found["url"]))
-    host, port = str(address.hostname), int(address.port or 80)
-    asking = http.client.HTTPConnection(host, port, timeout=DOWN_TIMEOUT_S)
-    code = json.dumps({"code": address.fragment.removeprefix("code=")})
-    asking.request("POST", "/api/session", code, {"origin": f"http://{address.netloc}"})
-    answer = asking.getresponse()
-    answer.read()
-    cookie = str(answer.getheader("set-cookie")).partition(";")[0]
-    asking.close()
-    stream = http.client.HTTPConnection(host, port, timeout=DOWN_TIMEOUT_S)
-    stream.request("GET", "/api/stream", headers={"cookie": cookie})
-    lines = stream.getresponse()
-    reading = _Reading()
-
-    def read() -> None:
-        try:
-            while line := lines.readline():
-                reading.events += line.startswith(b"event:")
-        except (OSError, http.client.HTTPException, ValueError):
-            return  # the case is over
-
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    try:
-        yield reading
-    finally:
-        if stream.sock is not None:
-            stream.sock.shutdown(2)
-        thread.join(DOWN_TIMEOUT_S)
-        stream.close()
+    return str(found["url"])

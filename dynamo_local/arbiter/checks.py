@@ -42,13 +42,9 @@ def insecure(graph: LoadedGraph, sections: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_access(graph: LoadedGraph, spec: GraphSpec, config: Config, environ: Mapping[str, str]) -> None:
     """Raises `ConfigError` for unusable keys and certificates, for `--dry-run`, too."""
-    for service in spec.components:
-        model = _options_of(graph, service.name)
-        if model is None:
-            continue
+    for service, settings in _frontends(graph, spec):
         from dynamo_local.components.openai import access  # Starlette, which a graph without a Frontend never needs
 
-        settings = validate_section(model, service.name, service.config)
         access.check(settings, {**environ, **service.envs}, service.name)
     if config.host.metrics_api_key is not None:
         ApiKeys.load(parse_source(config.host.metrics_api_key), environ, option=f"{HOST}.metrics-api-key")
@@ -60,14 +56,20 @@ def _options_of(graph: LoadedGraph, name: str) -> type[FrontendConfig] | None:
     return model if isinstance(model, type) and issubclass(model, FrontendConfig) else None
 
 
-def fixed_ports(graph: LoadedGraph, spec: GraphSpec) -> tuple[FixedPort, ...]:
-    """The port of each Frontend that may not listen on any."""
-    found = []
+def _frontends(graph: LoadedGraph, spec: GraphSpec) -> Iterator[tuple[ServiceSpec, FrontendConfig]]:
+    """Each Frontend with its options. Raises `ConfigError` for options that cannot be."""
     for service in spec.components:
         if (model := _options_of(graph, service.name)) is not None:
-            settings = validate_section(model, service.name, service.config)
-            found += [FixedPort(f"{service.name}.port", settings.host, settings.port)] if settings.port else []
-    return tuple(found)
+            yield service, validate_section(model, service.name, service.config)
+
+
+def fixed_ports(graph: LoadedGraph, spec: GraphSpec) -> tuple[FixedPort, ...]:
+    """The port of each Frontend that may not listen on any."""
+    return tuple(
+        FixedPort(f"{service.name}.port", settings.host, settings.port)
+        for service, settings in _frontends(graph, spec)
+        if settings.port
+    )
 
 
 def taken_ports(ports: Iterable[FixedPort]) -> Iterator[ConfigError]:

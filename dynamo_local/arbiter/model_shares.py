@@ -304,7 +304,8 @@ def _load(workers: tuple[Worker, ...]) -> tuple[int, int | None]:
 
 def _deviation(rate: float, busy_s: float) -> float:
     """The standard deviation of the rate of now, as it is measured: requests in the workers, averaged over
-    `RECENT_S`, ÷ the time that one stays (M/G/∞ with Poisson arrivals). A model that had one request counts as used."""
+    `RECENT_S`, ÷ the time that one stays (M/G/∞ with Poisson arrivals). The rate counts as one request in `LONG_S`, at
+    least."""
     rate = max(rate, 1 / LONG_S)
     return math.sqrt(rate / busy_s * min(1.0, 2 * busy_s / RECENT_S))
 

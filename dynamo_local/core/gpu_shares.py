@@ -14,8 +14,9 @@ numbers say:
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 HORIZON_S = 60.0
@@ -250,11 +251,8 @@ def _values(model: ModelNow, most: int) -> list[float]:
     found = [COLD_SHARE * weight * rate if starts_in_time else 0.0]
     in_time = model.held_s + model.arrives_s <= model.slack_s
     held = min(model.held, model.slots) * (1.0 if in_time else SERVED_LATE) / HELD_HORIZON_S
-    blocked = 1.0
-    for workers in range(1, most + 1):
+    for workers, blocked in enumerate(itertools.islice(_blocked(model, load), most), start=1):
         servers = workers * model.slots
-        for n in range(servers - model.slots + 1, servers + 1):
-            blocked = load * blocked / (n + load * blocked)
         share = _share_of_horizon(model, servers, load)
         if servers > load:
             waits = servers * blocked / (servers - load * (1.0 - blocked))
@@ -273,13 +271,17 @@ def _carried(model: ModelNow) -> list[float]:
     A worker serves what those before it turn away, less what it turns away, too (Erlang B).
     """
     load = model.expected_rate * model.busy_s
-    found, blocked = [], 1.0
-    for workers in range(model.workers):
-        before = blocked
-        for n in range(workers * model.slots + 1, (workers + 1) * model.slots + 1):
-            blocked = load * blocked / (n + load * blocked)
-        found.append(load * (before - blocked) / model.busy_s)
-    return found
+    turned_away = [1.0, *itertools.islice(_blocked(model, load), model.workers)]
+    return [load * (before - after) / model.busy_s for before, after in itertools.pairwise(turned_away)]
+
+
+def _blocked(model: ModelNow, load: float) -> Iterator[float]:
+    """The share of requests that 1, 2 … of its workers turn away, where none may wait (Erlang B's recursion)."""
+    blocked = 1.0
+    for n in itertools.count(1):
+        blocked = load * blocked / (n + load * blocked)
+        if n % model.slots == 0:
+            yield blocked
 
 
 def _share_of_horizon(model: ModelNow, servers: int, load: float) -> float:

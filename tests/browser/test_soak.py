@@ -10,7 +10,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,8 +19,8 @@ import pytest
 
 from dynamo_local.dashboard.process import ask_running
 from tests.browser.test_real_page import stream_of
-from tests.drivers.page import Viewer, server_sent
-from tests.drivers.served import AGG, Served, until
+from tests.drivers.page import link_of, readers
+from tests.drivers.served import AGG, Served
 
 SOAK_S = float(os.environ.get("DYN_PAGE_SOAK_S", "120"))
 pytestmark = [pytest.mark.infra, pytest.mark.full, pytest.mark.timeout(SOAK_S + 240)]
@@ -30,26 +30,18 @@ ACT_EVERY_S = 30.0
 MIB = 2**20
 GROWTH_MAX = 1.05
 SLACK_MIB = 4.0
-"""What an allocator takes and gives back."""
+"""An allocator takes so much and gives it back."""
 HEAP_MIB_MAX = 40.0
-"""Of one page, collected, with an hour of points."""
+"""A page with an hour of points needs at most so much, after a collection."""
 
 
 def test_no_memory_grows_with_ten_viewers(open_page: Any) -> None:
     with Served("--dashboard", target=AGG, namespace="soak").started() as graph, ExitStack() as stack:
-
-        def link() -> str:
-            return until(lambda: graph.cli("dashboard", "--print-url", "-n", "soak").stdout.strip())
-
-        pages = [open_page(link()) for _ in range(IN_BROWSER)]
+        pages = [open_page(link_of(graph)) for _ in range(IN_BROWSER)]
         for page in pages:
             page.wait_for_selector(".connection.live")
-        ended = threading.Event()
-        stack.callback(ended.set)
-        seen = [0] * ON_STREAM
-        for number in range(ON_STREAM):
-            stack.enter_context(running(reading(Viewer(link()), seen, number, ended), ended))
-        stack.enter_context(running(asking(graph.url, ended), ended))
+        seen = stack.enter_context(readers(link_of(graph) for _ in range(ON_STREAM)))
+        stack.enter_context(asking(graph.url))
         watched = {"page": ask_running(graph.paths)["pid"], "arbiter": graph.status()["arbiter_pid"]}  # type: ignore[index]
         taken: dict[str, list[float]] = {name: [] for name in watched}
         end_s, act_s, wanted = time.monotonic() + SOAK_S, 0.0, 1
@@ -90,22 +82,10 @@ def heap_mib(page: Any) -> float:
     return round(session.send("Runtime.getHeapUsage")["usedSize"] / MIB, 1)
 
 
-def reading(viewer: Viewer, seen: list[int], number: int, ended: threading.Event) -> Callable[[], None]:
-    """Follow the stream; count its events."""
-
-    def enough(found: list[tuple[str, str, Any]]) -> bool:
-        seen[number] += len(found)
-        found.clear()
-        return ended.is_set()
-
-    def read() -> None:
-        server_sent(viewer.origin, viewer.cookie, enough)
-
-    return read
-
-
-def asking(url: str, ended: threading.Event) -> Callable[[], None]:
-    """Some requests a second, one after the other."""
+@contextmanager
+def asking(url: str) -> Iterator[None]:
+    """Some requests a second, one after the other, until the block ends."""
+    ended = threading.Event()
 
     def ask() -> None:
         number = 0
@@ -113,13 +93,7 @@ def asking(url: str, ended: threading.Event) -> Callable[[], None]:
             number += 1
             stream_of(url, f"soak-{number}", 40)
 
-    return ask
-
-
-@contextmanager
-def running(work: Callable[[], None], ended: threading.Event) -> Iterator[None]:
-    """A thread for as long as the block lasts."""
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=ask)
     thread.start()
     try:
         yield

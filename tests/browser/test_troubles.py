@@ -19,6 +19,7 @@ import pytest
 
 from dynamo_local.dashboard.process import ask_running
 from dynamo_local.system.processes import is_alive
+from tests.drivers.page import link_of
 from tests.drivers.served import AGG, Served, until
 from tests.tools.certificates import self_signed
 from tests.tools.host_faults import full_disk, small_disk
@@ -159,7 +160,7 @@ def test_news_come_through_a_proxy_that_buffers(served: Served, open_page: Any, 
 
 def test_a_kill_of_page_and_arbiter_is_seen_and_both_come_back(open_page: Any) -> None:
     with Served("--dashboard", "--on-arbiter-death", "keep", target=AGG, namespace="killed").started() as graph:
-        page = open_page(until(lambda: graph.cli("dashboard", "--print-url", "-n", "killed").stdout.strip()))
+        page = open_page(link_of(graph))
         page.set_default_timeout(LONG_MS)
         page.wait_for_selector(".connection.live")
         graph.kill_arbiter()
@@ -172,8 +173,7 @@ def test_a_kill_of_page_and_arbiter_is_seen_and_both_come_back(open_page: Any) -
         os.kill(pid, signal.SIGKILL)
         until(lambda: not is_alive(pid))
         page.wait_for_selector(".connection.lost, .connection.refused")
-        again = until(lambda: graph.cli("dashboard", "--print-url", "-n", "killed").stdout.strip())
-        page.goto(again)
+        page.goto(link_of(graph))
         page.wait_for_selector(".connection.live")
 
 
@@ -220,7 +220,7 @@ def test_a_full_disk_is_said_and_points_come_again_when_there_is_room(open_page:
             if not mounted:
                 pytest.skip("only root can mount a small file system")
             graph.start()
-            page = open_page(until(lambda: graph.cli("dashboard", "--print-url", "-n", "full").stdout.strip()))
+            page = open_page(link_of(graph))
             page.set_default_timeout(LONG_MS)
             page.wait_for_selector(".connection.live")
             with full_disk(graph.paths.logs):

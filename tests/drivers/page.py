@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from tests.drivers.served import until
+from tests.drivers.served import Served, until
 
 TIMEOUT_S = 30.0
 
@@ -96,17 +98,56 @@ class Viewer:
         return data
 
 
-def server_sent(
-    link: str, cookie: str, enough: Callable[[list[tuple[str, str, Any]]], bool]
-) -> list[tuple[str, str, Any]]:
-    """`(id, event, data)` of the stream itself, until there is enough."""
+def link_of(served: Served) -> str:
+    """A new link of the page that the graph serves."""
+    return until(lambda: served.cli("dashboard", "--print-url", "-n", served.namespace).stdout.strip())
+
+
+@contextmanager
+def readers(links: Iterable[str]) -> Iterator[list[int]]:
+    """A viewer for each link, which reads the stream in a thread until the block ends. Gives the events of each.
+
+    Events are counted and not parsed, so that readers take little from what is measured beside them.
+    """
+    viewers, ended = [Viewer(link) for link in links], threading.Event()
+    seen = [0] * len(viewers)
+
+    def read(number: int) -> None:
+        with _stream(viewers[number].origin, viewers[number].cookie) as answer:
+            while not ended.is_set() and (line := answer.readline()):
+                seen[number] += line.startswith(b"event:")
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(len(viewers))]
+    for thread in threads:
+        thread.start()
+    try:
+        yield seen
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+@contextmanager
+def _stream(link: str, cookie: str) -> Iterator[http.client.HTTPResponse]:
     connection = http.client.HTTPConnection("127.0.0.1", urlsplit(link).port or 80, timeout=TIMEOUT_S)
-    found: list[tuple[str, str, Any]] = []
     try:
         connection.request("GET", "/api/stream", headers={"cookie": cookie.partition(";")[0]})
         answer = connection.getresponse()
         assert answer.getheader("content-type", "").startswith("text/event-stream")
-        fields: dict[str, str] = {}
+        yield answer
+    finally:
+        connection.close()
+
+
+def server_sent(
+    link: str, cookie: str, enough: Callable[[list[tuple[str, str, Any]]], bool]
+) -> list[tuple[str, str, Any]]:
+    """`(id, event, data)` of the stream itself, until there is enough."""
+    found: list[tuple[str, str, Any]] = []
+    fields: dict[str, str] = {}
+    with _stream(link, cookie) as answer:
         while not enough(found):
             line = answer.readline().decode().rstrip("\n")
             if line:
@@ -115,9 +156,7 @@ def server_sent(
             elif "data" in fields:
                 found.append((fields["id"], fields["event"], json.loads(fields["data"])))
                 fields = {}
-        return found
-    finally:
-        connection.close()
+    return found
 
 
 def patched(target: Any, patch: Any) -> Any:

@@ -16,7 +16,7 @@ import pytest
 from dynamo_local.dashboard.history import HistoryReader, history_path
 from dynamo_local.dashboard.process import ask_running
 from dynamo_local.system.processes import is_alive
-from tests.drivers.page import Viewer, server_sent
+from tests.drivers.page import Viewer, link_of, server_sent
 from tests.drivers.served import Served, asking, until
 
 pytestmark = [pytest.mark.infra, pytest.mark.timeout(200)]
@@ -28,13 +28,6 @@ WORDS = ("--dashboard", "--Frontend.ttft=500", "--Frontend.itl=50", "--on-arbite
 def served() -> Iterator[Served]:
     with Served(*WORDS).started() as graph:
         yield graph
-
-
-def link_of(served: Served) -> str:
-    def link() -> str:
-        return served.cli("dashboard", "--print-url", "-n", served.namespace).stdout.strip()
-
-    return until(link)
 
 
 @pytest.fixture
@@ -229,7 +222,7 @@ def test_a_killed_page_comes_back_and_the_arbiter_goes_on(served: Served) -> Non
     os.kill(pid, signal.SIGKILL)
     until(lambda: not is_alive(pid))
     assert served.status()["state"] == "ready"
-    after = Viewer(until(lambda: served.cli("dashboard", "--print-url", "-n", served.namespace).stdout.strip()))
+    after = Viewer(link_of(served))
     assert served.status()["arbiter_pid"] == arbiter
     assert after.ask("GET", "/api/poll", cookie=before.cookie.partition(";")[0])[0] == 401
     after.await_event("point", lambda point: True)
