@@ -151,15 +151,15 @@ log = logging.getLogger(__name__)
 
 def _check_standby(service: ServiceSpec, options: Any) -> None:
     """Raises `ConfigError` if vLLM could never sleep with these options."""
-    from dynamo_local.engines.vllm.sleep import CONNECTOR, NIXL, NO_PLATFORM
+    from dynamo_local.engines.vllm.sleep import NO_PLATFORM, other_connector
 
     if service.standby is None:
         return
     why = None
     if not service.resources.gpu:
         why = f"{NO_PLATFORM.format(platform='CPU')}, and its workers have no GPU"
-    elif options.transfer != "none" or CONNECTOR in options.args:
-        why = NIXL
+    else:
+        why = other_connector(options.args.get("kv_transfer_config") or {})
     if why is not None:
         raise ConfigError(f"ServiceArgs.standby cannot be: {why}; remove it")
 

@@ -22,7 +22,7 @@ import msgspec
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.components import messages
 from dynamo_local.components.messages import CanaryRequest
-from dynamo_local.core.routing.disagg import ASK_PREFILL
+from dynamo_local.core.routing.disagg import ASK_PREFILL, first_id
 from dynamo_local.errors import (
     DeadlineExceeded,
     DynamoError,
@@ -102,7 +102,7 @@ class EngineDirectory:
 
         An engine without a card is leaving, or dead: the pull will tell.
         """
-        engine_id = str(params.get("remote_engine_id"))
+        engine_id = first_id(str(params.get("remote_engine_id")))
         card = await self._load(engine_id)
         if card is None:
             return

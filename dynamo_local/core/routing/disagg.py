@@ -186,3 +186,18 @@ def params_of(answer: Any) -> Mapping[str, Any] | None:
 def decode_request(request: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
     """Step 2: what the decode server is sent."""
     return {**request, PARAMS: dict(params)}
+
+
+_WAKES = "~"
+"""Between an engine id and the number of its wakes."""
+
+
+def first_id(engine_id: str) -> str:
+    """The id that a KV engine had at its start: what it is registered under."""
+    return engine_id.partition(_WAKES)[0]
+
+
+def wake_id(engine_id: str) -> str:
+    """The id of a KV engine after its next wake. Its peers must connect again: its memory is elsewhere now."""
+    first, _, wakes = engine_id.partition(_WAKES)
+    return f"{first}{_WAKES}{int(wakes or 0) + 1}"

@@ -460,6 +460,13 @@ class VllmEngine(EngineBase):
     async def wake(self) -> None:
         await sleeping.wake(self._alive(self._llm), self._level)
 
+    async def renew_transfers(self) -> None:
+        """Closes NIXL and opens it again, as a sleep and a wake do. Peers connect again by themselves."""
+        llm = self._alive(self._llm)
+        await sleeping.close_transfers(llm)
+        await sleeping.open_transfers(llm)
+        await llm.resume_generation()
+
     async def memory(self) -> EngineMemory:
         return await asyncio.to_thread(of_this_session)
 

@@ -30,6 +30,9 @@ def register() -> None:
         from dynamo_local.engines.vllm.engine_resources import let_nixl_pause
 
         let_nixl_pause(pause_us)
+    from dynamo_local.engines.vllm import nixl_sleep
+
+    nixl_sleep.install()
     fds = []
     for pid in {int(worker), os.getppid()}:
         try:

@@ -1,6 +1,7 @@
 """vLLM's sleep mode, as its documentation demands it.
 
-Level 2 reads the weights again between two partial wakes, and the prefix cache is reset after a wake.
+Level 2 reads the weights again between two partial wakes, and the prefix cache is reset after a wake. With NIXL, the
+transfers end before a sleep and begin anew after the wake (`nixl_sleep`).
 """
 
 from __future__ import annotations
@@ -8,15 +9,21 @@ from __future__ import annotations
 from typing import Any
 
 from dynamo_local.core.routing.kv_events import AllBlocksCleared
+from dynamo_local.engines.vllm import nixl_sleep
 from dynamo_local.errors import EngineError
 from dynamo_local.ports import KvEventPublisher
 
 NO_PLATFORM = "vLLM's {platform} platform has no sleep mode"
-NIXL = (
-    "with a KV connector vLLM cannot sleep: the KV cache is registered with NIXL at the start, and a wake puts other "
-    "memory behind the same addresses"
+OTHER_CONNECTOR = (
+    "with the KV connector {connector} vLLM cannot sleep: it registers the KV cache at the start, and a wake puts other "
+    f"memory behind the same addresses; only {nixl_sleep.CONNECTOR} is registered again"
 )
-CONNECTOR = "kv_transfer_config"
+
+
+def other_connector(kv_transfer_config: Any) -> str | None:
+    """Why a mapping of vLLM's `--kv-transfer-config` rules sleep out; None if it does not."""
+    name = kv_transfer_config.get("kv_connector") or nixl_sleep.CONNECTOR
+    return None if name == nixl_sleep.CONNECTOR else OTHER_CONNECTOR.format(connector=name)
 
 
 def cannot_sleep(llm: Any) -> str | None:
@@ -26,16 +33,21 @@ def cannot_sleep(llm: Any) -> str | None:
     config = llm.vllm_config
     if not current_platform.is_sleep_mode_available():
         return NO_PLATFORM.format(platform=str(current_platform.device_type).upper())
-    if config.kv_transfer_config is not None:
-        return NIXL
+    transfer = config.kv_transfer_config
+    if transfer is not None and (why := other_connector({"kv_connector": transfer.kv_connector})) is not None:
+        return why
     if not config.model_config.enable_sleep_mode:
         return "it was started without enable-sleep-mode"
     return None
 
 
 async def sleep(llm: Any, level: int, kv_events: KvEventPublisher | None) -> None:
-    """Nothing runs: the worker has finished its streams. Raises `EngineError`."""
+    """Nothing runs: the worker has finished its streams. Raises `EngineError`.
+
+    KV that another engine has yet to pull is waited for, until its lease is over.
+    """
     try:
+        await close_transfers(llm)
         await llm.sleep(level=level)
         if not await llm.is_sleeping():
             raise EngineError("vLLM does not say that it sleeps")
@@ -58,9 +70,23 @@ async def wake(llm: Any, level: int) -> None:
             await llm.wake_up(tags=["kv_cache"])
         if await llm.is_sleeping():
             raise EngineError("vLLM says that it still sleeps")
+        await open_transfers(llm)
         if not await llm.reset_prefix_cache():
             raise EngineError("vLLM's prefix cache could not be reset after the wake")
     except EngineError:
         raise
     except Exception as error:
         raise EngineError(f"vLLM could not be woken: {type(error).__name__}: {error}") from error
+
+
+async def close_transfers(llm: Any) -> None:
+    """Waits until nothing runs and no KV is held for another engine. Nothing is begun from here on."""
+    if llm.vllm_config.kv_transfer_config is not None:
+        await llm.pause_generation(mode="wait")
+        await llm.engine_core.call_utility_async(nixl_sleep.CLOSE)
+
+
+async def open_transfers(llm: Any) -> None:
+    """The memory of the KV cache is there again."""
+    if llm.vllm_config.kv_transfer_config is not None:
+        await llm.engine_core.call_utility_async(nixl_sleep.OPEN)

@@ -147,8 +147,7 @@ def plan(tmp_path: Path, target: str, **worker: object) -> None:
 @pytest.mark.parametrize(
     ("target", "worker", "why"),
     [
-        ("disagg", {"remote-prefill": True}, "with a KV connector vLLM cannot sleep"),
-        ("agg", {"kv-transfer-config": {"kv_connector": "NixlConnector"}}, "registered with NIXL at the start"),
+        ("agg", {"kv-transfer-config": {"kv_connector": "LMCacheConnectorV1"}}, "with the KV connector LMCacheConnectorV1"),
         ("agg", {"ServiceArgs": {"resources": {"gpu": 0}}}, "vLLM's CPU platform has no sleep mode"),
     ],
 )
