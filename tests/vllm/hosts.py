@@ -127,7 +127,7 @@ def cuda_host(model: Path) -> VllmHost:
             "block-size": 16,
             "max-model-len": 4096,
             "max-num-seqs": 16,
-            "gpu-memory-utilization": 0.5,
+            "gpu-memory-utilization": float(os.environ.get("DYN_VLLM_MEMORY", "0.5")),
             "enforce-eager": True,
             "enable-prefix-caching": False,
         },

@@ -7,16 +7,15 @@ This is what a sleep and a wake do to NIXL. vLLM's CPU platform has no sleep mod
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 
-from dynamo_local.core.routing.disagg import ASK_PREFILL, wake_id
+from dynamo_local.core.routing.disagg import wake_id
 from dynamo_local.engines.vllm.engine import VllmEngine
 from dynamo_local.engines.vllm.options import VllmOptions
-from tests.contract.engine_contract import collect, request
+from tests.vllm.hand_over import tokens_alone, tokens_handed_over
 from tests.vllm.hosts import VllmHost
 
 pytestmark = [
@@ -47,22 +46,13 @@ async def engines(vllm_host: VllmHost) -> AsyncIterator[dict[str, VllmEngine]]:
     os.environ.update(before)
 
 
-async def handed_over(engines: Mapping[str, VllmEngine], name: str) -> tuple[list[int], Mapping[str, Any]]:
-    """The tokens of the engine that decodes with the other's KV, and where that KV was."""
-    prefilled = await collect(engines["prefill"], request(f"{name}-p", 1, kv_transfer_params=dict(ASK_PREFILL)))
-    params = prefilled[-1].kv_transfer_params
-    assert params is not None
-    decoded = await collect(engines["decode"], request(f"{name}-d", 8, kv_transfer_params=params))
-    return [token for output in decoded for token in output.token_ids], params
-
-
 async def test_peers_connect_again_to_an_engine_that_woke(engines: dict[str, VllmEngine]) -> None:
-    alone = [token for output in await collect(engines["decode"], request("alone", 8)) for token in output.token_ids]
-    before, where = await handed_over(engines, "before")
+    alone = await tokens_alone(engines["decode"], "alone")
+    before, where = await tokens_handed_over(engines["prefill"], engines["decode"], "before")
     assert before == alone
     for wakes, sleeper in enumerate(("prefill", "prefill", "decode")):
         await engines[sleeper].renew_transfers()
-        after, where_now = await handed_over(engines, f"after-{wakes}")
+        after, where_now = await tokens_handed_over(engines["prefill"], engines["decode"], f"after-{wakes}")
         assert after == alone
         expected = where["remote_engine_id"] if sleeper == "decode" else wake_id(where["remote_engine_id"])
         assert where_now["remote_engine_id"] == expected

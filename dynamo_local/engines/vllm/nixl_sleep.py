@@ -4,8 +4,9 @@ A sleep frees the memory behind the KV cache, and a wake puts other memory behin
 registers that memory with NIXL once, at the start. So its part in each GPU's process is shut down before a sleep: that
 deregisters the memory. After the wake a new one registers it again.
 
-Its engine id is new as well (`core.routing.disagg.wake_id`). A peer connects to an id that it does not know, and vLLM itself then releases
-what the peer has of the earlier id at the same address. A peer with the earlier id would read memory that is gone.
+Its engine id is new as well (`core.routing.disagg.wake_id`). A peer connects to an id that it does not know, and vLLM
+itself then releases what the peer has of the earlier id at the same address. A peer with the earlier id would read
+memory that is gone.
 
 Both functions run in the process of EngineCore, which the worker asks by their names.
 """
@@ -20,6 +21,7 @@ from dynamo_local.core.routing.disagg import wake_id
 CONNECTOR = "NixlConnector"
 """The only connector whose memory can be registered again. Its transfers are pulled."""
 CLOSE, OPEN = "dynamo_local_close_transfers", "dynamo_local_open_transfers"
+
 
 def install() -> None:
     """In the process of EngineCore: the worker's utility calls find the two functions."""

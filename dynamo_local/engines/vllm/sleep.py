@@ -15,8 +15,8 @@ from dynamo_local.ports import KvEventPublisher
 
 NO_PLATFORM = "vLLM's {platform} platform has no sleep mode"
 OTHER_CONNECTOR = (
-    "with the KV connector {connector} vLLM cannot sleep: it registers the KV cache at the start, and a wake puts other "
-    f"memory behind the same addresses; only {nixl_sleep.CONNECTOR} is registered again"
+    "with the KV connector {connector} vLLM cannot sleep: it registers the KV cache at the start, and a wake puts "
+    f"other memory behind the same addresses; only {nixl_sleep.CONNECTOR} is registered again"
 )
 
 
