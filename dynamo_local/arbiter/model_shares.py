@@ -154,7 +154,7 @@ class ModelShares:
             await self._order(targets)
         for name in stranded(fleet, set(targets)):
             with contextlib.suppress(DynamoError):  # it has changed since: the next decision sees how
-                await self._commands.run(Drain(stimulus_id="models:adopted", name=name))
+                await self._commands.run(Drain(stimulus_id="models:stranded", name=name))
 
     async def _order(self, targets: Mapping[str, int]) -> None:
         """All at once. Where that is refused, each model by itself, so that one in trouble holds no other up."""
@@ -276,14 +276,18 @@ def usable_gpus(fleet: Fleet, components: set[str]) -> int:
 
 
 def stranded(fleet: Fleet, components: set[str]) -> list[str]:
-    """Sleepers of an earlier arbiter. Their processes alone hold their GPUs' locks, so that nobody can use the GPUs."""
+    """Sleepers whose GPUs nobody can use.
+
+    The process of an earlier arbiter's sleeper alone holds the locks of its GPUs. Beside a sleeper that keeps an
+    unknown amount nothing can start: in a container NVML does not show our processes.
+    """
     return [
         name
         for name, sleeper in fleet.gpus.sleepers.items()
         if (worker := fleet.workers.get(name)) is not None
         and worker.component in components
         and worker.stands_by
-        and any(uuid in fleet.gpus.elsewhere for uuid in sleeper.uuids)
+        and (isinstance(sleeper.vram_bytes, Missing) or any(uuid in fleet.gpus.elsewhere for uuid in sleeper.uuids))
     ]
 
 

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from dynamo_local.config.model_graph import (
     engine_options,
     gpus_of,
     graph_yaml,
+    naming_option,
     server_command,
 )
 from dynamo_local.config.models import component_of
@@ -550,7 +551,11 @@ def _reasons(
         lines += [_short(model, one, each) for model, one, each in zip(models, plan.models, fits, strict=True)][:7]
         if len(models) > 7:
             lines[-1] = f"… and {len(models) - 6} models more"
-        return [*lines, _turns(plan, fits), "One port, one /v1/models; `dynamo status` shows who has the GPUs"]
+        return [
+            *lines,
+            _turns(plan, sum(each.tp for each in fits)),
+            "One port, one /v1/models; `dynamo status` shows who has the GPUs",
+        ]
     model, found, only = models[0], fits[0], plan.models[0]
     facts, weights = model.facts, model.weights_bytes
     known = "weights not known (no safetensors)" if weights is None else f"weights {gb(weights)}"
@@ -579,9 +584,8 @@ def _reasons(
     return lines
 
 
-def _turns(plan: GraphPlan, fits: Sequence[Fit]) -> str:
-    """Whether all models have an engine at once."""
-    needed = sum(each.tp for each in fits)
+def _turns(plan: GraphPlan, needed: int) -> str:
+    """Whether all models have an engine at once. `needed`: GPUs for one of each."""
     if all(one.floor for one in plan.models):
         return "Each keeps one engine; the other GPUs go where they are worth most"
     return (
@@ -701,21 +705,39 @@ def _servers(words: ModelWords, environ: Mapping[str, str]) -> Served:
         sizes = [each.tp for each in fits]
     else:
         sizes = [gpus_of((*template, *words.behind)) if count else 0] * len(words.models)
+    several = len(sizes) > 1 and all(sizes)
+    together = sum(sizes) <= count
     try:
-        engines = share(count, sizes) if count else [1] * len(sizes)
+        engines = share(count, sizes) if count and (together or not several) else first_that_fit(count, sizes)
     except DoesNotFit as error:
         raise GpuError(str(error)) from None
+    names = _command_names(words) if several or words.names else [None] * len(sizes)
     plans = []
-    for at, given in enumerate(words.models):
+    for at, (given, name) in enumerate(zip(words.models, names, strict=True)):
         more: tuple[str, ...] = ()
         if fits:
             more = ("--tp-size", str(fits[at].tp), "--context-length", str(fits[at].max_len))
-        name = ("--served-model-name", words.names[at]) if sglang and words.names else ()
-        command, _ = server_command((*template, *more, *name, *words.behind))
-        plans.append(ModelPlan(_place(given), None, engines[at], sizes[at], command=command))
+        option = naming_option(template)
+        if option is not None and name is not None and option not in (*template, *words.behind):
+            more += (option, name)
+        command, _ = server_command((*template, *more, *words.behind))
+        floor = int(together) if several else 1
+        plans.append(ModelPlan(_place(given), name, engines[at], sizes[at], command=command, floor=floor))
     lines = [f"{plan.model}: {plan.engines} × {shlex.join(plan.command)}" for plan in plans]
     lines += [f"{one}: {sum_line(each)}" for one, each in zip(words.models, fits, strict=False)]
-    return Served(_commands(words, tuple(plans), lines, host.option), tuple(fits))
+    plan = _commands(words, tuple(plans), lines, host.option)
+    if several:
+        plan = replace(plan, reasons=(*plan.reasons[:-1], _turns(plan, sum(sizes)), plan.reasons[-1]))
+    return Served(plan, tuple(fits))
+
+
+def _command_names(words: ModelWords) -> list[str]:
+    """Each model's name in the API: the command line's, or that of its folder or file."""
+    names = list(words.names) or [Path(given).name.removesuffix(".gguf") for given in words.models]
+    for name in names:
+        if names.count(name) > 1:
+            raise BadInput(f"two models are named {name!r}: give --served-model-name once for each --model")
+    return names
 
 
 def _place(given: str) -> str:

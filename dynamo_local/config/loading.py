@@ -367,15 +367,21 @@ def load_config(
     if above and below:
         source += " and the command line"
     models = components_of(sections)
-    if MODELS in sections:
-        services = {name: each for name, each in sections.items() if name != MODELS}
-        sections = deep_merge(expanded(sections, source), services)
-    config = Config(sections=sections, source=source, places=places, models=tuple(models))
+    config = Config(sections=with_models(sections, source), source=source, places=places, models=tuple(models))
     try:
         _check_common(config)
         return replace(config, host=validate_section(HostConfig, f"{source}: {HOST}", sections.get(HOST, {})))
     except ConfigError as error:
         raise config.located(error) from None
+
+
+def with_models(sections: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """The services of the section `Models` in its place, and the file's own sections laid over them."""
+    if MODELS not in sections:
+        return sections
+    services = {name: each for name, each in sections.items() if name != MODELS}
+    merged: dict[str, Any] = deep_merge(expanded(sections, source), services)
+    return merged
 
 
 def _read(path: Path) -> str:

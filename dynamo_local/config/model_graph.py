@@ -73,6 +73,11 @@ class GraphPlan:
         return f"{GRAPHS}:{'disagg' if only.prefill else 'agg'}{routed}"
 
     @property
+    def shares(self) -> bool:
+        """Whether its models share the GPUs."""
+        return len(self.models) > 1 and all(model.gpus for model in self.models)
+
+    @property
     def routed(self) -> bool:
         """Whether a Router chooses among several workers by what each has cached."""
         return len(self.models) == 1 and (self.models[0].engines > 1 or self.planner is not None)
@@ -106,6 +111,10 @@ def _sections(plan: GraphPlan) -> Iterator[tuple[str, dict[str, Any], str]]:
     if plan.engine is not None and len(plan.models) == 1 and plan.models[0].name is not None:
         frontend["served-model-name"] = plan.models[0].name
     yield "Frontend", frontend, "OpenAI's API, on 127.0.0.1 (docs/configuration.md#frontend)."
+    if plan.engine is None and plan.shares:
+        models = {str(model.name): _shared_command(model) for model in plan.models}
+        yield MODELS, models, "Servers that share the GPUs: docs/models.md."
+        return
     if plan.engine is None:
         for at, model in enumerate(plan.models):
             name = "Server" if at == 0 else f"Server{at + 1}"
@@ -134,6 +143,14 @@ def _command(model: ModelPlan) -> dict[str, Any]:
             "start-deadline-s": _start_deadline_s(model),
         },
     }
+
+
+def _shared_command(model: ModelPlan) -> dict[str, Any]:
+    """Its part of the section `Models`. A server that cannot be told its model's name is not asked for it."""
+    named = {} if naming_option(model.command) else {"served-model-name": model.name}
+    section = {**_command(model), **named, "gpus": model.gpus, "workers": model.engines, "floor": model.floor}
+    section["start-deadline-s"] = section.pop("ServiceArgs")["start-deadline-s"]
+    return {key: value for key, value in section.items() if key not in ("runtime", "role")}
 
 
 def _start_deadline_s(model: ModelPlan) -> int:
@@ -283,6 +300,13 @@ NOT_HERE: Mapping[str, str] = {
     ),
 }
 """Options that a server's line cannot have here, and what to say."""
+
+
+def naming_option(words: Sequence[str]) -> str | None:
+    """The option that tells this server what its model is called in the API; None where none is known."""
+    if _speaks_metrics(words):
+        return "--served-model-name"
+    return "--alias" if any(word.rpartition("/")[2].startswith("llama-server") for word in words) else None
 
 
 def server_command(words: Sequence[str]) -> tuple[tuple[str, ...], int | None]:

@@ -10,6 +10,9 @@
 
 Each model becomes two services: its workers, `qwen`, and its Processor, `qwen_Processor`. Keys that are not about the
 model's place are its workers' options. A section of that name in the file is laid over them.
+
+A model with a `command` is a server of `runtime: http`, which needs no Processor. Its Frontend passes requests on, so a
+section has commands only, or none.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from dynamo_local.errors import ConfigError
 from dynamo_local.sdk.settings import validate_section
 
 MODELS = "Models"
+COMMAND = "command"
 GRAPHS = "dynamo_local.components.graphs"
 SEPARATOR = "__"
 """Between the names of the components in the graph's name: `models__qwen__llama`."""
@@ -38,10 +42,14 @@ class ModelSection(SharingArgs):
 
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
 
-    model: Annotated[str, Field(min_length=1)]
-    """A folder, or sim-tiny."""
+    model: Annotated[str, Field(min_length=1)] | None = None
+    """A folder, or sim-tiny. A command has it as `{model}`."""
+    command: str | list[str | int | float] | None = None
+    """A server instead of an engine, as in a section of `runtime: http`."""
     served_model_name: Annotated[str, Field(min_length=1)] | None = None
     """Its name in the API, where the key is another one."""
+    aliases: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Further names of a command in the API, which its server must list as well."""
     gpus: Annotated[int, Field(ge=0, le=64)] = 1
     """GPUs of one worker."""
     workers: Annotated[int, Field(ge=0)] | None = None
@@ -61,6 +69,10 @@ class ModelSection(SharingArgs):
             raise ValueError(f"workers is {self.workers}, fewer than its floor of {self.floor}")
         if self.cap is not None and self.workers is not None and self.workers > self.cap:
             raise ValueError(f"workers is {self.workers}, more than its cap of {self.cap}")
+        if self.command is None and self.model is None:
+            raise ValueError("it needs a model, or a command")
+        if self.command is None and self.aliases:
+            raise ValueError("aliases are of a command; an engine's model has one name, served-model-name")
         if not self.gpus and not self.floor:
             raise ValueError("a model without GPUs (gpus: 0) has nothing to share: give it a floor of 1 or more")
         return self
@@ -84,8 +96,9 @@ def target_of(components: list[str]) -> str:
 
 
 def components_of(sections: Mapping[str, Any]) -> list[str]:
-    """The components of the models of a configuration, in its order; empty without the section."""
-    return [component_of(name) for name in sections.get(MODELS) or {}]
+    """The components of the graph that these models need, in their order; empty where none does."""
+    models = sections.get(MODELS) or {}
+    return [] if commands_of(models) else [component_of(name) for name in models]
 
 
 def expanded(sections: Mapping[str, Mapping[str, Any]], source: str) -> dict[str, dict[str, Any]]:
@@ -93,6 +106,14 @@ def expanded(sections: Mapping[str, Mapping[str, Any]], source: str) -> dict[str
     given = sections[MODELS]
     if not given or len(given) > MODELS_MAX:
         raise ConfigError(f"{source}: {MODELS} has {len(given)} models; 1 to {MODELS_MAX} can be served", at=(MODELS,))
+    commands = commands_of(given)
+    if commands and len(commands) < len(given):
+        engine = next(name for name in given if name not in commands)
+        raise ConfigError(
+            f"{source}: {MODELS}.{commands[0]} is a command and {MODELS}.{engine} an engine of ours: one Frontend "
+            "serves commands only, or engines only; give all a command, or none",
+            at=(MODELS, commands[0]),
+        )
     found: dict[str, dict[str, Any]] = {}
     held: dict[str, dict[str, Any]] = {}
     for name, section in given.items():
@@ -103,20 +124,47 @@ def expanded(sections: Mapping[str, Mapping[str, Any]], source: str) -> dict[str
             raise ConfigError(f"{source}: {MODELS}.{name} holds a model's options, not {section!r}", at=(MODELS, name))
         model = validate_section(ModelSection, f"{source}: {MODELS}.{name}", section)
         served = model.served_model_name or name
-        if served in held:
-            raise ConfigError(f"{source}: two models are named {served!r} in the API", at=(MODELS, name))
-        found[component], found[processor_of(component)] = _worker(model, served), _processor(model, served)
-        held[served] = {"component": component, **model.model_dump(include=set(HELD))}
+        for each in (served, *model.aliases):
+            if each in held:
+                raise ConfigError(f"{source}: two models are named {each!r} in the API", at=(MODELS, name))
+            held[each] = {"component": component, **model.model_dump(include=set(HELD))}
+        if commands:
+            found[component] = _server(model, (served, *model.aliases))
+        else:
+            found[component], found[processor_of(component)] = _worker(model, served), _processor(model, served)
     frontend = {"served_model_name": list(held), "models": held}
     return {"Frontend": frontend, **found}
+
+
+def commands_of(models: Mapping[str, Any]) -> list[str]:
+    """The models of the section that are commands."""
+    return [name for name, section in models.items() if isinstance(section, Mapping) and COMMAND in section]
 
 
 HELD = ("max_wait_s", "max_held", "max_held_bytes")
 """Options that the Frontend reads."""
 
 
+def _server(model: ModelSection, names: tuple[str, ...]) -> dict[str, Any]:
+    """The section of a command. It must list these names, unless it has no list of models (`served-model-name`)."""
+    named = {"must_serve": list(names)} if model.served_model_name is None else {"served_model_name": names[0]}
+    return {
+        "runtime": "http",
+        "role": "aggregated",
+        COMMAND: model.command,
+        **({} if model.model is None else {"model": model.model}),
+        **named,
+        **(model.model_extra or {}),
+        "ServiceArgs": _service_args(model),
+    }
+
+
 def _worker(model: ModelSection, served: str) -> dict[str, Any]:
-    share = model.model_dump(include=set(SharingArgs.model_fields))
+    own = {key: value for key, value in (model.model_extra or {}).items() if key not in _TO_PROCESSOR}
+    return {"model": model.model, "served_model_name": served, **own, "ServiceArgs": _service_args(model)}
+
+
+def _service_args(model: ModelSection) -> dict[str, Any]:
     args = {
         "workers": model.floor if model.workers is None else model.workers,
         "resources": {"gpu": model.gpus},
@@ -124,14 +172,9 @@ def _worker(model: ModelSection, served: str) -> dict[str, Any]:
         "standby": model.standby,
         "start_deadline_s": model.start_deadline_s,
         "drain_deadline_s": model.drain_deadline_s,
+        "sharing": model.model_dump(include=set(SharingArgs.model_fields)),
     }
-    own = {key: value for key, value in (model.model_extra or {}).items() if key not in _TO_PROCESSOR}
-    return {
-        "model": model.model,
-        "served_model_name": served,
-        **own,
-        "ServiceArgs": {**{key: value for key, value in args.items() if value is not None}, "sharing": share},
-    }
+    return {key: value for key, value in args.items() if value is not None}
 
 
 def _processor(model: ModelSection, served: str) -> dict[str, Any]:

@@ -229,9 +229,13 @@ def link_score(a: GpuDevice, b: GpuDevice) -> int:
     return score
 
 
+SIMULATED = "GPU-sim"
+"""How the UUIDs of simulated GPUs begin."""
+
+
 def simulated_uuid(index: int) -> str:
     """The UUID of a simulated GPU of that index."""
-    return f"GPU-sim00000-0000-0000-0000-{index:012d}"
+    return f"{SIMULATED}00000-0000-0000-0000-{index:012d}"
 
 
 def cuda_visible_devices(devices: Iterable[GpuDevice]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dynamo_local.core.gpus import SIMULATED
 from dynamo_local.core.types import Missing
 from dynamo_local.engines.sleep import EngineMemory, answer_of
 from dynamo_local.errors import EngineDead, EngineError, GpuError, InvalidRequest
@@ -127,6 +128,8 @@ def vram_bytes(pids: frozenset[int]) -> int | Missing:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not visible:
         return Missing("it has no GPU")
+    if visible.startswith(SIMULATED):
+        return 0  # a simulated GPU has no memory that a process could hold
     inventory = NvmlInventory(visible=visible)
     try:
         devices = inventory.sample()

@@ -15,6 +15,7 @@ from dynamo_local.components.commands import launch as placeholders
 from dynamo_local.components.commands.config import CommandConfig
 from dynamo_local.components.commands.launch import DYNAMO_1X, HTTP, NONE
 from dynamo_local.config.loading import COMMON, HOST, PLANNER, Config
+from dynamo_local.config.models import COMMAND
 from dynamo_local.core.fleet.states import ROLES
 from dynamo_local.core.types import Role
 from dynamo_local.errors import ConfigError
@@ -56,7 +57,6 @@ NO_PACKAGE = 9
 FIND_PACKAGE = f"import importlib.util, sys; sys.exit({NO_PACKAGE} * (importlib.util.find_spec(sys.argv[1]) is None))"
 FIND_TIMEOUT_S = 10.0
 
-COMMAND = "command"
 HTTP_FRONTEND = "dynamo_local.components.commands.http_frontend:ProxyFrontend"
 """Proxies to the workers of runtime `http` where no Python graph brings a Frontend."""
 

@@ -12,6 +12,7 @@ import os
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.components.models_view import ModelsView, prefill_models_prefix
 from dynamo_local.components.openai import access
+from dynamo_local.components.openai.held import HeldRequests
 from dynamo_local.components.openai.port import Serving
 from dynamo_local.components.proxy.app import ProxyDeps, create_app
 from dynamo_local.components.proxy.messages import HttpFrontendConfig
@@ -57,6 +58,7 @@ class ProxyFrontend:
             clock=clock,
             recorder=self._serving.recorder(context, settings, clock),
             page_feed=self._serving.page_feed(context, settings, clock),
+            held=HeldRequests(settings.models, models, None, clock) if settings.models else None,
         )
         await self._serving.start(context, deps, create_app(deps), prefilling)
 

@@ -27,6 +27,7 @@ from dynamo_local.components.commands.sleep import HookCommands, ServerSleep, Sl
 from dynamo_local.components.proxy.messages import Ask
 from dynamo_local.core.types import Missing, Role
 from dynamo_local.errors import ConfigError, FlipFailed
+from dynamo_local.sdk.checks import listing
 from dynamo_local.sdk.context import Work, WorkerContext
 from dynamo_local.sdk.service import async_on_start, endpoint, on_shutdown
 
@@ -100,9 +101,11 @@ class HttpConfig(CommandConfig):
     health: str = "/health"
     """Path that answers 200 once the server takes requests."""
     metrics: str | None = "/metrics"
-    """Path of its Prometheus metrics; null: it has none. Then its load is not known, and nothing scales by it."""
+    """Path of its Prometheus metrics; null: it has none. Then its KV use is not known, and no planner scales by it."""
     served_model_name: str | None = Field(default=None, min_length=1)
     """The model's name in the API, for a server without `/v1/models`."""
+    must_serve: tuple[str, ...] = ()
+    """Models that the server must list. The section `Models` writes this."""
     role_switch: str | None = None
     """Path whose POST gives the server its other role, so that its worker can flip; SGLang's is /pd_role_switch."""
     role_switch_body: dict[str, Any] = Field(default_factory=lambda: dict(DEFAULT_BODY))
@@ -195,6 +198,13 @@ class HttpDriver(UnroutedDriver):
             raise ConfigError(f"{url}: {error}; say `served-model-name` in its section") from None
         if not models:
             raise ConfigError(f"{url} lists no model (it answers {status}); say `served-model-name` in its section")
+        names = [model.name for model in models]
+        if missing := [name for name in self._config.must_serve if name not in names]:
+            raise ConfigError(
+                f"the server calls its models {listing(names)}, and requests come for {listing(missing)}. Name it so "
+                f"in its command: --served-model-name {missing[0]} (vLLM, SGLang) or --alias {missing[0]} (llama.cpp). "
+                "Or give the model in the section Models the server's name"
+            )
         return models
 
     def facts(self) -> Mapping[str, str]:

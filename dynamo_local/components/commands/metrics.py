@@ -133,27 +133,24 @@ def in_flight(numbers: ServerNumbers | Missing, own: OwnRequests, quiet_s: float
     return max(own.streams, numbers.running + waiting, int(kept))
 
 
-def load_of(numbers: ServerNumbers | Missing, own: OwnRequests, before: ServerNumbers | Missing) -> Load | Missing:
-    """The load to publish. `Missing` without counts or without the KV use: a planner must not take it for idle.
+def load_of(numbers: ServerNumbers | Missing, own: OwnRequests, before: ServerNumbers | Missing) -> Load:
+    """The load to publish. A server that does not count its requests has those of our Frontend.
 
-    `before` is the scrape before this one: the latency is that of the time between.
+    A KV use that is not known is `Missing`: a planner must not take the server for idle. `before` is the scrape before
+    this one: the latency is that of the time between.
     """
     if isinstance(numbers, Missing):
-        return numbers
-    for needed in (numbers.running, numbers.waiting, numbers.kv_usage):
-        if isinstance(needed, Missing):
-            return needed
-    assert isinstance(numbers.running, int)
-    assert isinstance(numbers.waiting, int)
-    assert isinstance(numbers.kv_usage, int | float)
+        return Load(own.streams, gpu_cache_usage_perc=numbers, remaining_tokens=own.remaining_tokens)
+    counted = not isinstance(numbers.running, Missing) and not isinstance(numbers.waiting, Missing)
     total = 0 if isinstance(numbers.kv_total_blocks, Missing) else numbers.kv_total_blocks
+    used = 0.0 if isinstance(numbers.kv_usage, Missing) else numbers.kv_usage
     hit_rate = 0.0 if isinstance(numbers.prefix_hit_rate, Missing) else numbers.prefix_hit_rate
     return Load(
-        request_active_slots=numbers.running,
-        num_requests_waiting=numbers.waiting,
+        request_active_slots=numbers.running if counted else own.streams,  # type: ignore[arg-type]
+        num_requests_waiting=numbers.waiting if counted else 0,  # type: ignore[arg-type]
         gpu_cache_usage_perc=numbers.kv_usage,
         kv_total_blocks=total,
-        kv_active_blocks=round(numbers.kv_usage * total),
+        kv_active_blocks=round(used * total),
         gpu_prefix_cache_hit_rate=hit_rate,
         remaining_tokens=own.remaining_tokens,
         itl_ms=_itl_ms(numbers, before),

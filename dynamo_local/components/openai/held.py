@@ -93,12 +93,14 @@ class HeldRequests:
         }
 
     def now(self) -> dict[str, HeldNow]:
-        """Models with held requests, by the component of their workers."""
-        return {
-            self._shared[name].component: HeldNow(len(each), each[0].since_s)
-            for name, each in self._waiting.items()
-            if each
-        }
+        """Held requests, by the component of the model's workers. A model may have several names."""
+        found: dict[str, HeldNow] = {}
+        for name, each in self._waiting.items():
+            if each:
+                component = self._shared[name].component
+                other = found.get(component, HeldNow(0, each[0].since_s))
+                found[component] = HeldNow(other.count + len(each), min(other.since_s, each[0].since_s))
+        return found
 
     async def until_served(
         self, model: str, size: int, since_s: float, reply: Reply | None, *, again: bool = False

@@ -13,6 +13,7 @@ Both functions run in the process of EngineCore, which the worker asks by their 
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 
@@ -24,11 +25,14 @@ CLOSE, OPEN = "dynamo_local_close_transfers", "dynamo_local_open_transfers"
 
 
 def install() -> None:
-    """In the process of EngineCore: the worker's utility calls find the two functions."""
-    from vllm.v1.engine.core import EngineCore
+    """In the process of EngineCore, which has its module: the worker's utility calls find the two functions.
 
-    setattr(EngineCore, CLOSE, close_transfers)
-    setattr(EngineCore, OPEN, open_transfers)
+    Nothing in an engine's other processes.
+    """
+    core = sys.modules.get("vllm.v1.engine.core")
+    if core is not None:
+        setattr(core.EngineCore, CLOSE, close_transfers)
+        setattr(core.EngineCore, OPEN, open_transfers)
 
 
 def close_transfers(core: Any) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 from dynamo_local.components.commands import launch as placeholders
 from dynamo_local.components.commands.graph import with_commands
 from dynamo_local.config import resolve
-from dynamo_local.config.loading import HOST, PLANNER, SERVICE_ARGS, Config, normalise
+from dynamo_local.config.loading import HOST, PLANNER, SERVICE_ARGS, Config, normalise, with_models
+from dynamo_local.config.models import MODELS
 from dynamo_local.config.yaml_text import Document
 from dynamo_local.core.secrets import allowed_env, is_secret_variable
+from dynamo_local.core.types import Role
 from dynamo_local.errors import ConfigError
 from dynamo_local.kubernetes.manifests import Kind, NotCarried, Note
 from dynamo_local.sdk.checks import RESERVED_SECTIONS, check_service_name
@@ -41,6 +43,8 @@ class ImportedGraph:
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
     pass_env: set[str] = field(default_factory=set)
+    shared: dict[str, tuple[str, Mapping[str, Any]]] = field(default_factory=dict)
+    """Sections of models that share the GPUs: the model's name in the API, and what its source says about its share."""
     port: int | None = None
     """The Frontend's: the port of the first server in the source."""
 
@@ -141,12 +145,29 @@ class ImportedGraph:
         if any(section["runtime"] == placeholders.HTTP for section in self.sections.values()):
             found[FRONTEND] = {"port": self.port or 8000}
         found |= {name: {**section, "command": _joined(section["command"])} for name, section in self.sections.items()}
-        config = Config(sections=normalise(found, self.source), source=self.source)
+        if models := self._models(found):
+            found[MODELS] = models
+        config = Config(sections=with_models(normalise(found, self.source), self.source), source=self.source)
         try:
             resolve(with_commands(None, config, None), config, namespace=None)
         except ConfigError as error:
             raise NotCarried(f"{error}; dynamo serve would refuse this configuration") from None
         return found
+
+    def _models(self, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Models that share the GPUs, taken out of the sections. One that needs no GPU, or has a role, stays there."""
+        models = {}
+        for section, (name, share) in self.shared.items():
+            whole = found[section]
+            args = dict(whole[SERVICE_ARGS])
+            gpus = args.pop("resources")["gpu"]
+            if not gpus or whole["role"] != Role.AGGREGATED:
+                continue
+            del found[section]
+            own = {key: value for key, value in whole.items() if key not in (SERVICE_ARGS, "runtime", "role")}
+            del args["workers"]
+            models[name] = {**own, "gpus": gpus, **args, **share}
+        return models
 
 
 def _devices(value: str) -> int | None:

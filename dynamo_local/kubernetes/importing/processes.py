@@ -18,12 +18,11 @@ from dynamo_local.kubernetes.importing.shell_commands import single
 # --- llama-swap
 
 LLAMA_SWAP_PORT = 8080
-_MODEL_READ = ("cmd", "proxy", "env", "aliases", "checkEndpoint", "macros", "useModelName")
-_ALL_RUN = "all models run side by side; dynamo sleep frees a GPU (docs/standby.md)"
+_MODEL_READ = ("cmd", "proxy", "env", "aliases", "checkEndpoint", "macros", "useModelName", "ttl")
+_SHARED = "a GPU goes to the model whose requests need it most (docs/models.md); say floor, cap or weight"
 _SWAP_REASONS = {
-    **dict.fromkeys(("groups", "matrix", "ttl", "globalTTL"), _ALL_RUN),
-    "hooks": "all models start with dynamo serve",
-    "healthCheckTimeout": "a server may take 1,800 s to start; say start-deadline-s in its ServiceArgs",
+    **dict.fromkeys(("groups", "matrix"), _SHARED),
+    "hooks": "a model that shall run from the start has a floor of 1",
     "startPort": "each worker takes a free port",
     "apiKeys": "put the keys into a file, and say `api-key: file:PATH` in Frontend",
     "peers": "models of other hosts: the Frontend routes to workers of this host",
@@ -40,9 +39,11 @@ _MACRO_DEPTH = 20
 
 
 def import_llama_swap(graph: ImportedGraph, document: Document, env: Mapping[str, str]) -> None:
-    """Add a section for each of llama-swap's models."""
+    """Add each of llama-swap's models. They share the GPUs; one that needs none is a service of its own."""
     graph.port = LLAMA_SWAP_PORT
-    graph.keys_left_out(document, (), ("models", "macros"), _SWAP_REASONS)
+    graph.keys_left_out(document, (), ("models", "macros", "globalTTL", "healthCheckTimeout"), _SWAP_REASONS)
+    wait_s = at(document.value, ("healthCheckTimeout",))
+    waits = {"max-wait-s": wait_s} if _seconds(wait_s) else {}
     shared = mapping(document, "macros")
     for model in mapping(document, "models"):
         path = ("models", model)
@@ -53,7 +54,16 @@ def import_llama_swap(graph: ImportedGraph, document: Document, env: Mapping[str
         if unknown is not None:
             graph.left_out(place, f"{unknown} is no macro of this file")
             continue
+        before = set(graph.sections)
         _model(graph, document, model, text, place)
+        ttl = at(document.value, (*path, "ttl"))
+        idle_s = ttl if _seconds(ttl) else at(document.value, ("globalTTL",))
+        for section in set(graph.sections) - before:
+            graph.shared[section] = (model, {**waits, **({"idle-s": idle_s} if _seconds(idle_s) else {})})
+
+
+def _seconds(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _model(graph: ImportedGraph, document: Document, model: str, text: str, place: Place) -> None:

@@ -148,6 +148,8 @@ def add_server(graph: ImportedGraph, server: Server) -> None:
         section["model"] = model
     if server.health is not None and server.health != "/health":
         section["health"] = server.health
+    if name_of_model[1:] and program is VLLM:
+        section["aliases"] = list(name_of_model[1:])
     gpus = _gpus(graph, program, options, server, devices)
     args: dict[str, Any] = {"workers": server.replicas, "resources": {"gpu": gpus}, "start-deadline-s": 1800}
     if env:

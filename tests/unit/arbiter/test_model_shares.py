@@ -17,7 +17,7 @@ from dynamo_local.core.fleet.events import Leave
 from dynamo_local.core.fleet.fleet import Fleet, Template
 from dynamo_local.core.gpu_shares import HeldNow, Sharing
 from dynamo_local.core.served import LastMinute
-from dynamo_local.core.types import GraphSpec, Resources, Role, ServiceSpec
+from dynamo_local.core.types import GraphSpec, Missing, Resources, Role, ServiceSpec
 from dynamo_local.system.gpu_pool import GpuSample
 from dynamo_local.system.gpus import SimInventory
 from tests.drivers.eventually import eventually
@@ -144,6 +144,14 @@ def test_sleepers_of_an_earlier_arbiter_are_found(elsewhere: bool, found: list[s
         view = replace(view, gpus=view.gpus.reserved_elsewhere(uuid, "an earlier arbiter"))
     assert stranded(view, {"a"}) == found
     assert stranded(view, {"b"}) == []
+
+
+def test_a_sleeper_that_keeps_nobody_knows_how_much_is_found() -> None:
+    """In a container NVML shows no process of ours: nothing could start beside such a sleeper."""
+    view = on_ledger([worker(0, "sleeping", template("a"))], 1, (template("a"),))
+    unknown = Missing("another pid namespace")
+    sleepers = {each: replace(kept, vram_bytes=unknown) for each, kept in view.gpus.sleepers.items()}
+    assert stranded(replace(view, gpus=replace(view.gpus, sleepers=sleepers)), {"a"}) == [name(0, "a")]
 
 
 async def test_metrics_name_the_model() -> None:

@@ -139,6 +139,21 @@ def test_sglang_and_other_servers_are_commands(
     assert "metrics: null" in other
 
 
+def test_several_commands_share_the_gpus_under_the_names_that_they_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    words = ("--model", model, "--model", "/m/b.gguf", "--model", "/m/c.gguf", "--gpus", "sim:2", "--dry-run", "--json")
+    answer = Asked(monkeypatch, capsys, *words, "--engine", "llama-server -m {model} --port {port:http}").json
+    assert "Together they need 3 GPUs" in "\n".join(answer["reasons"])
+    models = yaml.safe_load(answer["configuration"])["Models"]
+    assert {name: (each["workers"], each["floor"]) for name, each in models.items()} == {
+        "Model-8B": (1, 0), "b": (1, 0), "c": (0, 0),
+    }  # fmt: skip
+    assert "--alias" in models["b"]["command"]
+    other = Asked(monkeypatch, capsys, *words, "--engine", "serve {model} --port {port:http}").json["configuration"]
+    assert yaml.safe_load(other)["Models"]["b"]["served-model-name"] == "b", "a server of which we know no such option"
+
+
 def test_a_folder_without_a_tokenizer_is_planned_and_not_served(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
 ) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
+from dynamo_local.components.commands.graph import with_commands
 from dynamo_local.config.loading import Config, load_config
 from dynamo_local.config.models import component_of, target_of
 from dynamo_local.config.resolve import planned_components, resolve
-from dynamo_local.core.types import GraphSpec
+from dynamo_local.core.types import GraphSpec, Role
 from dynamo_local.errors import ConfigError
 from dynamo_local.sdk.loader import load_graph
 
@@ -45,6 +46,28 @@ def test_the_frontend_knows_which_requests_it_may_hold() -> None:
         "a": ("a", 7, 120.0),
         "org/b": ("b", 256, 5.0),
     }
+
+
+SERVER = {"command": "llama-server -m {model} --alias a --port {port:http}", "model": "/m/a.gguf"}
+
+
+def test_a_command_is_a_server_that_shares_the_gpus() -> None:
+    """It needs no Processor, and its Frontend passes requests on."""
+    config = config_of({"a": {**SERVER, "gpus": 2, "aliases": ["small"], "metrics": None, "idle-s": 60}})
+    graph = resolve(with_commands(None, config, None), config, namespace=None)
+    spec = graph.service("a")
+    assert (spec.runtime, spec.role, spec.resources.gpu, spec.workers) == ("http", Role.AGGREGATED, 2, 0)
+    assert spec.sharing is not None
+    assert spec.sharing.idle_s == 60.0
+    assert config.models == ()
+    assert spec.config["must_serve"] == ["a", "small"]
+    held = config.sections["Frontend"]["models"]
+    assert {name: each["component"] for name, each in held.items()} == {"a": "a", "small": "a"}
+
+
+def test_a_server_without_a_list_of_models_is_not_asked_for_its_names() -> None:
+    section = config_of({"a": {**SERVER, "served-model-name": "org/a"}}).sections["a"]
+    assert (section["served_model_name"], "must_serve" in section) == ("org/a", False)
 
 
 def test_what_a_file_or_a_person_says_of_a_service_is_laid_over_it() -> None:
@@ -81,6 +104,9 @@ def test_a_component_never_looks_like_anothers_further_worker(name: str, compone
         ({"a": {**TINY, "gpus": 0}}, "nothing to share"),
         ({"a": {**TINY, "weight": -1}}, "weight"),
         ({"a": 7}, "holds a model's options, not 7"),
+        ({"a": SERVER, "b": TINY}, "Models.a is a command and Models.b an engine of ours"),
+        ({"a": {**TINY, "aliases": ["b"]}}, "aliases are of a command"),
+        ({"a": {**SERVER, "aliases": ["b"]}, "b": SERVER}, "two models are named 'b'"),
     ],
 )
 def test_what_cannot_be_is_said_with_the_models_name(models: dict[str, Any], said: str) -> None:

@@ -120,18 +120,27 @@ def test_the_kind_is_recognised_by_content(text: str, kind: str) -> None:
     assert kind_of(text, "f") == kind
 
 
-def test_llama_swap_models_become_servers_under_their_names() -> None:
+def test_llama_swap_models_share_the_gpus_under_their_names() -> None:
     sections, notes = result(LLAMA_SWAP)
     assert sections["Frontend"] == {"port": 8080}
-    assert sections["Small"]["command"] == (
+    small, big, boxed = (sections["Models"][name] for name in ("small", "big:8b", "boxed"))
+    assert small["command"] == (
         "/opt/llama-server --model {model} --host 127.0.0.1 --port {port:http} --ctx-size 16384 --alias small --metrics"
     )
-    assert (sections["Small"]["health"], sections["Small"]["ServiceArgs"]["resources"]) == ("/ready", {"gpu": 2})
-    assert sections["Big8b"]["command"].endswith("-tp 2 --served-model-name big:8b big")
-    assert sections["Boxed"]["model"] == "/m.gguf"
+    assert (small["health"], small["gpus"], small["idle-s"], small["max-wait-s"]) == ("/ready", 2, 60, 500)
+    assert big["command"].endswith("-tp 2 --served-model-name big:8b big")
+    assert (big["aliases"], big["gpus"], "idle-s" in big) == (["big"], 2, False)
+    assert boxed["model"] == "/m.gguf"
     assert notes["23: models.away.cmd"] == "${nowhere} is no macro of this file"
-    assert {"1: healthCheckTimeout", "16: models.small.ttl", "24: groups"} <= notes.keys()
+    assert "24: groups" in notes
+    assert {"1: healthCheckTimeout", "16: models.small.ttl"}.isdisjoint(notes)
     assert notes["14: models.small.aliases"] == "gpt-4o-mini: llama.cpp has one name only"
+
+
+def test_a_model_of_llama_swap_without_a_gpu_is_a_service_of_its_own() -> None:
+    sections, _ = result("models:\n  a: {cmd: 'llama-server --port ${PORT} -m a.gguf -ngl 0'}\n")
+    assert sections["A"]["ServiceArgs"]["resources"] == {"gpu": 0}
+    assert "Models" not in sections
 
 
 def test_process_compose_keeps_servers_and_the_processes_beside_them() -> None:

@@ -62,13 +62,14 @@ async def test_a_prefill_server_holds_what_was_not_fetched(server: Server) -> No
 
 
 @pytest.mark.parametrize("without_url", [True, False])
-async def test_without_metrics_the_load_is_missing_and_what_we_hold_is_known(server: Server, without_url: bool) -> None:
+async def test_without_metrics_the_load_is_what_we_hold(server: Server, without_url: bool) -> None:
     server.silent_metrics = True
     made = driver(server, **({"metrics": None} if without_url else {}))
     with made.calls.streams.one(5):
         sample = await made.sample()
-    assert isinstance(sample.load, Missing)
-    assert sample.in_flight == 1
+    assert not isinstance(sample.load, Missing)
+    assert (sample.load.request_active_slots, sample.in_flight) == (1, 1)
+    assert isinstance(sample.load.gpu_cache_usage_perc, Missing)
     await made.close()
 
 

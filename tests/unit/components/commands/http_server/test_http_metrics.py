@@ -113,15 +113,21 @@ def test_engines_behind_one_server_are_counted_together_and_their_shares_average
     assert (found.running, found.waiting, found.kv_usage, found.kv_total_blocks) == (6, 4, 0.5, 800)
 
 
-@pytest.mark.parametrize("name", ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"])
-def test_without_a_count_the_load_is_missing_and_says_what_is_not_there(name: str) -> None:
-    found = load_of(numbers(VLLM.replace(name, "something_else")), OwnRequests(), UNKNOWN)
-    assert isinstance(found, Missing)
-    assert name in found.reason
+@pytest.mark.parametrize("name", ["num_requests_running", "num_requests_waiting"])
+def test_a_server_that_does_not_count_has_our_own_requests(name: str) -> None:
+    found = load_of(numbers(VLLM.replace(name, "something_else")), OwnRequests(streams=7), UNKNOWN)
+    assert (found.request_active_slots, found.num_requests_waiting, found.gpu_cache_usage_perc) == (7, 0, 0.25)
 
 
-def test_an_empty_exposition_is_missing_not_idle() -> None:
-    assert isinstance(load_of(numbers(""), OwnRequests(), UNKNOWN), Missing)
+def test_a_kv_use_that_is_not_told_is_missing_and_says_what_is_not_there() -> None:
+    found = load_of(numbers(VLLM.replace("kv_cache_usage_perc", "something_else")), OwnRequests(), UNKNOWN)
+    assert isinstance(found.gpu_cache_usage_perc, Missing)
+    assert "kv_cache_usage_perc" in found.gpu_cache_usage_perc.reason
+
+
+def test_an_empty_exposition_is_not_idle() -> None:
+    found = load_of(numbers(""), OwnRequests(streams=2), UNKNOWN)
+    assert (found.request_active_slots, isinstance(found.gpu_cache_usage_perc, Missing)) == (2, True)
     assert in_flight(numbers(""), OwnRequests(streams=2), 0.0, hands_over=False) == 2
 
 
