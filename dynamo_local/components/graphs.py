@@ -5,6 +5,7 @@
     disagg              Frontend, Processor, VllmWorker, PrefillWorker
     disagg_router       the same with a Router
     models__a__b        several aggregated models, each with workers and a Processor: a and a_Processor, b and …
+    models__a__a_Router__b      the same; the first one has a Router
 
 A graph is linked when its name is first asked for: each load of a graph sees its own links only.
 """
@@ -19,13 +20,13 @@ from dynamo_local.components.prefill_worker import PrefillWorker
 from dynamo_local.components.processor import Processor
 from dynamo_local.components.router import Router
 from dynamo_local.components.vllm_worker import VllmWorker
-from dynamo_local.config.models import GRAPHS, SEPARATOR, processor_of
+from dynamo_local.config.models import GRAPHS, SEPARATOR, processor_of, router_of
 from dynamo_local.sdk.service import DynamoService, depends
 
 Service = DynamoService[Any]
 
 # For type checkers a decorated class is still the class.
-_FRONTEND, _PROCESSOR, _WORKER = (cast(Service, each) for each in (Frontend, Processor, VllmWorker))
+_FRONTEND, _PROCESSOR, _ROUTER, _WORKER = (cast(Service, each) for each in (Frontend, Processor, Router, VllmWorker))
 _WORKERS: dict[str, tuple[Any, ...]] = {
     "agg": (VllmWorker,),
     "agg_router": (Router, VllmWorker),
@@ -43,22 +44,32 @@ def __getattr__(name: str) -> Any:
     first, *components = name.split(SEPARATOR)
     if first != "models" or not components or not all(components) or len(set(components)) < len(components):
         raise AttributeError(f"module {GRAPHS!r} has no graph {name!r}")
-    frontend, pairs = _models(tuple(components))
-    for processor, worker in pairs:
-        frontend.link(processor, colocate=True).link(worker)
+    frontend, chains = _models(tuple(components))
+    for processor, *others in chains:
+        last = frontend.link(processor, colocate=True)
+        for each in others:
+            last = last.link(each)
     return frontend
 
 
 @cache
-def _models(components: tuple[str, ...]) -> tuple[Service, tuple[tuple[Service, Service], ...]]:
-    """A Frontend that depends on a Processor of each model, and these with their workers."""
-    pairs = []
+def _models(components: tuple[str, ...]) -> tuple[Service, tuple[tuple[Service, ...], ...]]:
+    """A Frontend that depends on a Processor of each model, and these with their Routers and workers."""
+    routers = {router_of(component) for component in components} & set(components)
+    chains = []
     for component in components:
+        if component in routers:
+            continue
         worker = _like(_WORKER, component, {})
         client = depends(worker, optional=True)  # it starts without a worker, which may come later
-        pairs.append((_like(_PROCESSOR, processor_of(component), {"worker": client}), worker))
-    clients = {processor.name: depends(processor) for processor, _ in pairs}
-    return _like(_FRONTEND, _FRONTEND.name, {"processor": None, **clients}), tuple(pairs)
+        members: dict[str, Any] = {"worker": client}
+        routed: tuple[Service, ...] = ()
+        if router_of(component) in routers:
+            routed = (_like(_ROUTER, router_of(component), {"worker": client}),)
+            members["router"] = depends(routed[0])
+        chains.append((_like(_PROCESSOR, processor_of(component), members), *routed, worker))
+    clients = {chain[0].name: depends(chain[0]) for chain in chains}
+    return _like(_FRONTEND, _FRONTEND.name, {"processor": None, **clients}), tuple(chains)
 
 
 def _like(service: Service, name: str, members: dict[str, Any]) -> Service:

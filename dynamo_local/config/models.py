@@ -8,8 +8,9 @@
         floor: 0                   # it may give all GPUs back
       llama: …
 
-Each model becomes two services: its workers, `qwen`, and its Processor, `qwen_Processor`. Keys that are not about the
-model's place are its workers' options. A section of that name in the file is laid over them.
+Each model becomes two services: its workers, `qwen`, and its Processor, `qwen_Processor`. With `router: kv` or `slo` it
+has a Router as well, `qwen_Router`. Keys that are not about the model's place are its workers' options. A section of
+that name in the file is laid over them.
 
 A model with a `command` is a server of `runtime: http`, which needs no Processor. Its Frontend passes requests on, so a
 section has commands only, or none.
@@ -33,8 +34,12 @@ GRAPHS = "dynamo_local.components.graphs"
 SEPARATOR = "__"
 """Between the names of the components in the graph's name: `models__qwen__llama`."""
 MODELS_MAX = 64
-_TO_BOTH = ("ttft", "itl")
+_TO_ALL = ("ttft", "itl")
 _TO_PROCESSOR = ("serve_args", "router", "max_tries", "migration_limit")
+_TO_ROUTER = ("router", "kv_block_expiry_s")
+_ROUTED = ("kv", "slo")
+"""Policies that know what each worker has cached: a Router follows that."""
+_NOT_TO_WORKER = frozenset((*_TO_PROCESSOR, *_TO_ROUTER))
 
 
 class ModelSection(SharingArgs):
@@ -90,6 +95,11 @@ def processor_of(component: str) -> str:
     return f"{component}_Processor"
 
 
+def router_of(component: str) -> str:
+    """The Router of a model's workers, where it has one."""
+    return f"{component}_Router"
+
+
 def target_of(components: list[str]) -> str:
     """The graph of these models."""
     return f"{GRAPHS}:{SEPARATOR.join(('models', *components))}"
@@ -98,7 +108,16 @@ def target_of(components: list[str]) -> str:
 def components_of(sections: Mapping[str, Any]) -> list[str]:
     """The components of the graph that these models need, in their order; empty where none does."""
     models = sections.get(MODELS) or {}
-    return [] if commands_of(models) else [component_of(name) for name in models]
+    if commands_of(models):
+        return []
+    found = []
+    for name, section in models.items():
+        found += [component_of(name), *([router_of(component_of(name))] if _is_routed(section) else [])]
+    return found
+
+
+def _is_routed(section: Any) -> bool:
+    return isinstance(section, Mapping) and section.get("router") in _ROUTED
 
 
 def expanded(sections: Mapping[str, Mapping[str, Any]], source: str) -> dict[str, dict[str, Any]]:
@@ -131,7 +150,10 @@ def expanded(sections: Mapping[str, Mapping[str, Any]], source: str) -> dict[str
         if commands:
             found[component] = _server(model, (served, *model.aliases))
         else:
-            found[component], found[processor_of(component)] = _worker(model, served), _processor(model, served)
+            found[component] = _worker(model, served)
+            found[processor_of(component)] = _before(model, served, _TO_PROCESSOR)
+            if _is_routed(section):
+                found[router_of(component)] = _before(model, served, _TO_ROUTER)
     frontend = {"served_model_name": list(held), "models": held}
     return {"Frontend": frontend, **found}
 
@@ -160,7 +182,7 @@ def _server(model: ModelSection, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _worker(model: ModelSection, served: str) -> dict[str, Any]:
-    own = {key: value for key, value in (model.model_extra or {}).items() if key not in _TO_PROCESSOR}
+    own = {key: value for key, value in (model.model_extra or {}).items() if key not in _NOT_TO_WORKER}
     return {"model": model.model, "served_model_name": served, **own, "ServiceArgs": _service_args(model)}
 
 
@@ -177,7 +199,8 @@ def _service_args(model: ModelSection) -> dict[str, Any]:
     return {key: value for key, value in args.items() if value is not None}
 
 
-def _processor(model: ModelSection, served: str) -> dict[str, Any]:
+def _before(model: ModelSection, served: str, keys: tuple[str, ...]) -> dict[str, Any]:
+    """The section of its Processor, or of its Router: those of its keys, and the targets."""
     extra = model.model_extra or {}
-    own = {key: extra[key] for key in (*_TO_PROCESSOR, *_TO_BOTH) if key in extra}
+    own = {key: extra[key] for key in (*keys, *_TO_ALL) if key in extra}
     return {"model": model.model, "served_model_name": served, **own}

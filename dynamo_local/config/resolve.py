@@ -255,7 +255,7 @@ def _max_workers(service: DynamoService[Any]) -> int | None:
 
 def _check_router(source: str, graph: GraphSpec) -> None:
     """`router: kv` has an effect only where something knows what the workers have cached."""
-    if any(spec.name == ROUTER for spec in graph.components):
+    if any(spec.name.endswith(ROUTER) for spec in graph.components):  # `qwen_Router` of a model
         return
     for spec in graph.components:
         if spec.config.get("router") == "kv":

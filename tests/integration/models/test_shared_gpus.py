@@ -89,6 +89,17 @@ async def test_a_request_that_is_held_survives_the_arbiter_and_is_answered_after
         assert answer.status_code == 200, answer.text
 
 
+def test_a_model_with_a_router_sends_a_prefix_where_it_is_cached() -> None:
+    models = {"a": {**MODEL, "router": "kv", "floor": 2}, "b": MODEL}
+    with shared(models, gpus=3).started() as served:
+        prompt = {"model": "a", "prompt": "one two three " * 60, "max_tokens": 2}
+        answers = [httpx.post(f"{served.url}/v1/completions", json=prompt, timeout=60.0).json() for _ in range(4)]
+        cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+        assert cached[0] == 0
+        assert min(cached[1:]) > 0.7 * answers[0]["usage"]["prompt_tokens"], "each went to the first one's worker"
+        assert ask(served, "b").status_code == 200
+
+
 # --- one GPU, workers that leave ------------------------------------------------------------------
 
 

@@ -38,6 +38,15 @@ def test_each_model_has_a_processor_and_workers() -> None:
     assert set(graph.bindings("Frontend")) == {"qwen_Processor", "llama3_Processor"}
 
 
+def test_a_model_may_have_a_router() -> None:
+    graph = load_graph(f"{GRAPHS}:models__qwen__qwen_Router__llama3", base_dir=Path.cwd())
+    names = ["Frontend", "llama3", "llama3_Processor", "qwen", "qwen_Processor", "qwen_Router"]
+    assert sorted(graph.services) == names
+    assert graph.bindings("qwen_Processor")["router"] is graph.services["qwen_Router"]
+    assert graph.bindings("qwen_Router")["worker"] is graph.services["qwen"]
+    assert graph.bindings("llama3_Processor")["router"] is None
+
+
 def test_no_process_waits_for_a_models_worker() -> None:
     graph = load_graph(f"{GRAPHS}:models__qwen__llama3", base_dir=Path.cwd())
     assert graph.services["qwen_Processor"].depends["worker"].optional

@@ -48,6 +48,17 @@ def test_the_frontend_knows_which_requests_it_may_hold() -> None:
     }
 
 
+@pytest.mark.parametrize(("router", "routed"), [("kv", True), ("slo", True), ("least-loaded", False)])
+def test_a_policy_that_knows_what_is_cached_brings_a_router(router: str, routed: bool) -> None:
+    config = config_of({"a": {**TINY, "router": router, "ttft": 500}, "b": TINY})
+    graph = graph_of(config)
+    assert any(spec.name == "a_Router" for spec in graph.services) is routed
+    assert not any(spec.name == "b_Router" for spec in graph.services)
+    assert config.sections["a_Processor"]["router"] == router
+    if routed:
+        assert (graph.service("a_Router").config["router"], graph.service("a_Router").config["ttft"]) == (router, 500)
+
+
 SERVER = {"command": "llama-server -m {model} --alias a --port {port:http}", "model": "/m/a.gguf"}
 
 
