@@ -62,11 +62,15 @@ class _Usage:
 
     requests: deque[tuple[float, int]] = field(default_factory=deque)
     used_s: float = -math.inf
+    worked_s: float = -math.inf
+    """When its workers had a request last."""
     busy_s: float = BUSY_DEFAULT_S
     slots: int = SLOTS_DEFAULT
 
     def mean(self, since_s: float) -> float:
         """The mean number of requests since then; 0 without a look since then."""
+        if self.worked_s < since_s:
+            return 0.0
         recent = [count for at_s, count in self.requests if at_s >= since_s]
         return fmean(recent) if recent else 0.0
 
@@ -96,6 +100,7 @@ class ModelShares:
         self._held: dict[str, Held] = {}
         self._usage: dict[str, _Usage] = {}
         self._decided: Mapping[str, Share] = {}
+        self._idle: tuple[Any, ...] = ()
         self._numbers = itertools.count(1)
         self._news = asyncio.Event()
         self._troubled = False
@@ -148,7 +153,11 @@ class ModelShares:
         specs = [spec for spec in self._graph().services if spec.sharing is not None and spec.resources.gpu]
         models = [self._measured(spec, fleet, now_s) for spec in specs]
         self._usage = {spec.name: self._usage[spec.name] for spec in specs}
-        self._decided = shares(models, usable_gpus(fleet, {spec.name for spec in specs}))
+        gpus = usable_gpus(fleet, {spec.name for spec in specs})
+        idle = (gpus, *(each.when_idle for each in models))
+        if None in idle or idle != self._idle:
+            self._decided = shares(models, gpus)
+        self._idle = idle
         targets = {name: share.workers for name, share in self._decided.items()}
         if any(fleet.capacity(name) != count for name, count in targets.items()):
             await self._order(targets)
@@ -196,6 +205,8 @@ class ModelShares:
         held, held_s = self._held_of(name, now_s)
         if requests or held:
             usage.used_s = now_s
+        if requests:
+            usage.worked_s = now_s
         usage.requests.append((now_s, requests))
         while usage.requests[0][0] < now_s - LONG_S:
             usage.requests.popleft()

@@ -18,6 +18,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 HORIZON_S = 60.0
 """A worker is expected to be of use for so long. One that must be started earns nothing until it serves."""
@@ -122,6 +123,13 @@ class ModelNow:
         if not self.is_used:
             return 0.0
         return self.rate if self.rate > self.rate_long + EVIDENCE * self.rate_sd else self.rate_long
+
+    @property
+    def when_idle(self) -> tuple[Any, ...] | None:
+        """What its share depends on while it has no load: two equal ones need no second decision. None: it has some."""
+        if self.here or self.expected_rate:
+            return None
+        return self.name, self.sharing, self.gpus, self.workers, self.is_used, self.locked, self.arrives_s
 
     @property
     def locked(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -71,6 +72,24 @@ def _urgent(models: Sequence[ModelNow]) -> list[ModelNow]:
 
 def _gpus(models: Sequence[ModelNow], decided: Mapping[str, Share]) -> int:
     return sum(decided[each.name].workers * each.gpus for each in models)
+
+
+@given(fleets(), fleets())
+def test_models_without_load_are_decided_by_what_they_say_that_counts(
+    models: list[ModelNow], others: list[ModelNow]
+) -> None:
+    """The arbiter decides once for all fleets that are equal in this."""
+    still = [replace(each, requests=0, held=0, held_s=0.0, rate=0.0, rate_long=0.0) for each in models]
+    keys = [each.when_idle for each in still]
+    assert None not in keys
+    changed = [
+        replace(each, rate_sd=other.rate_sd, busy_s=other.busy_s, slots=other.slots, slack_s=other.slack_s)
+        for each, other in zip(still, itertools.cycle(others), strict=False)
+    ]
+    assert [each.when_idle for each in changed] == keys
+    assert {name: share.workers for name, share in shares(changed, GPUS).items()} == {
+        name: share.workers for name, share in shares(still, GPUS).items()
+    }
 
 
 @given(fleets(), st.integers(0, GPUS))
