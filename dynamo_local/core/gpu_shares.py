@@ -126,7 +126,7 @@ class ModelNow:
 
     @property
     def when_idle(self) -> tuple[Any, ...] | None:
-        """What its share depends on while it has no load: two equal ones need no second decision. None: it has some."""
+        """All that decides about its share while it has no load; None while it has some. Equal ones need one decision."""
         if self.here or self.expected_rate:
             return None
         return self.name, self.sharing, self.gpus, self.workers, self.is_used, self.locked, self.arrives_s
