@@ -101,6 +101,7 @@ class ModelShares:
         self._usage: dict[str, _Usage] = {}
         self._decided: Mapping[str, Share] = {}
         self._idle: tuple[Any, ...] = ()
+        self._arrived_s: dict[str, float] = {}
         self._numbers = itertools.count(1)
         self._news = asyncio.Event()
         self._troubled = False
@@ -237,18 +238,24 @@ class ModelShares:
 
     def _busy_s(self, name: str, usage: _Usage, now_s: float) -> float:
         """How long a request stays in its workers, by Little's law: the mean number of requests there in the last
-        minute ÷ the rate at which they ended. As before where none ended."""
+        minute ÷ the rate at which they ended. As before where none ended, or all were too short to be seen."""
         figures = self._sampling.last_minute.figures(name, now_s)
         ended = None if figures is None else figures["requests_per_s"]
-        return max(0.001, usage.mean(now_s - WINDOW_S) / ended) if ended else usage.busy_s
+        there = usage.mean(now_s - WINDOW_S)
+        return max(0.001, there / ended) if ended and there else usage.busy_s
 
     def _arrives_s(self, name: str, workers: tuple[Worker, ...]) -> float:
-        """How long one more worker takes, as measured on this host."""
+        """How long one more worker takes, as measured on this host. A model that never started takes as long as the
+        slowest of the others."""
         found = self._lead_times(name)
         asleep = {worker.standby.level for worker in workers if worker.stands_by}
         wakes = [OptionKind.WAKE_1] * (1 in asleep) + [OptionKind.WAKE_2] * (2 in asleep)
         options = (*wakes, OptionKind.PREWARMED, OptionKind.COLD)
-        return next((found[option] for option in options if option in found), ARRIVES_DEFAULT_S)
+        arrives_s = next((found[option] for option in options if option in found), None)
+        if arrives_s is not None:
+            self._arrived_s[name] = arrives_s
+            return arrives_s
+        return max(self._arrived_s.values(), default=ARRIVES_DEFAULT_S)
 
     # --- telling -----------------------------------------------------------------------------------
 
@@ -264,7 +271,7 @@ class ModelShares:
             share, (held, held_s) = self._decided.get(spec.name), self._held_of(spec.name, now_s)
             workers = fleet.of(spec.name)
             yield {
-                "model": spec.config.get("served_model_name") or spec.name,
+                "model": _name_of(spec),
                 "component": spec.name,
                 "ready": len(fleet.ready(spec.name)),
                 "asleep": sum(worker.stands_by for worker in workers),
@@ -323,6 +330,12 @@ def _deviation(rate: float, busy_s: float) -> float:
     least."""
     rate = max(rate, 1 / LONG_S)
     return math.sqrt(rate / busy_s * min(1.0, 2 * busy_s / RECENT_S))
+
+
+def _name_of(spec: ServiceSpec) -> str:
+    """The model's name in the API; of a command, the first that its server must list."""
+    name: str = spec.config.get("served_model_name") or next(iter(spec.config.get("must_serve") or ()), spec.name)
+    return name
 
 
 def _slack_s(spec: ServiceSpec) -> float:

@@ -28,6 +28,8 @@ STICKINESS = 2.0
 """The worth of a worker counts for so much more when it would be taken."""
 TAKEN = 0.5
 """A worker that is taken drains, and may have to come back. So large a share of what it would serve then is lost."""
+IDLE_YIELDS = 0.5
+"""An idle worker leaves for held requests, if fewer than this share of their number are expected for it meanwhile."""
 SERVED_LATE = 0.2
 """A request that is answered, but not within its targets, counts for so much of one that is."""
 COLD_SHARE = 0.7
@@ -126,7 +128,7 @@ class ModelNow:
 
     @property
     def when_idle(self) -> tuple[Any, ...] | None:
-        """All that decides about its share while it has no load; None while it has some. Equal ones need one decision."""
+        """All that decides about its share while it has no load; None while it has some."""
         if self.here or self.expected_rate:
             return None
         return self.name, self.sharing, self.gpus, self.workers, self.is_used, self.locked, self.arrives_s
@@ -200,7 +202,22 @@ def _least(models: Sequence[ModelNow], gpus: int) -> dict[str, int]:
         give(model, 1)
     for model in models:
         give(model, model.locked)
+    for model in models:
+        if model.held and not given[model.name] and _idle_gpus_for(model, models) >= model.gpus:
+            give(model, 1)
     return given
+
+
+def _idle_gpus_for(asking: ModelNow, models: Sequence[ModelNow]) -> int:
+    """GPUs of workers that have nothing to do, and little to expect while they are away (`IDLE_YIELDS`)."""
+    return sum(
+        (each.workers - max(each.sharing.floor, each.locked)) * each.gpus
+        for each in models
+        if not each.here
+        and each.workers > max(each.sharing.floor, each.locked)
+        and each.sharing.weight * each.expected_rate * (asking.arrives_s + asking.busy_s + each.arrives_s)
+        < IDLE_YIELDS * asking.sharing.weight * asking.held
+    )
 
 
 def _is_urgent(model: ModelNow, drain_s: float) -> bool:

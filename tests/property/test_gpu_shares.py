@@ -74,6 +74,15 @@ def _gpus(models: Sequence[ModelNow], decided: Mapping[str, Share]) -> int:
     return sum(decided[each.name].workers * each.gpus for each in models)
 
 
+def test_a_held_request_takes_an_idle_worker_for_which_little_is_expected() -> None:
+    """A person who asks one model after the other waits for a start, and not until the request is urgent."""
+    asking = ModelNow(name="b", held=1, held_s=1.0, arrives_s=5.0)
+    idle = ModelNow(name="a", workers=1, rate_long=0.01, busy_s=8.0, unused_s=20.0, stayed_s=60.0, arrives_s=5.0)
+    assert {name: share.workers for name, share in shares([idle, asking], 1).items()} == {"a": 0, "b": 1}
+    for busier in (replace(idle, rate_long=0.2), replace(idle, requests=1), replace(idle, stayed_s=1.0)):
+        assert shares([busier, asking], 1)["a"].workers == 1
+
+
 @given(fleets(), fleets())
 def test_models_without_load_are_decided_by_what_they_say_that_counts(
     models: list[ModelNow], others: list[ModelNow]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from dynamo_local.components.openai.http_io import Whole
 from dynamo_local.components.proxy import messages as payloads
 from dynamo_local.components.proxy.app import SENT_BACK, pick_headers
 from dynamo_local.components.proxy.messages import parse_ask
+from dynamo_local.core.served import Served
 from dynamo_local.errors import WorkerLost
 from dynamo_local.system import tracing
 
@@ -28,10 +30,16 @@ FAILED = 500
 
 
 class Streams:
-    """Our own connections: how many tokens each may still bring. None: the request has no limit."""
+    """Our own connections: how many tokens each may still bring. None: the request has no limit.
+
+    `served` counts what came over them, for a server that has no such metrics. An event counts as a token.
+    """
 
     def __init__(self) -> None:
         self._left: dict[object, int | None] = {}
+        self._heard_s: dict[object, float] = {}
+        self._began: set[object] = set()
+        self.served = Served()
         self.bound_if_unsaid = 0
         """The limit of a request without one: the model's length, in tokens; 0 if that is not known."""
 
@@ -40,10 +48,13 @@ class Streams:
         """While this is open, count one connection that may bring `tokens` tokens; gives the key for `passed`."""
         key = object()
         self._left[key] = tokens
+        self._heard_s[key] = time.monotonic()
         try:
             yield key
         finally:
-            del self._left[key]
+            del self._left[key], self._heard_s[key]
+            self._began.discard(key)
+            self.served.ended()
 
     def passed(self, key: object, events: int) -> None:
         """So many events, each of at least one token, have come."""
@@ -51,6 +62,14 @@ class Streams:
         if left is None:
             left = self.bound_if_unsaid
         self._left[key] = max(0, left - events)
+        if events:
+            now_s = time.monotonic()
+            gap_s, self._heard_s[key] = now_s - self._heard_s[key], now_s
+            if key in self._began:
+                self.served.more(gap_s, events)
+            else:
+                self._began.add(key)
+                self.served.first(gap_s, events)
 
     def own(self) -> OwnRequests:
         """All of them together."""

@@ -163,8 +163,9 @@ class HttpDriver(UnroutedDriver):
         self._before: ServerNumbers | Missing = Missing("it was not asked yet")
         self._moved_s = time.monotonic()
         self.models: tuple[Model, ...] = ()
+        self._counts_itself = False
         self.served: Mapping[str, float] = {}
-        """From its latest metrics; empty while they cannot be had."""
+        """From its latest metrics. A server that does not count its requests has those of our connections."""
 
     @property
     def calls(self) -> ServerCalls:
@@ -222,6 +223,9 @@ class HttpDriver(UnroutedDriver):
             numbers, self.served = http_metrics.read(scrape), http_metrics.served_of(scrape)
         else:
             await get_ok(self.base_url + self._config.health)
+        self._counts_itself |= bool(self.served)
+        if not self._counts_itself:
+            self.served = self.calls.streams.served.counters()
         own = self.calls.streams.own()
         load = http_metrics.load_of(numbers, own, self._before)
         now_s = time.monotonic()

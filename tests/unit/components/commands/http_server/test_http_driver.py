@@ -8,6 +8,7 @@ import pytest
 
 from dynamo_local.components.commands.http_server import HttpConfig, HttpDriver, Model
 from dynamo_local.components.commands.runner import ChildSilent
+from dynamo_local.core.served import ITL, REQUESTS, TOKENS, TTFT
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import ConfigError
 from tests.tools.openai_server import KV_BLOCKS, Server
@@ -43,6 +44,23 @@ async def test_a_server_without_models_says_what_to_do(server: Server) -> None:
     server.model = ""
     with pytest.raises(ConfigError, match="served-model-name"):
         await driver(server).wait_ready()
+
+
+async def test_a_server_that_calls_its_model_otherwise_is_told_the_option(server: Server) -> None:
+    await driver(server, must_serve=["tiny"]).wait_ready()
+    with pytest.raises(ConfigError, match="--served-model-name small"):
+        await driver(server, must_serve=["tiny", "small"]).wait_ready()
+
+
+async def test_a_server_that_does_not_count_has_the_figures_of_our_connections(server: Server) -> None:
+    made = driver(server, metrics=None)
+    with made.calls.streams.one(None) as stream:
+        for events in (1, 0, 4):
+            made.calls.streams.passed(stream, events)
+    await made.sample()
+    assert (made.served[REQUESTS], made.served[TOKENS]) == (1, 5)
+    assert {name.partition(".")[0] for name in made.served} == {REQUESTS, TOKENS, TTFT, ITL}
+    await made.close()
 
 
 async def test_its_load_and_what_it_holds(server: Server) -> None:
