@@ -60,6 +60,7 @@ from dynamo_local.errors import DynamoError, EtcdUnavailable, InfraUnavailable
 from dynamo_local.system.executors import ended
 from dynamo_local.system.gpu_pool import GpuPool
 from dynamo_local.system.process_host import LaunchSpec, ProcessHost
+from dynamo_local.transport.lease import KEEPALIVES_PER_TTL
 
 # --- starts
 # Processes are made within a deadline. One that appears after it is ended: somebody else may be started meanwhile.
@@ -117,6 +118,8 @@ class Starts:
 
 
 KEY_ASKED_S, KEY_ASKED_EVERY_S = 5.0, 0.1
+LEFT_AT_LEAST = 1.0 - 1.0 / KEEPALIVES_PER_TTL
+"""The share of its time to live that a lease has left when etcd goes away, at least."""
 
 
 class EventWriter(Protocol):
@@ -245,13 +248,15 @@ class ArbiterEffects:
     async def _look_up(self, act: LookUpKey) -> Event:
         """Ask etcd whether the key has ended, for a bounded time: an arbiter that was suspended has not heard of that.
 
-        If etcd has been away for longer than a lease lives, a missing key says nothing.
+        If etcd has been away for longer than a lease may have had left, a missing key says nothing: the lease has
+        expired. Its last keepalive may be a whole interval older than the loss.
         """
         factory = self._launcher.factory
         key = ready_key(factory.graph.namespace, act.name, int(act.lease, 16))
         revision = self._links.ready_keys.get(key)
         lost_s, now_s = self._links.etcd_lost_s, self._clock.now_s()
-        deadline_s = now_s + KEY_ASKED_S if lost_s is None else lost_s + factory.settings.lease_ttl_s - 1.0
+        left_s = LEFT_AT_LEAST * factory.settings.lease_ttl_s - 1.0
+        deadline_s = now_s + KEY_ASKED_S if lost_s is None else lost_s + left_s
         removed = False
         while revision is not None and self._clock.now_s() < min(deadline_s, now_s + KEY_ASKED_S):
             try:
