@@ -210,7 +210,7 @@ async def test_a_persons_change_reaches_the_planner(arbiter: Arbiter) -> None:
         while arbiter.planning.status()["next_decision_s"] > first - 0.05:
             await asyncio.sleep(0.005)
     arbiter.planning.on_manual_change()
-    assert arbiter.planning.status()["next_decision_s"] == pytest.approx(first, abs=0.04)
+    assert first - 0.04 < arbiter.planning.status()["next_decision_s"] <= 5.0, "a whole interval again"
 
 
 # --- another environment ---------------------------------------------------------------------------
