@@ -273,5 +273,5 @@ def _gpus(graph: ImportedGraph, program: Program, options: Options, server: Serv
             return given
         graph.changed(server.place, f"it saw {given} GPUs, and its options use {needed}: {needed} for each worker")
     if program is LLAMA and given is None and needed:
-        graph.changed(server.place, "1 GPU for each worker: say more, or 0 (a model: `gpus`, a service: ServiceArgs.resources.gpu)")
+        graph.changed(server.place, "1 GPU for each worker: say more, or 0 (`gpus`, or in ServiceArgs: resources.gpu)")
     return needed if program is not LLAMA or given is None else given
