@@ -151,7 +151,7 @@ log = logging.getLogger(__name__)
 
 def _check_standby(service: ServiceSpec, options: Any) -> None:
     """Raises `ConfigError` if vLLM could never sleep with these options."""
-    from dynamo_local.engines.vllm.sleep import NO_PLATFORM, other_connector
+    from dynamo_local.engines.vllm.sleep import NO_PLATFORM, connector_of, other_connector
 
     if service.standby is None:
         return
@@ -159,7 +159,7 @@ def _check_standby(service: ServiceSpec, options: Any) -> None:
     if not service.resources.gpu:
         why = f"{NO_PLATFORM.format(platform='CPU')}, and its workers have no GPU"
     else:
-        why = other_connector(options.args.get("kv_transfer_config") or {})
+        why = other_connector(connector_of(options.args.get("kv_transfer_config")))
     if why is not None:
         raise ConfigError(f"ServiceArgs.standby cannot be: {why}; remove it")
 

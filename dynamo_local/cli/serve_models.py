@@ -305,7 +305,11 @@ def _read(given: str, environ: Mapping[str, str], kv_dtype: str) -> Model:
 
 
 def _names(words: ModelWords, models: list[Model]) -> list[str]:
-    names = list(words.names) or [model.given if _tiny(model.given) else model.name for model in models]
+    return _distinct(list(words.names) or [model.given if _tiny(model.given) else model.name for model in models])
+
+
+def _distinct(names: list[str]) -> list[str]:
+    """The names of the models. Raises `BadInput` for two that are one in the API, or as components."""
     for name in names:
         if names.count(name) > 1:
             raise BadInput(f"two models are named {name!r}: give each a --served-model-name")
@@ -733,11 +737,7 @@ def _servers(words: ModelWords, environ: Mapping[str, str]) -> Served:
 
 def _command_names(words: ModelWords) -> list[str]:
     """Each model's name in the API: the command line's, or that of its folder or file."""
-    names = list(words.names) or [Path(given).name.removesuffix(".gguf") for given in words.models]
-    for name in names:
-        if names.count(name) > 1:
-            raise BadInput(f"two models are named {name!r}: give --served-model-name once for each --model")
-    return names
+    return _distinct(list(words.names) or [Path(given).name.removesuffix(".gguf") for given in words.models])
 
 
 def _place(given: str) -> str:

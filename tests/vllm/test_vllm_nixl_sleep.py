@@ -29,7 +29,7 @@ pytestmark = [
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engines(vllm_host: VllmHost) -> AsyncIterator[dict[str, VllmEngine]]:
-    """Who prefills, and who decodes."""
+    """One engine that prefills, and one that decodes."""
     before = dict(os.environ)
     os.environ.update(vllm_host.env)
     args = {name.replace("-", "_"): value for name, value in vllm_host.args.items() if name != "max-model-len"}

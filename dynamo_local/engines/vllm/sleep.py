@@ -6,6 +6,9 @@ transfers end before a sleep and begin anew after the wake (`nixl_sleep`).
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from dynamo_local.core.routing.kv_events import AllBlocksCleared
@@ -20,10 +23,17 @@ OTHER_CONNECTOR = (
 )
 
 
-def other_connector(kv_transfer_config: Any) -> str | None:
-    """Why a mapping of vLLM's `--kv-transfer-config` rules sleep out; None if it does not."""
-    name = kv_transfer_config.get("kv_connector") or nixl_sleep.CONNECTOR
-    return None if name == nixl_sleep.CONNECTOR else OTHER_CONNECTOR.format(connector=name)
+def connector_of(given: Any) -> str | None:
+    """The connector that vLLM's `--kv-transfer-config` names, a mapping or its JSON."""
+    if isinstance(given, str):
+        with contextlib.suppress(ValueError):  # vLLM's parser refuses what is no JSON
+            given = json.loads(given)
+    return given.get("kv_connector") if isinstance(given, Mapping) else None
+
+
+def other_connector(name: str | None) -> str | None:
+    """Why that KV connector rules sleep out; None if it does not, or there is none."""
+    return None if name in (None, nixl_sleep.CONNECTOR) else OTHER_CONNECTOR.format(connector=name)
 
 
 def cannot_sleep(llm: Any) -> str | None:
@@ -34,7 +44,7 @@ def cannot_sleep(llm: Any) -> str | None:
     if not current_platform.is_sleep_mode_available():
         return NO_PLATFORM.format(platform=str(current_platform.device_type).upper())
     transfer = config.kv_transfer_config
-    if transfer is not None and (why := other_connector({"kv_connector": transfer.kv_connector})) is not None:
+    if transfer is not None and (why := other_connector(transfer.kv_connector)) is not None:
         return why
     if not config.model_config.enable_sleep_mode:
         return "it was started without enable-sleep-mode"

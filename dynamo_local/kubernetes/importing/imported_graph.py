@@ -147,8 +147,8 @@ class ImportedGraph:
         found |= {name: {**section, "command": _joined(section["command"])} for name, section in self.sections.items()}
         if models := self._models(found):
             found[MODELS] = models
-        config = Config(sections=with_models(normalise(found, self.source), self.source), source=self.source)
         try:
+            config = Config(sections=with_models(normalise(found, self.source), self.source), source=self.source)
             resolve(with_commands(None, config, None), config, namespace=None)
         except ConfigError as error:
             raise NotCarried(f"{error}; dynamo serve would refuse this configuration") from None
@@ -159,6 +159,7 @@ class ImportedGraph:
         models = {}
         for section, (name, share) in self.shared.items():
             whole = found[section]
+            aliases = whole.pop("aliases", None)  # a service of its own has the names that its server lists
             args = dict(whole[SERVICE_ARGS])
             gpus = args.pop("resources")["gpu"]
             if not gpus or whole["role"] != Role.AGGREGATED:
@@ -166,7 +167,7 @@ class ImportedGraph:
             del found[section]
             own = {key: value for key, value in whole.items() if key not in (SERVICE_ARGS, "runtime", "role")}
             del args["workers"]
-            models[name] = {**own, "gpus": gpus, **args, **share}
+            models[name] = {**own, **({"aliases": aliases} if aliases else {}), "gpus": gpus, **args, **share}
         return models
 
 

@@ -152,6 +152,11 @@ def plan(tmp_path: Path, target: str, **worker: object) -> None:
             {"kv-transfer-config": {"kv_connector": "LMCacheConnectorV1"}},
             "with the KV connector LMCacheConnectorV1",
         ),
+        (
+            "agg",
+            {"kv-transfer-config": '{"kv_connector": "LMCacheConnectorV1"}'},
+            "the KV connector LMCacheConnectorV1",
+        ),
         ("agg", {"ServiceArgs": {"resources": {"gpu": 0}}}, "vLLM's CPU platform has no sleep mode"),
     ],
 )

@@ -143,6 +143,13 @@ def test_a_model_of_llama_swap_without_a_gpu_is_a_service_of_its_own() -> None:
     assert "Models" not in sections
 
 
+def test_a_service_of_its_own_has_further_names_in_its_command_only() -> None:
+    text = "models:\n  a: {cmd: 'vllm serve m --port ${PORT} --device cpu', aliases: [b]}\n"
+    sections, _ = result(text)
+    assert sections["A"]["command"].endswith("--served-model-name a b")
+    assert "aliases" not in sections["A"]
+
+
 def test_process_compose_keeps_servers_and_the_processes_beside_them() -> None:
     sections, notes = result(PROCESS_COMPOSE)
     assert sections["Engine"]["ServiceArgs"]["envs"] == {"HF_HOME": "/data"}
