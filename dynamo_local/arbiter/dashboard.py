@@ -18,14 +18,12 @@ from typing import Any
 
 from dynamo_local.arbiter.deployment import Settings
 from dynamo_local.clock import Clock
-from dynamo_local.core.types import watcher_name
 from dynamo_local.system.fd_messages import peer_of
 from dynamo_local.system.paths import Paths
 from dynamo_local.system.processes import aend_session, wait_exit
 
 log = logging.getLogger(__name__)
 
-NAME = "dashboard"
 LOOK_EVERY_S = 2.0
 DELAY_MAX_S = 60.0
 STOP_TIMEOUT_S = 5.0
@@ -109,8 +107,7 @@ class DashboardProcess:
         }
         own = ("PYTHON", "LC_", "DYN_LOCAL_")
         env = {name: value for name, value in os.environ.items() if name in ENVIRONMENT or name.startswith(own)}
-        file = self._paths.log_file(watcher_name(self._paths.namespace, NAME))
-        output = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        output = os.open(self._paths.page_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "dynamo_local.dashboard", "--settings", json.dumps(settings)],

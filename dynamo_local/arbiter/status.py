@@ -189,6 +189,7 @@ def run_status(parts: Parts, state: str, following: DecisionFollower | None) -> 
         "prefill_queue": parts.sampling.queue.as_json() if parts.links.queue is not None else None,
         "metrics_url": parts.exporter.url,
         "dashboard": parts.dashboard.status(),
+        "keeps_dashboard": parts.deployment.settings.dashboard is not None,
         "gpus": gpu_status(fleet.gpus),
         "gpu_inventory": parts.pool.freshness().as_json(),
         "quarantined_gpus": dict(fleet.gpus.quarantined),

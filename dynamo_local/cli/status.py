@@ -63,6 +63,8 @@ def render(graph: Mapping[str, Any], *, colour: bool = False) -> str:
         head.append(f"metrics   {graph['metrics_url']}")
     if page := graph.get("dashboard"):
         head.append(f"page      {page['url']}   its link: {page['link']}")
+    elif graph.get("keeps_dashboard"):
+        head.append("page      is starting")
     head += _queue(graph.get("prefill_queue"))
     head += _dispatch(graph["workers"])
     head += [f"targets   {line}" for line in kept_words(graph.get("targets"))]

@@ -372,6 +372,7 @@ class Status(TypedDict):
     prefill_queue: QueueStatus | None
     metrics_url: str | None
     dashboard: PageStatus | None
+    keeps_dashboard: bool
     gpus: list[GpuStatus]
     gpu_inventory: Freshness
     quarantined_gpus: dict[str, str]

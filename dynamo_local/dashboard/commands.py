@@ -8,13 +8,18 @@ import os
 import sys
 import time
 import webbrowser
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
 import click
 
-from dynamo_local.cli.common import find_paths, json_option, namespace_option
+from dynamo_local.cli.common import ask_arbiter, find_paths, json_option, namespace_option
 from dynamo_local.errors import BadInput, ConfigError, NotRunning
+from dynamo_local.system.paths import Paths
+
+START_TIMEOUT_S = 20.0
+LOOK_EVERY_S = 0.1
 
 
 @click.command()
@@ -46,7 +51,7 @@ def dashboard(
 
     If the page of the graph is served already, the command prints a new link to it. The link works once.
     """
-    from dynamo_local.dashboard.process import Settings, ask_running, serve
+    from dynamo_local.dashboard.process import Settings, serve
 
     paths = find_paths(name or namespace)
     host, _, port = listen.rpartition(":")
@@ -63,7 +68,7 @@ def dashboard(
         tuple(each.lower() for each in names),
         read_only,
     ).checked()
-    running = ask_running(paths)
+    running = _running_page(paths)
     if running is not None:
         if running.get("url") is None:
             raise ConfigError(
@@ -76,6 +81,31 @@ def dashboard(
     if not paths.runtime.is_dir():
         raise NotRunning(f"nothing runs in namespace {paths.namespace!r}; try `dynamo serve`")
     serve(settings, paths, lambda process: _show(process.link(), opens))
+
+
+def _running_page(paths: Paths) -> Mapping[str, Any] | None:
+    """The page's answer (`ask_running`); None where there is none.
+
+    A run that keeps a page (`Host.dashboard`) starts it beside its workers, and again if it dies: it is waited for.
+    Raises `NotRunning` if it does not come.
+    """
+    from dynamo_local.dashboard.process import ask_running
+
+    if (running := ask_running(paths)) is not None or not _is_kept(paths):
+        return running
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while (running := ask_running(paths)) is None:
+        if time.monotonic() >= deadline_s:
+            raise NotRunning(f"the run's page does not answer; its log says why: {paths.page_log}")
+        time.sleep(LOOK_EVERY_S)
+    return running
+
+
+def _is_kept(paths: Paths) -> bool:
+    try:
+        return bool(ask_arbiter(paths, "dynamo_status")["graph"].get("keeps_dashboard"))
+    except NotRunning:
+        return False
 
 
 def _show(url: str, opens: bool) -> None:

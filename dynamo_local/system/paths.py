@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dynamo_local.core.types import namespace_fault
+from dynamo_local.core.types import namespace_fault, watcher_name
 from dynamo_local.errors import ConfigError, StateError
 from dynamo_local.state.raw import home, make_private, prepare_folder, read_raw, statefile_path
 from dynamo_local.system.host_errors import telling
@@ -136,6 +136,11 @@ class Paths:
     def page_socket(self) -> Path:
         """Where the page's process makes new links."""
         return self.runtime / "page.sock"
+
+    @property
+    def page_log(self) -> Path:
+        """The log of the page's process that a run keeps."""
+        return self.log_file(watcher_name(self.namespace, "dashboard"))
 
     @property
     def requests_socket(self) -> Path:

@@ -100,7 +100,7 @@ class Viewer:
 
 def link_of(served: Served) -> str:
     """A new link of the page that the graph serves."""
-    return until(lambda: served.cli("dashboard", "--print-url", "-n", served.namespace).stdout.strip())
+    return served.ok("dashboard", "--print-url", "-n", served.namespace).strip()
 
 
 @contextmanager

@@ -75,6 +75,7 @@ def test_the_page_has_a_line_with_its_address_and_the_command_for_its_link() -> 
     page = {"url": "http://127.0.0.1:8700/", "link": "dynamo dashboard --print-url -n dynamo"}
     lines = render({**GRAPH, "dashboard": page}).splitlines()
     assert "page      http://127.0.0.1:8700/   its link: dynamo dashboard --print-url -n dynamo" in lines
+    assert "page      is starting" in render({**GRAPH, "keeps_dashboard": True}).splitlines()
 
 
 def test_a_worker_without_load_shows_a_dash_and_not_zero() -> None:
