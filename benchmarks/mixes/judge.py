@@ -9,9 +9,9 @@ from functools import partial
 from statistics import fmean
 
 from benchmarks.harness import percentile
-from benchmarks.mixes.made import LOAD_MAX, Mix, Request
-from benchmarks.mixes.policies import Ours, Swap, best_split, kept_by_halves, mux
-from benchmarks.mixes.world import Policy, Result, World, within
+from benchmarks.mixes.made import LOAD_MAX, MadeMix
+from benchmarks.mixes.policies import Swap, best_split, kept_by_halves, mux
+from dynamo_local.simulator.mix import Mix, Policy, Request, Result, Shared, World, within
 
 TARGET = 0.99
 LOADS = tuple(round(LOAD_MAX * 1.15**-n, 6) for n in range(24))
@@ -88,10 +88,10 @@ def share_with(mix: Mix, policy: str, requests: Sequence[Request]) -> float:
         return static_share(mix, requests, whole=policy == "static")
     if policy == "mux":
         return max(share_of(mix, requests, fixed)[0] for fixed in mux(mix, requests))
-    return share_of(mix, requests, Ours() if policy == "ours" else Swap())[0]
+    return share_of(mix, requests, Shared() if policy == "ours" else Swap())[0]
 
 
-def judged(mix: Mix, policies: Sequence[str] = POLICIES, at: float | None = None) -> list[Row]:
+def judged(mix: MadeMix, policies: Sequence[str] = POLICIES, at: float | None = None) -> list[Row]:
     """All policies on that mix. `at`: only at this load factor. None: the largest load of each policy is looked for,
     and the common load factor is the largest at which ours keeps 99 %."""
     loads = dict.fromkeys(policies, 0.0)
@@ -108,18 +108,18 @@ def judged(mix: Mix, policies: Sequence[str] = POLICIES, at: float | None = None
     return found
 
 
-def _share_at(mix: Mix, policy: str, load: float) -> float:
+def _share_at(mix: MadeMix, policy: str, load: float) -> float:
     return share_with(mix, policy, mix.at(load))
 
 
-def _static_row(mix: Mix, policy: str, load: float, at: float, ours: float) -> Row:
+def _static_row(mix: MadeMix, policy: str, load: float, at: float, ours: float) -> Row:
     requests = mix.at(at)
     share, gpus = static_shares(mix, requests, policy == "static", ours)
     hours = gpus * (mix.length_s - mix.warm_up_s) / 3600
     return Row(mix.family, mix.size, mix.seed, policy, load, at, share, hours, 0.0, 0.0)
 
 
-def _moving_row(mix: Mix, policy: str, load: float, at: float, ours: float) -> Row:
+def _moving_row(mix: MadeMix, policy: str, load: float, at: float, ours: float) -> Row:
     requests = mix.at(at)
     runs = [share_of(mix, requests, each) for each in _policies(mix, policy, requests)]
     share, result = max(runs, key=lambda run: run[0])
@@ -131,7 +131,7 @@ def _moving_row(mix: Mix, policy: str, load: float, at: float, ours: float) -> R
 def _policies(mix: Mix, policy: str, requests: Sequence[Request]) -> Sequence[Policy]:
     if policy == "mux":
         return mux(mix, requests)
-    return [Ours() if policy == "ours" else Swap()]
+    return [Shared() if policy == "ours" else Swap()]
 
 
 def cold_wait_s(mix: Mix, requests: Sequence[Request], result: Result) -> float:

@@ -19,7 +19,7 @@ from random import Random
 from types import MappingProxyType
 
 from benchmarks.traces import folder
-from dynamo_local.core.gpu_shares import Sharing
+from dynamo_local.simulator.mix import Engine, Mix, Request
 from dynamo_local.simulator.trace import read_trace
 
 LENGTH_S = 1500
@@ -34,36 +34,6 @@ TTFTS_S = (1.5, 6.0)
 RECORDED = "recorded"
 SIZES = MappingProxyType({"2 on 1": (2, 1), "3 on 2": (3, 2), "3 on 8": (3, 8), "6 on 8": (6, 8), "12 on 8": (12, 8)})
 """Models and GPUs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """One model's worker. Times are in seconds.
-
-    A pass of `n` requests takes `alone_s × (1 + n / grows)`; `slots` is the largest `n` within the target. A worker
-    starts in `start_s`, wakes in `wake_s` and falls asleep in `sleep_s`. At most `parked` of them sleep.
-    """
-
-    gpus: int
-    slots: int
-    prefill_s: float
-    """For each token of a prompt."""
-    alone_s: float
-    grows: float
-    ttft_s: float
-    itl_s: float
-    start_s: float
-    wake_s: float
-    sleep_s: float
-    parked: int
-
-    def busy_s(self, isl: float, osl: float) -> float:
-        """How long a request of these lengths holds its place in a full batch."""
-        return isl * self.prefill_s + osl * self.itl_s
-
-    def within(self, speed: float) -> int:
-        """The largest batch within the target at that speed; 0: not even one request alone is."""
-        return max(0, math.floor(self.grows * (self.itl_s * speed / self.alone_s - 1) + 1e-9))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,31 +57,22 @@ KINDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class Marked(Request):
     """`mark` is between 0 and 1: the request is part of every load factor ÷ `LOAD_MAX` above it."""
 
-    at_s: float
-    model: int
-    isl: int
-    osl: int
     mark: float
 
 
-@dataclass(frozen=True, slots=True)
-class Mix:
-    """Models that share `gpus`, and all their requests by time."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeMix(Mix):
+    """A mix with all its requests by time."""
 
     family: str
     size: str
     seed: int
-    gpus: int
-    engines: tuple[Engine, ...]
-    requests: tuple[Request, ...] = field(repr=False)
-    sharing: Sharing = field(default_factory=Sharing)
-    length_s: float = LENGTH_S
-    warm_up_s: float = WARM_UP_S
+    requests: tuple[Marked, ...] = field(repr=False)
 
-    def at(self, load: float) -> list[Request]:
+    def at(self, load: float) -> list[Marked]:
         """The requests at that load factor."""
         most = load / LOAD_MAX
         return [each for each in self.requests if each.mark < most]
@@ -176,13 +137,22 @@ def _hot(rng: Random, models: int, length_s: float) -> list[list[float]]:
 FAMILIES: Mapping[str, Rates] = MappingProxyType({"phases": _phases, "bursts": _bursts, "zipf": _zipf, "hot": _hot})
 
 
-def mix_of(family: str, size: str, seed: int) -> Mix:
+def mix_of(family: str, size: str, seed: int) -> MadeMix:
     """The mix of that family, size and seed. ValueError: recorded traces are not here."""
     models, gpus = SIZES[size]
     rng = Random(f"{family}/{size}/{seed}")
     engines = tuple(_engine(rng, models, gpus) for _ in range(models))
     made = _recorded(rng, engines) if family == RECORDED else _made(rng, FAMILIES[family], engines, gpus)
-    return Mix(family, size, seed, gpus, engines, tuple(_scaled(made, engines, gpus, rng)))
+    return MadeMix(
+        family=family,
+        size=size,
+        seed=seed,
+        gpus=gpus,
+        engines=engines,
+        length_s=LENGTH_S,
+        warm_up_s=WARM_UP_S,
+        requests=tuple(_scaled(made, engines, gpus, rng)),
+    )
 
 
 def _engine(rng: Random, models: int, gpus: int) -> Engine:
@@ -258,7 +228,7 @@ def _recorded(rng: Random, engines: Sequence[Engine]) -> Iterator[tuple[float, i
 
 def _scaled(
     made: Iterator[tuple[float, int, int, int]], engines: Sequence[Engine], gpus: int, rng: Random
-) -> Iterator[Request]:
+) -> Iterator[Marked]:
     """Requests by time, with marks that make their load `LOAD_MAX` at the mark 1."""
     rows = sorted(made)
     work = sum(
@@ -268,4 +238,4 @@ def _scaled(
     for at_s, model, isl, osl in rows:
         mark = rng.random() * over
         if mark < 1.0:
-            yield Request(at_s, model, isl, osl, mark)
+            yield Marked(at_s, model, isl, osl, mark)

@@ -1,6 +1,6 @@
 """The policies that are judged: ours, and three of others.
 
-* ours: `core.gpu_shares.shares`, each second and when a request is held.
+* ours: `simulator.mix.Shared`, each second and when a request is held.
 * static: the best split that is fixed for the whole run, chosen afterwards from the arrivals that are judged. Its GPUs
   are whole, or halves with half the speed and as many slots as keep the time between tokens then.
 * swap: llama-swap's rule. A model has at most one worker. It comes on demand, and the least recently used one goes.
@@ -10,69 +10,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.mixes.made import Mix, Request
-from benchmarks.mixes.world import LONG_S, SHORT_S, World, within
-from dynamo_local.core.gpu_shares import ModelNow, shares
-
-Placed = tuple[int, tuple[int, ...], int, float]
-"""Model, GPUs, slots and speed of a worker that is there from the start."""
+from dynamo_local.simulator.mix import Fixed, Mix, Placed, Request, World, within
 
 HALF = 0.5
 MUX_PARTS = 2
 """Models on a GPU, at least."""
-
-
-# --- ours ----------------------------------------------------------------------------------------
-
-
-class Ours:
-    """`core.gpu_shares.shares`, with what an arbiter measures."""
-
-    name = "ours"
-    ticks = True
-    divided = False
-
-    def first(self, mix: Mix) -> Sequence[Placed]:
-        return ()
-
-    def targets(self, world: World, now_s: float) -> Sequence[int]:
-        models = [_now(world, model, now_s) for model in range(len(world.mix.engines))]
-        decided = shares(models, world.mix.gpus)
-        return [decided[each.name].workers for each in models]
-
-
-def _now(world: World, model: int, now_s: float) -> ModelNow:
-    engine, meter, workers = world.mix.engines[model], world.meters[model], world.workers[model]
-    sharing = world.mix.sharing
-    waiting = world.queues[model]
-    held = len(waiting) if world.is_held(model) else 0
-    ready = [each.since_s for each in workers if each.ready]
-    ordered = max(len(workers), world.wanted[model])
-    rate_long = meter.rate(now_s, LONG_S)
-    young = ordered - sum(each <= now_s - sharing.min_stay_s for each in ready)
-    return ModelNow(
-        name=str(model),
-        sharing=sharing,
-        gpus=engine.gpus,
-        workers=ordered,
-        young=young,
-        requests=sum(each.here for each in workers) + len(waiting) - held,
-        held=held,
-        held_s=world.held_s(model, now_s) if held else 0.0,
-        rate=meter.rate(now_s, SHORT_S),
-        rate_long=rate_long,
-        rate_sd=math.sqrt(max(rate_long, 1 / LONG_S) / (2 * SHORT_S)),
-        busy_s=engine.busy_s(meter.isl, meter.osl),
-        slots=engine.slots,
-        slack_s=max(0.05, engine.ttft_s - meter.isl * engine.prefill_s),
-        arrives_s=world.arrives_s(model),
-        stayed_s=now_s - max(ready) if ready else None,
-        unused_s=0.0 if world.here[model] else now_s - world.used_s[model],
-    )
 
 
 # --- llama-swap's rule ---------------------------------------------------------------------------
@@ -109,22 +54,6 @@ class Swap:
 
 
 # --- fixed workers -------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Fixed:
-    """Workers that are there from the start, and stay."""
-
-    workers: Sequence[Placed]
-    name: str = "static"
-    ticks: bool = False
-    divided: bool = False
-
-    def first(self, mix: Mix) -> Sequence[Placed]:
-        return self.workers
-
-    def targets(self, world: World, now_s: float) -> None:
-        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,9 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.mixes.made import FAMILIES, SIZES, Engine, Mix, Request, mix_of
-from benchmarks.mixes.policies import Ours
-from benchmarks.mixes.world import World
+from benchmarks.mixes.made import FAMILIES, SIZES, mix_of
 from dynamo_local.core.gpu_shares import ModelNow, Share, Sharing, shares
+from dynamo_local.simulator.mix import Engine, Mix, Request, Shared, World
 
 GPUS = 8
 
@@ -176,7 +175,7 @@ engines = st.builds(
 
 
 @st.composite
-def mixes(draw: st.DrawFn) -> Mix:
+def mixes(draw: st.DrawFn) -> tuple[Mix, list[Request]]:
     """Few models on few GPUs, with requests in heaps."""
     models = draw(st.lists(engines, min_size=1, max_size=4))
     one = st.builds(
@@ -185,24 +184,25 @@ def mixes(draw: st.DrawFn) -> Mix:
         st.integers(0, len(models) - 1),
         st.integers(8, 4000),
         st.integers(2, 300),
-        st.just(0.0),
     )
     requests = sorted(draw(st.lists(one, min_size=1, max_size=80)), key=lambda each: each.at_s)
     sharing = Sharing(min_stay_s=draw(st.floats(0, 20)), max_wait_s=draw(st.floats(20, 120)))
-    return Mix("made", "", 0, draw(st.integers(2, 4)), tuple(models), tuple(requests), sharing, 200.0, 0.0)
+    sharing_models = tuple(replace(each, sharing=sharing) for each in models)
+    return Mix(gpus=draw(st.integers(2, 4)), engines=sharing_models, length_s=200.0), requests
 
 
 @settings(max_examples=40, deadline=None)
 @given(mixes())
-def test_a_run_drops_cuts_and_reorders_no_request(mix: Mix) -> None:
-    result = World(mix, mix.requests, Ours()).run()
-    assert result.finished == len(mix.requests)
+def test_a_run_drops_cuts_and_reorders_no_request(made: tuple[Mix, list[Request]]) -> None:
+    mix, requests = made
+    result = World(mix, requests, Shared()).run()
+    assert result.finished == len(requests)
     for model in range(len(mix.engines)):
-        mine = [number for number, each in enumerate(mix.requests) if each.model == model]
+        mine = [number for number, each in enumerate(requests) if each.model == model]
         assert [number for number in result.served if number in set(mine)] == mine
 
 
-class Wants(Ours):
+class Wants(Shared):
     """Wants so many workers of each model, whatever comes."""
 
     def __init__(self, targets: Sequence[int]) -> None:

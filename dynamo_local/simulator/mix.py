@@ -1,4 +1,4 @@
-"""A small simulator of several models on the GPUs of one host, for judging only.
+"""Several models on the GPUs of one host: engines as a few numbers, requests, and a policy that shares the GPUs.
 
 A request waits in its model's queue, in order, until a worker has a free place. Prefills of a worker run one after the
 other. Its streams share its passes; a pass grows with the batch. A worker that is taken away accepts nothing new,
@@ -14,13 +14,64 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Protocol
 
-from benchmarks.mixes.made import Engine, Mix, Request
+from dynamo_local.core.gpu_shares import ModelNow, Sharing, shares
 
 TICK_S = 1.0
 LATEST_S = 3600.0
 """Requests that have no answer so long after the last arrival stay unanswered: their model has no worker."""
 
 JOINED, FINISHED, READY, FREED, TICK = range(5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """One model's worker. Times are in seconds.
+
+    A pass of `n` requests takes `alone_s × (1 + n / grows)`; `slots` is the largest `n` within the target. A worker
+    starts in `start_s`, wakes in `wake_s` and falls asleep in `sleep_s`. At most `parked` of them sleep.
+    """
+
+    gpus: int
+    slots: int
+    prefill_s: float
+    """For each token of a prompt."""
+    alone_s: float
+    grows: float
+    ttft_s: float
+    itl_s: float
+    start_s: float
+    wake_s: float
+    sleep_s: float
+    parked: int
+    sharing: Sharing = field(default_factory=Sharing)
+
+    def busy_s(self, isl: float, osl: float) -> float:
+        """How long a request of these lengths holds its place in a full batch."""
+        return isl * self.prefill_s + osl * self.itl_s
+
+    def within(self, speed: float) -> int:
+        """The largest batch within the target at that speed; 0: not even one request alone is."""
+        return max(0, math.floor(self.grows * (self.itl_s * speed / self.alone_s - 1) + 1e-9))
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request: when it comes (s), which model it asks (its number), tokens of prompt and answer."""
+
+    at_s: float
+    model: int
+    isl: int
+    osl: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """Models that share `gpus`. Requests come for `length_s`; those after `warm_up_s` are judged."""
+
+    gpus: int
+    engines: tuple[Engine, ...]
+    length_s: float
+    warm_up_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +135,10 @@ TYPICAL_ISL, TYPICAL_OSL = 1000.0, 200.0
 """The lengths that are assumed for a model that had no request yet."""
 
 
+Placed = tuple[int, tuple[int, ...], int, float]
+"""Model, GPUs, slots and speed of a worker that is there from the start."""
+
+
 class Policy(Protocol):
     """Decides how many workers each model has."""
 
@@ -93,8 +148,8 @@ class Policy(Protocol):
     divided: bool
     """Workers share the speed of a GPU with those on it that have requests now."""
 
-    def first(self, mix: Mix) -> Sequence[tuple[int, tuple[int, ...], int, float]]:
-        """The workers that are there at the start: model, GPUs, slots and speed of each."""
+    def first(self, mix: Mix) -> Sequence[Placed]:
+        """The workers that are there at the start."""
 
     def targets(self, world: World, now_s: float) -> Sequence[int] | None:
         """Workers of each model from now on; None: as before."""
@@ -349,3 +404,78 @@ def within(mix: Mix, requests: Sequence[Request], result: Result) -> Mapping[int
             found[each.model][0] += 1
             found[each.model][1] += ttft_s <= engine.ttft_s and itl_s <= engine.itl_s * (1 + 1e-9)
     return {model: (came, kept) for model, (came, kept) in found.items()}
+
+
+# --- policies
+
+
+class Shared:
+    """`core.gpu_shares.shares`, with what an arbiter measures. Each model has its floor at the start."""
+
+    name = "ours"
+    ticks = True
+    divided = False
+
+    def first(self, mix: Mix) -> Sequence[Placed]:
+        models = [m for m, engine in enumerate(mix.engines) for _ in range(engine.sharing.floor)]
+        return fixed_workers(mix.engines, models)
+
+    def targets(self, world: World, now_s: float) -> Sequence[int]:
+        models = [_now(world, model, now_s) for model in range(len(world.mix.engines))]
+        decided = shares(models, world.mix.gpus)
+        return [decided[each.name].workers for each in models]
+
+
+def _now(world: World, model: int, now_s: float) -> ModelNow:
+    engine, meter, workers = world.mix.engines[model], world.meters[model], world.workers[model]
+    waiting = world.queues[model]
+    held = len(waiting) if world.is_held(model) else 0
+    ready = [each.since_s for each in workers if each.ready]
+    ordered = max(len(workers), world.wanted[model])
+    rate_long = meter.rate(now_s, LONG_S)
+    young = ordered - sum(each <= now_s - engine.sharing.min_stay_s for each in ready)
+    return ModelNow(
+        name=str(model),
+        sharing=engine.sharing,
+        gpus=engine.gpus,
+        workers=ordered,
+        young=young,
+        requests=sum(each.here for each in workers) + len(waiting) - held,
+        held=held,
+        held_s=world.held_s(model, now_s) if held else 0.0,
+        rate=meter.rate(now_s, SHORT_S),
+        rate_long=rate_long,
+        rate_sd=math.sqrt(max(rate_long, 1 / LONG_S) / (2 * SHORT_S)),
+        busy_s=engine.busy_s(meter.isl, meter.osl),
+        slots=engine.slots,
+        slack_s=max(0.05, engine.ttft_s - meter.isl * engine.prefill_s),
+        arrives_s=world.arrives_s(model),
+        stayed_s=now_s - max(ready) if ready else None,
+        unused_s=0.0 if world.here[model] else now_s - world.used_s[model],
+    )
+
+
+@dataclass(slots=True)
+class Fixed:
+    """Workers that are there from the start, and stay."""
+
+    workers: Sequence[Placed]
+    name: str = "static"
+    ticks: bool = False
+    divided: bool = False
+
+    def first(self, mix: Mix) -> Sequence[Placed]:
+        return self.workers
+
+    def targets(self, world: World, now_s: float) -> None:
+        return None
+
+
+def fixed_workers(engines: Sequence[Engine], models: Sequence[int]) -> list[Placed]:
+    """A worker of each of these models, one after the other on the GPUs."""
+    found, at = list[Placed](), 0
+    for model in models:
+        engine = engines[model]
+        found.append((model, tuple(range(at, at + engine.gpus)), engine.slots, 1.0))
+        at += engine.gpus
+    return found
