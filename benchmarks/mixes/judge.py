@@ -10,8 +10,9 @@ from statistics import fmean
 
 from benchmarks.harness import percentile
 from benchmarks.mixes.made import LOAD_MAX, MadeMix
-from benchmarks.mixes.policies import Swap, best_split, kept_by_halves, mux
+from benchmarks.mixes.policies import Swap, kept_by_halves, mux
 from dynamo_local.simulator.mix import Mix, Policy, Request, Result, Shared, World, within
+from dynamo_local.simulator.mix_plans import most_kept
 
 TARGET = 0.99
 LOADS = tuple(round(LOAD_MAX * 1.15**-n, 6) for n in range(24))
@@ -60,14 +61,14 @@ def static_shares(mix: Mix, requests: Sequence[Request], whole: bool, share: flo
     most = round(2 * GPUS_TRIED * mix.gpus)
     curves = [kept_by_halves(mix, requests, model, most, whole) for model in range(len(mix.engines))]
     count = max(1, sum(each.at_s >= mix.warm_up_s for each in requests))
-    enough = (n for n in range(1, most + 1) if best_split(curves, n).kept >= share * count - 1e-9)
-    return best_split(curves, 2 * mix.gpus).kept / count, next(enough, math.inf) / 2
+    enough = (n for n in range(1, most + 1) if most_kept(curves, n)[1] >= share * count - 1e-9)
+    return most_kept(curves, 2 * mix.gpus)[1] / count, next(enough, math.inf) / 2
 
 
 def static_share(mix: Mix, requests: Sequence[Request], whole: bool) -> float:
     """The share that the best static split keeps."""
     curves = [kept_by_halves(mix, requests, model, 2 * mix.gpus, whole) for model in range(len(mix.engines))]
-    return best_split(curves, 2 * mix.gpus).kept / max(1, sum(each.at_s >= mix.warm_up_s for each in requests))
+    return most_kept(curves, 2 * mix.gpus)[1] / max(1, sum(each.at_s >= mix.warm_up_s for each in requests))
 
 
 def largest_load(share_at: Callable[[float], float]) -> float:

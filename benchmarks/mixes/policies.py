@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from dynamo_local.simulator.mix import Fixed, Mix, Placed, Request, World, within
 
@@ -56,14 +55,6 @@ class Swap:
 # --- fixed workers -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """The best fixed split of so many GPUs: parts of each model in half GPUs, and requests within targets."""
-
-    halves: tuple[int, ...]
-    kept: int
-
-
 def kept_by_halves(
     mix: Mix, requests: Sequence[Request], model: int, halves_max: int, whole: bool
 ) -> Mapping[int, int]:
@@ -83,21 +74,6 @@ def kept_by_halves(
         if kept > best:
             found[halves] = best = kept
     return found
-
-
-def best_split(curves: Sequence[Mapping[int, int]], halves: int) -> Split:
-    """The most requests within targets on so many half GPUs together."""
-    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
-    for curve in curves:
-        following: dict[int, tuple[int, tuple[int, ...]]] = {}
-        for used, (kept, parts) in best.items():
-            for more, gained in curve.items():
-                total = used + more
-                if total <= halves and kept + gained > following.get(total, (-1, ()))[0]:
-                    following[total] = kept + gained, (*parts, more)
-        best = following
-    kept, parts = max(best.values())
-    return Split(parts, kept)
 
 
 # --- always-on sharing by time -------------------------------------------------------------------

@@ -273,6 +273,49 @@ class Planned(TypedDict):
     yaml: str
 
 
+class MixModel(TypedDict):
+    """One model of a mix. `slots`: requests that a worker serves at once. `wait_s_p99`: until a worker took it."""
+
+    name: str
+    requests: int
+    attainment: float
+    ttft_ms_p50: float | None
+    ttft_ms_p95: float | None
+    wait_s_p99: float | None
+    worker_gpus: int
+    slots: int
+    start_s: float
+
+
+class _Mix(TypedDict):
+    gpus: int
+    attainment: float
+    gpu_hours: float
+    switches: int
+    models: list[MixModel]
+
+
+class PlannedMix(_Mix):
+    """`dynamo plan --model`: the models together on the fewest GPUs. `apart`: GPUs if each has its own; null: none."""
+
+    attained: bool
+    apart_gpus: int | None
+    apart: dict[str, int | None]
+
+
+class FixedSplit(TypedDict):
+    """The GPUs of each model in the best split that is fixed for the whole time, chosen afterwards."""
+
+    gpus: dict[str, int]
+    attainment: float
+
+
+class SimulatedMix(_Mix):
+    """`dynamo simulate --model`."""
+
+    best_fixed_split: FixedSplit
+
+
 class Benched(TypedDict):
     """`dynamo bench`, under the names of `vllm bench serve`. Null: no sample. `errors` has the first reasons."""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dynamo_local.cli.common import FiniteRange, json_option
+from dynamo_local.cli.mixes import models_option, plan_models
 from dynamo_local.errors import EXIT_FAILED, BadInput
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ TOKENS = click.IntRange(1, 1_000_000)
     show_default=True,
     help="Folder of a profile, or the name of one that ships. Several: the better engines are named.",
 )
+@models_option
 @click.option("--trace", type=click.Path(path_type=Path), help="The load, in Mooncake's format; or …")
 @click.option("--rate", type=POSITIVE, help="… requests per second …")
 @click.option("--isl", type=TOKENS, help="… with prompts around so many tokens …")
@@ -65,7 +67,11 @@ def plan(as_json: bool, write: Path | None, **words: Any) -> int:
 
     Nothing has to run: the simulator tries fleets with the profile. Given profiles of several engines (other GPUs per
     worker, other settings), the command names the better one. Exit code 1 if no fleet keeps the targets.
+
+    With --model, several models share the GPUs: how many they need together, and how many each would need alone.
     """
+    if words["models"]:
+        return plan_models(words, as_json)
     import yaml
 
     from dynamo_local.simulator.options import Slo

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dynamo_local.cli.common import FiniteRange, Shape, json_option, shown
+from dynamo_local.cli.mixes import models_option, simulate_models
 from dynamo_local.core.lead_times import OptionKind
 from dynamo_local.core.traffic import MAX_INFLIGHT, MAX_NUM_WAITING, REQUEST_TIMEOUT_S
 from dynamo_local.core.types import SECONDS_MAX
@@ -247,6 +248,7 @@ DEFAULT_INITIAL = "1,1"
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
 @click.option("--trace", type=click.Path(path_type=Path), help="Requests: a recording, or another format.")
+@models_option
 @click.option("--as-it-was", is_flag=True, help="Run the fleet that --trace FILE was recorded on, with its targets.")
 @click.option("--generate", metavar="chat|code|sin[,KEY=VALUE…]", help="Make the requests (docs/simulate.md).")
 @click.option(
@@ -319,7 +321,12 @@ def simulate(as_json: bool, report: Path | None, jobs: int | None, progress: boo
     the simulated engine: --sim.max-num-seqs=64.
     The requests are those of a --trace, or are made (--generate).
     With --static and no policy or option of the planner there is no planned run; with both they are compared.
+
+    With --model, several models share the GPUs, beside the best fixed split of them.
     """
+    if params["models"]:
+        simulate_models(params, _gpus(params["gpus"]), as_json)
+        return
     from dynamo_local.simulator.metrics import measure
     from dynamo_local.simulator.options import Slo
     from dynamo_local.simulator.report import ReportedRun, write_report

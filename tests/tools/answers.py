@@ -41,6 +41,8 @@ def name_of(words: Sequence[str]) -> str:
             return "doctor.checks"
         case ["scale", *more] if "--flip" in more:
             return "scale.flip"
+        case ["plan" | "simulate", *more] if "--model" in more:
+            return f"{words[0]}.models"
     return words[0]
 
 
