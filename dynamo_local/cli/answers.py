@@ -311,9 +311,10 @@ class FixedSplit(TypedDict):
 
 
 class SimulatedMix(_Mix):
-    """`dynamo simulate --model`."""
+    """`dynamo simulate --model`. The second split has a worker of each model; null: the GPUs are too few for that."""
 
     best_fixed_split: FixedSplit
+    best_fixed_split_of_all: FixedSplit | None
 
 
 class Benched(TypedDict):

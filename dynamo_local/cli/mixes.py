@@ -14,7 +14,7 @@ from dynamo_local.cli.common import aligned
 from dynamo_local.errors import EXIT_FAILED, BadInput
 
 if TYPE_CHECKING:
-    from dynamo_local.simulator.mix_plans import Judged, Loaded
+    from dynamo_local.simulator.mix_plans import Judged, Loaded, Split
 
 models_option = click.option(
     "--model",
@@ -53,18 +53,24 @@ def plan_models(words: Mapping[str, Any], as_json: bool) -> int:
 
 def simulate_models(words: Mapping[str, Any], gpus: int, as_json: bool) -> None:
     """`dynamo simulate --model …`: the models on so many GPUs, shared, and beside that the best fixed split."""
-    from dynamo_local.simulator.mix_plans import best_split, together
+    from dynamo_local.simulator.mix_plans import best_splits, together
 
     models = _loaded(words, () if words["profile"] is None else (words["profile"],))
     judged = together(models, gpus)
-    parts, share = best_split(models, gpus)
+    best, of_all = best_splits(models, gpus)
     if as_json:
-        split = {"gpus": parts, "attainment": round(share, 6)}
-        click.echo(json.dumps({**_run(models, judged), "best_fixed_split": split}, indent=2))
+        splits = {"best_fixed_split": _split(best), "best_fixed_split_of_all": of_all and _split(of_all)}
+        click.echo(json.dumps({**_run(models, judged), **splits}, indent=2))
         return
     _print(models, judged)
-    words_of = ", ".join(f"{name} {count}" for name, count in parts.items())
-    click.echo(f"the best fixed split, chosen afterwards: {share:.1%} within the targets ({words_of})")
+    for split, whose in ((best, ""), (of_all, " with a worker of each")):
+        if split is not None and (whose == "" or split != best):
+            said = ", ".join(f"{name} {count or 'none'}" for name, count in split.gpus.items())
+            click.echo(f"the best fixed split{whose}, chosen afterwards: {split.share:.1%} within the targets ({said})")
+
+
+def _split(split: Split) -> dict[str, Any]:
+    return {"gpus": dict(split.gpus), "attainment": round(split.share, 6)}
 
 
 def _loaded(words: Mapping[str, Any], profiles: Sequence[str]) -> list[Loaded]:

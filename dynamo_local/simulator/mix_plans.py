@@ -237,15 +237,32 @@ def fixed_curve(model: Loaded, gpus: int | None = None) -> Iterator[tuple[int, t
         best = kept
 
 
-def best_split(models: Sequence[Loaded], gpus: int) -> tuple[dict[str, int], float]:
-    """The fixed split of the GPUs that keeps the most requests within targets: GPUs by model, and the share."""
+@dataclass(frozen=True, slots=True)
+class Split:
+    """GPUs of each model for the whole time, and the share of requests that is within the targets on them."""
+
+    gpus: Mapping[str, int]
+    share: float
+
+
+def best_splits(models: Sequence[Loaded], gpus: int) -> tuple[Split, Split | None]:
+    """The fixed splits that keep the most requests within targets: of all, and of those that give each model a worker.
+
+    None where the GPUs are too few for one worker of each.
+    """
     curves, total = list[dict[int, int]](), 0
     for model in models:
         points = dict(fixed_curve(model, gpus))
         total += max((came for came, _ in points.values()), default=0)
-        curves.append({0: 0, **{count: kept for count, (_, kept) in points.items()}})
-    parts, kept = most_kept(curves, gpus)
-    return dict(zip((model.name for model in models), parts, strict=True)), kept / max(1, total)
+        curves.append({count: kept for count, (_, kept) in points.items()})
+    names = [model.name for model in models]
+
+    def best(curves: Sequence[Mapping[int, int]]) -> Split:
+        parts, kept = most_kept(curves, gpus)
+        return Split(dict(zip(names, parts, strict=True)), kept / max(1, total))
+
+    fits = sum(model.engine.gpus for model in models) <= gpus
+    return best([{0: 0, **curve} for curve in curves]), best(curves) if fits else None
 
 
 def most_kept(curves: Sequence[Mapping[int, int]], units: int) -> tuple[tuple[int, ...], int]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dynamo_local.simulator.generator import generate, parse_generated
-from dynamo_local.simulator.mix_plans import Loaded, best_split, fixed_curve, most_kept, parse_model, plan, together
+from dynamo_local.simulator.mix_plans import Loaded, best_splits, fixed_curve, most_kept, parse_model, plan, together
 from dynamo_local.simulator.trace import write_trace
 from tests.fakes.arbiter.scripted_arbiter import dynamo
 
@@ -54,11 +54,14 @@ def test_two_models_that_are_never_busy_at_once_share_one_worker_s_gpus(tmp_path
     assert planned.together.gpus == max(each or 0 for each in planned.apart.values())
 
 
-def test_the_best_fixed_split_uses_no_more_gpus_than_there_are() -> None:
-    parts, share = best_split(loaded(BUSY, QUIET), 3)
-    assert sum(parts.values()) <= 3
-    assert parts["busy"] > parts["quiet"]
-    assert 0 < share <= 1
+def test_the_best_fixed_split_may_leave_a_model_out_and_the_other_may_not() -> None:
+    best, of_all = best_splits(loaded(BUSY, QUIET), 2)
+    assert of_all is not None
+    assert sum(best.gpus.values()) <= 2
+    assert best.gpus["busy"] == 2
+    assert of_all.gpus == {"busy": 1, "quiet": 1}
+    assert 0 < of_all.share <= best.share <= 1
+    assert best_splits(loaded(BUSY, QUIET), 1)[1] is None
 
 
 def test_one_point_of_each_curve_is_taken() -> None:
