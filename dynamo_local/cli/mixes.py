@@ -32,7 +32,7 @@ def plan_models(words: Mapping[str, Any], as_json: bool) -> int:
     from dynamo_local.simulator.mix_plans import plan
 
     models = _loaded(words, words["profiles"])
-    planned = plan(models, words["gpus"], words["attainment"])
+    planned = plan(models, words["gpus"], words["attainment"], lambda text: click.echo(text, err=True))
     apart = None if None in planned.apart.values() else sum(each or 0 for each in planned.apart.values())
     if as_json:
         found = {
@@ -44,7 +44,8 @@ def plan_models(words: Mapping[str, Any], as_json: bool) -> int:
         click.echo(json.dumps(found, indent=2))
     else:
         if planned.together is None:
-            click.echo(f"{words['gpus']} GPUs do not keep the targets for {words['attainment']:.0%}; on all of them:")
+            share = f"{words['attainment']:.0%}"
+            click.echo(f"with --gpus {words['gpus']} too few requests are within the targets ({share} wanted):")
         _print(models, planned.best)
         alone = ", ".join(f"{name} {'none is enough' if n is None else n}" for name, n in planned.apart.items())
         click.echo(f"each on GPUs of its own: {'–' if apart is None else apart} ({alone})")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated
@@ -112,7 +113,7 @@ def parse_model(text: str, usual: Mapping[str, object], limit: int | None) -> Lo
     said = validate_section(ModelWords, f"--model {name}", own)
     filled = said.model_copy(update={key: value for key, value in usual.items() if getattr(said, key) is None})
     if load in KINDS:
-        requests = list(generate(parse_generated(",".join((load, *generated))).options))[:limit]
+        requests = list(islice(generate(parse_generated(",".join((load, *generated))).options), limit))
     else:
         requests = read_trace(Path(load), limit=limit)
     return Loaded(name.strip(), engine_of(name.strip(), filled, requests), requests)
@@ -134,10 +135,12 @@ def engine_of(name: str, words: ModelWords, requests: Sequence[TraceRequest]) ->
         return model.itl_s(round(count * context), context) + count * model.prefill_s(0, round(isl)) / osl
 
     slots = _most_within(pass_s, most, math.inf if words.itl is None else words.itl / 1000)
+    if most < 1:
+        raise BadInput(f"--model {name}: a request of {isl + osl:.0f} tokens is longer than the profile's KV cache")
     if slots < 1:
         raise BadInput(
-            f"--model {name}: one request alone has {pass_s(1) * 1000:.1f} ms between its tokens by the profile "
-            f"{words.profile}, and fits {most} times; the target is {words.itl or math.inf:g} ms"
+            f"--model {name}: by the profile {words.profile} one request alone has {pass_s(1) * 1000:.1f} ms between "
+            f"its tokens; the target is {words.itl:g} ms"
         )
     slots = min(slots, words.slots or slots)
     alone_s, full_s = pass_s(1), pass_s(slots)
@@ -201,7 +204,9 @@ def together(models: Sequence[Loaded], gpus: int, policy: Policy | None = None) 
     return Judged(gpus, kept, result, requests)
 
 
-def plan(models: Sequence[Loaded], gpus: int, attainment: float) -> Planned:
+def plan(
+    models: Sequence[Loaded], gpus: int, attainment: float, tell: Callable[[str], None] = lambda text: None
+) -> Planned:
     """The fewest GPUs on which the models together keep the targets, and those that each needs alone."""
     least = max([each.engine.gpus for each in models] + [sum(e.engine.sharing.floor * e.engine.gpus for e in models)])
     if least > gpus:
@@ -209,6 +214,7 @@ def plan(models: Sequence[Loaded], gpus: int, attainment: float) -> Planned:
     best = None
     for count in range(least, gpus + 1):
         best = together(models, count)
+        tell(f"{count} GPU{'s' * (count != 1)}: {best.share:.1%}")
         if best.share >= attainment:
             return Planned(best, best, _apart(models, attainment))
     assert best is not None

@@ -93,7 +93,7 @@ def test_too_few_gpus_are_said_and_end_with_1(
 ) -> None:
     assert dynamo(monkeypatch, "plan", "--model", BUSY, *TARGETS, "--gpus", "1") == 1
     told = capsys.readouterr().out
-    assert told.startswith("1 GPUs do not keep the targets for 95%; on all of them:\nMODEL")
+    assert told.startswith("with --gpus 1 too few requests are within the targets (95% wanted):\nMODEL")
     assert "each on GPUs of its own: " in told
 
 
@@ -108,6 +108,7 @@ def test_too_few_gpus_are_said_and_end_with_1(
         (("--model", "busy=/no/such/file"), "/no/such/file"),
         (("--model", BUSY, "--model", BUSY), "--model busy is given twice"),
         (("--model", f"{BUSY},itl=0.001"), "one request alone has"),
+        (("--model", f"{BUSY},isl=1000000,isl-max=1000000,isl-sigma=0"), "longer than the profile's KV cache"),
         (("--model", f"{BUSY},floor=9"), "floors"),
         (("--model", f"{BUSY},floor=3,cap=2"), "cap is 2, less than the floor"),
         (("--model", BUSY, "--policy", "slo"), "--policy does not go with --model"),
