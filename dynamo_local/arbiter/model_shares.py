@@ -45,9 +45,6 @@ AT_MOST_EVERY_S = 0.05
 """So that a burst of changes at a Frontend is one decision."""
 RECENT_S, LONG_S = 10.0, 120.0
 """Requests in the workers are averaged over so long for the rate of now, and for that of the last minutes."""
-BUSY_MEMORY, BUSY_MEMORY_S = 100.0, 1800.0
-"""How long a request stays in a worker is the mean of about the last hundred, or of half an hour. A minute has so few
-of a quiet model that chance moved its mean by a quarter, and workers with it."""
 BUSY_DEFAULT_S = 2.0
 ARRIVES_DEFAULT_S = 30.0
 SLOTS_DEFAULT = 64
@@ -60,31 +57,15 @@ _decoder = msgspec.json.Decoder(dict[str, HeldNow])
 
 
 @dataclass(slots=True)
-class Usage:
+class _Usage:
     """The memory of one model: requests in its workers by second, and when there was one last."""
 
     requests: deque[tuple[float, int]] = field(default_factory=deque)
     used_s: float = -math.inf
     worked_s: float = -math.inf
     """When its workers had a request last."""
-    stayed: float = 0.0
-    """Seconds that requests spent in its workers, and below how many ended; older ones count less."""
-    ended: float = 0.0
-    looked_s: float = -math.inf
+    busy_s: float = BUSY_DEFAULT_S
     slots: int = SLOTS_DEFAULT
-
-    @property
-    def busy_s(self) -> float:
-        """How long a request stays in a worker, by Little's law."""
-        return max(0.001, self.stayed / self.ended) if self.ended else BUSY_DEFAULT_S
-
-    def heard(self, there: float, ended_per_s: float, now_s: float) -> None:
-        """So many requests were there in the mean lately, and so many ended. Nothing, if either was not to be seen."""
-        passed_s, self.looked_s = min(now_s - self.looked_s, WINDOW_S), now_s
-        if there and ended_per_s:
-            kept = math.exp(-passed_s * max(ended_per_s / BUSY_MEMORY, 1 / BUSY_MEMORY_S))
-            self.stayed = self.stayed * kept + there * passed_s
-            self.ended = self.ended * kept + ended_per_s * passed_s
 
     def mean(self, since_s: float) -> float:
         """The mean number of requests since then; 0 without a look since then."""
@@ -117,7 +98,7 @@ class ModelShares:
         self._clock = clock
         self._tell = tell
         self._held: dict[str, Held] = {}
-        self._usage: dict[str, Usage] = {}
+        self._usage: dict[str, _Usage] = {}
         self._decided: Mapping[str, Share] = {}
         self._idle: tuple[Any, ...] = ()
         self._arrived_s: dict[str, float] = {}
@@ -218,7 +199,7 @@ class ModelShares:
 
     def _measured(self, spec: ServiceSpec, fleet: Fleet, now_s: float) -> ModelNow:
         assert spec.sharing is not None
-        name, usage = spec.name, self._usage.setdefault(spec.name, Usage(used_s=now_s))
+        name, usage = spec.name, self._usage.setdefault(spec.name, _Usage(used_s=now_s))
         workers = fleet.of(name)
         requests, slots = _load(workers)
         usage.slots = slots or usage.slots
@@ -230,8 +211,7 @@ class ModelShares:
         usage.requests.append((now_s, requests))
         while usage.requests[0][0] < now_s - LONG_S:
             usage.requests.popleft()
-        figures = self._sampling.last_minute.figures(name, now_s)
-        usage.heard(usage.mean(now_s - WINDOW_S), 0.0 if figures is None else figures["requests_per_s"], now_s)
+        usage.busy_s = self._busy_s(name, usage, now_s)
         capacity = fleet.capacity(name)
         faulted = any(worker.state is WorkerState.FAULTED for worker in workers)
         stayed_s = [now_s - worker.since_s for worker in workers if worker.ready]
@@ -255,6 +235,14 @@ class ModelShares:
             young=capacity - sum(each >= spec.sharing.min_stay_s for each in stayed_s),
             unused_s=now_s - usage.used_s,
         )
+
+    def _busy_s(self, name: str, usage: _Usage, now_s: float) -> float:
+        """How long a request stays in its workers, by Little's law: the mean number of requests there in the last
+        minute ÷ the rate at which they ended. As before where none ended, or all were too short to be seen."""
+        figures = self._sampling.last_minute.figures(name, now_s)
+        ended = None if figures is None else figures["requests_per_s"]
+        there = usage.mean(now_s - WINDOW_S)
+        return max(0.001, there / ended) if ended and there else usage.busy_s
 
     def _arrives_s(self, name: str, workers: tuple[Worker, ...]) -> float:
         """How long one more worker takes, as measured on this host. A model that never started takes as long as the

@@ -26,11 +26,8 @@ HELD_HORIZON_S = 10.0
 """Held requests take a GPU for about so long, until it can go back."""
 STICKINESS = 2.0
 """The worth of a worker counts for so much more when it would be taken."""
-TAKEN = 1.0
+TAKEN = 0.5
 """A worker that is taken drains, and may have to come back. So large a share of what it would serve then is lost."""
-RECOVERY_S = 120.0
-"""A queue that is gone after so long counts for 1/e of one that is gone now. Without an end: a model with a long queue
-would be worth nothing to any worker, so its queue would only grow."""
 IDLE_YIELDS = 0.5
 """An idle worker leaves for held requests, if fewer than this share of their number are expected for it meanwhile."""
 SERVED_LATE = 0.2
@@ -313,14 +310,11 @@ def _blocked(model: ModelNow, load: float) -> Iterator[float]:
 
 
 def _share_of_horizon(model: ModelNow, servers: int, load: float) -> float:
-    """How much of the time to come counts in which a new request begins before `slack_s` is over.
-
-    A fluid of requests: those that are here are served first. Times to come count less, by e for each `RECOVERY_S`.
-    """
+    """The share of the horizon in which a new request begins before `slack_s` is over, in a fluid of requests."""
     late_s = (model.here - servers) * model.busy_s / servers - model.slack_s
     if servers > load:
-        return 1.0 if late_s <= 0.0 else math.exp(-late_s / (1.0 - load / servers) / RECOVERY_S)
-    return 0.0 if late_s >= 0.0 else 1.0 - math.exp(late_s / max(1e-9, load / servers - 1.0) / RECOVERY_S)
+        return 1.0 if late_s <= 0.0 else max(0.0, 1.0 - late_s / (1.0 - load / servers) / HORIZON_S)
+    return 0.0 if late_s >= 0.0 else min(1.0, -late_s / max(1e-9, load / servers - 1.0) / HORIZON_S)
 
 
 def _explained(model: ModelNow, values: Sequence[float], workers: int) -> Share:

@@ -131,7 +131,7 @@ class Meter:
 SHORT_S, LONG_S = 10.0, 120.0
 """Time constants of the two mean rates."""
 LENGTHS_SHARE = 0.01
-"""The part of one more request in the mean lengths: about the last hundred count, as in the arbiter."""
+"""The part of one more request in the mean lengths: about the last hundred count."""
 TYPICAL_ISL, TYPICAL_OSL = 1000.0, 200.0
 """The lengths that are assumed for a model that had no request yet."""
 

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from dynamo_local.arbiter.commands import Commands
-from dynamo_local.arbiter.model_shares import ModelMetrics, ModelShares, Usage, stranded, usable_gpus
+from dynamo_local.arbiter.model_shares import ModelMetrics, ModelShares, stranded, usable_gpus
 from dynamo_local.core.fleet.events import Leave
 from dynamo_local.core.fleet.fleet import Fleet, Template
 from dynamo_local.core.gpu_shares import HeldNow, Sharing
@@ -166,20 +166,3 @@ def test_gpus_of_strangers_are_not_shared() -> None:
     view = on_ledger([worker(0, "ready", template("a"))], 3, (template("a"),))
     assert usable_gpus(view, {"a"}) == 3
     assert usable_gpus(view, set()) == 2
-
-
-def test_the_time_in_a_worker_is_of_about_a_hundred_requests_and_not_of_a_minute() -> None:
-    """In turn nothing but long and nothing but short answers, a minute each: 5 s and 15 s, 10 s in the mean."""
-    usage, found = Usage(), list[float]()
-    for second in range(7200):
-        usage.heard(0.5 if second // 60 % 2 else 1.5, 0.1, float(second))
-        found.append(usage.busy_s)
-    assert all(8.5 < busy_s < 11.5 for busy_s in found[1800:])
-
-
-def test_requests_too_short_to_be_seen_say_nothing_about_their_time_in_a_worker() -> None:
-    usage = Usage()
-    usage.heard(2.0, 1.0, 1.0)
-    usage.heard(2.0, 1.0, 2.0)
-    usage.heard(0.0, 50.0, 3.0)
-    assert usage.busy_s == pytest.approx(2.0)
