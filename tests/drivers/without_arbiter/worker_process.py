@@ -64,7 +64,7 @@ class WorkerUnderTest:
         except TimeoutError:
             raise AssertionError(f"{self.name} has not ended within {timeout_s:g} s\n{self.log}") from None
 
-    async def call(self, op: str, timeout_s: float = 5.0, **args: Any) -> dict[str, Any]:
+    async def call(self, op: str, timeout_s: float = WAIT_S, **args: Any) -> dict[str, Any]:
         return await self.host.control.call(self.name, op, timeout_s, **args)
 
     async def status(self) -> dict[str, Any]:
