@@ -98,7 +98,7 @@ def _rows(models: Sequence[Loaded], judged: Judged) -> list[dict[str, Any]]:
 
     found = []
     for number, model in enumerate(models):
-        mine = [at for at, each in enumerate(judged.requests) if each.model == number]
+        mine = judged.judged(number)
         ttfts = [judged.result.ttfts_s[at] * 1000 for at in mine if judged.result.ttfts_s[at] < math.inf]
         waits = [judged.result.waits_s[at] for at in mine if judged.result.waits_s[at] < math.inf]
         ttft, wait = spread(ttfts), spread(waits)

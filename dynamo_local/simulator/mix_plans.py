@@ -73,6 +73,13 @@ class Judged:
     kept: Mapping[str, tuple[int, int]]
     result: Result
     requests: Sequence[Request]
+    begins_s: float
+    """Requests from then on are judged."""
+
+    def judged(self, model: int) -> list[int]:
+        """The numbers of the model's requests that are judged."""
+        found = enumerate(self.requests)
+        return [number for number, each in found if each.model == model and each.at_s >= self.begins_s]
 
     @property
     def share(self) -> float:
@@ -201,7 +208,7 @@ def together(models: Sequence[Loaded], gpus: int, policy: Policy | None = None) 
     mix = Mix(gpus=gpus, engines=engines, length_s=length_s, warm_up_s=length_s * NOT_JUDGED)
     result = World(mix, requests, policy or Shared()).run()
     kept = {models[number].name: counts for number, counts in within(mix, requests, result).items()}
-    return Judged(gpus, kept, result, requests)
+    return Judged(gpus, kept, result, requests, mix.warm_up_s)
 
 
 def plan(

@@ -86,6 +86,9 @@ def test_both_commands_answer_as_their_schemas_say(
     assert code == 0
     assert simulated["attainment"] == planned["attainment"]
     assert [each["name"] for each in simulated["models"]] == ["busy", "quiet"]
+    quiet = simulated["models"][1]
+    assert quiet["requests"] < len(loaded(QUIET)[0].requests), "those of the first fifth are not counted"
+    assert quiet["wait_s_p99"] < 30, "nor in the times: at the beginning no worker is there"
 
 
 def test_too_few_gpus_are_said_and_end_with_1(
