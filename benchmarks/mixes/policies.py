@@ -25,7 +25,6 @@ MUX_PARTS = 2
 class Swap:
     """Swap on demand, least recently used, one worker for each model."""
 
-    name = "swap"
     ticks = True
     divided = False
 
@@ -100,7 +99,7 @@ def mux(mix: Mix, requests: Sequence[Request]) -> Sequence[Fixed]:
             break
         counts[max(lack)[1]] += 1
     placed = _muxed(mix, counts, work)
-    return [Fixed(_parts(mix, placed, careful), "mux", divided=True) for careful in (False, True)]
+    return [Fixed(_parts(mix, placed, careful), divided=True) for careful in (False, True)]
 
 
 def _muxed(mix: Mix, counts: Sequence[int], work: Sequence[float]) -> list[tuple[int, tuple[int, ...]]]:

@@ -36,20 +36,20 @@ def plan_models(words: Mapping[str, Any], as_json: bool) -> int:
     apart = None if None in planned.apart.values() else sum(each or 0 for each in planned.apart.values())
     if as_json:
         found = {
-            "attained": planned.together is not None,
-            **_run(models, planned.best),
+            "attained": planned.attained,
+            **_run(models, planned.together),
             "apart_gpus": apart,
             "apart": dict(planned.apart),
         }
         click.echo(json.dumps(found, indent=2))
     else:
-        if planned.together is None:
+        if not planned.attained:
             share = f"{words['attainment']:.0%}"
             click.echo(f"with --gpus {words['gpus']} too few requests are within the targets ({share} wanted):")
-        _print(models, planned.best)
+        _print(models, planned.together)
         alone = ", ".join(f"{name} {'none is enough' if n is None else n}" for name, n in planned.apart.items())
         click.echo(f"each on GPUs of its own: {'–' if apart is None else apart} ({alone})")
-    return EXIT_FAILED if planned.together is None else 0
+    return 0 if planned.attained else EXIT_FAILED
 
 
 def simulate_models(words: Mapping[str, Any], gpus: int, as_json: bool) -> None:
@@ -106,7 +106,7 @@ def _rows(models: Sequence[Loaded], judged: Judged) -> list[dict[str, Any]]:
         found.append(
             {
                 "name": model.name,
-                "requests": len(mine),
+                "requests": came,
                 "attainment": round(kept / max(1, came), 6),
                 "ttft_ms_p50": ttft.p50,
                 "ttft_ms_p95": ttft.p95,

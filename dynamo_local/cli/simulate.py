@@ -104,10 +104,9 @@ def with_measured(params: Mapping[str, Any]) -> dict[str, Any]:
 
     name, start_up_s = params["profile"], params["start_up_s"]
     document = None if name is None else read_document(profile_folder(name))
-    engine = None if document is None else document.engines.get("agg", document.engines.get("decode"))
+    engine = None if document is None else document.serving
     if document is None or engine is None:
         return {**params, "engines": {}, "start_up_s": START_UP_S if start_up_s is None else start_up_s}
-    cold_s = [rungs["cold"] for rungs in document.actions.values() if "cold" in rungs]
     kv = engine.max_kv_tokens
     engines = {
         "block_size": next((size for size in (64, 32, 16, 8, 4, 2) if kv % size == 0), 1),
@@ -115,7 +114,7 @@ def with_measured(params: Mapping[str, Any]) -> dict[str, Any]:
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         "max_model_len": min(engine.context_length, kv),
     }
-    measured_s = max(cold_s, default=START_UP_S)
+    measured_s = START_UP_S if document.cold_start_s is None else document.cold_start_s
     return {**params, "engines": engines, "start_up_s": measured_s if start_up_s is None else start_up_s}
 
 

@@ -115,6 +115,16 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     memory: dict[str, dict[str, MemoryFacts]] = {}
     beyond_engine: dict[str, float] = {}
 
+    @property
+    def serving(self) -> EngineFacts | None:
+        """The engine that gives answers: the aggregated one, else decode; None if only prefill was measured."""
+        return self.engines.get("agg", self.engines.get("decode"))
+
+    @property
+    def cold_start_s(self) -> float | None:
+        """The slowest component's cold start; None if none was measured."""
+        return max((rungs["cold"] for rungs in self.actions.values() if "cold" in rungs), default=None)
+
 
 def configuration_hash(engines: Mapping[str, Mapping[str, Any]]) -> str:
     """A fingerprint of the engines that `described` names. Equal engines have equal fingerprints."""

@@ -143,7 +143,6 @@ Placed = tuple[int, tuple[int, ...], int, float]
 class Policy(Protocol):
     """Decides how many workers each model has."""
 
-    name: str
     ticks: bool
     """Decides every second; else only when a request is held."""
     divided: bool
@@ -413,7 +412,6 @@ def within(mix: Mix, requests: Sequence[Request], result: Result) -> Mapping[int
 class Shared:
     """`core.gpu_shares.shares`, with what an arbiter measures. Each model has its floor at the start."""
 
-    name = "ours"
     ticks = True
     divided = False
 
@@ -461,7 +459,6 @@ class Fixed:
     """Workers that are there from the start, and stay."""
 
     workers: Sequence[Placed]
-    name: str = "static"
     ticks: bool = False
     divided: bool = False
 

@@ -20,7 +20,7 @@ from dynamo_local.config.schema import SharingArgs
 from dynamo_local.core.gpu_shares import Sharing
 from dynamo_local.core.types import SECONDS_MAX
 from dynamo_local.errors import BadInput
-from dynamo_local.profile.document import EngineFacts, read_document
+from dynamo_local.profile.document import read_document
 from dynamo_local.profile.interpolation import ProfileModel
 from dynamo_local.profile.reading import profile_folder
 from dynamo_local.sdk.settings import validate_section
@@ -90,13 +90,13 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """`together` is None if the models cannot keep the targets on the GPUs there are: `best` is the run on all of them.
+    """`together` is the run on the fewest GPUs that keep the targets, or on all of them if not `attained`.
 
     `apart`: the GPUs that each model needs if it has its own; None: no number of workers is enough.
     """
 
-    together: Judged | None
-    best: Judged
+    attained: bool
+    together: Judged
     apart: Mapping[str, int | None]
 
 
@@ -133,7 +133,9 @@ def engine_of(name: str, words: ModelWords, requests: Sequence[TraceRequest]) ->
     if words.ttft is None:
         raise BadInput(f"--model {name}: there is no target: give ttft=MS there, or --ttft for all")
     model = ProfileModel.load(words.profile)
-    facts, starts_s = _measured(words.profile)
+    document = read_document(profile_folder(words.profile))
+    facts = None if document is None else document.serving
+    measured_s = None if document is None else document.cold_start_s
     isl, osl = fmean(each.input_length for each in requests), fmean(each.output_length for each in requests)
     context = isl + osl / 2
     most = min(SEQUENCES_MAX if facts is None else facts.max_num_seqs, math.floor(model.max_kv_tokens / (isl + osl)))
@@ -154,7 +156,7 @@ def engine_of(name: str, words: ModelWords, requests: Sequence[TraceRequest]) ->
     slope = (full_s - alone_s) / max(1, slots - 1)
     base_s = max(alone_s - slope, alone_s * 1e-3)
     gpus = words.gpus or (1 if facts is None else max(1, facts.gpus))
-    start_s = words.start_s or starts_s
+    start_s = words.start_s or measured_s or START_S
     return Engine(
         gpus=gpus,
         slots=slots,
@@ -171,15 +173,6 @@ def engine_of(name: str, words: ModelWords, requests: Sequence[TraceRequest]) ->
     )
 
 
-def _measured(profile: str) -> tuple[EngineFacts | None, float]:
-    """The engine that was measured, as far as the profile says it, and how long a start took (s)."""
-    document = read_document(profile_folder(profile))
-    if document is None:
-        return None, START_S
-    starts_s = [rungs["cold"] for rungs in document.actions.values() if "cold" in rungs]
-    return document.engines.get("agg", document.engines.get("decode")), max(starts_s, default=START_S)
-
-
 def _most_within(pass_s: Callable[[int], float], most: int, target_s: float) -> int:
     """The largest batch whose pass is within the target; 0: none is."""
     low, high = 0, most
@@ -194,8 +187,7 @@ def together(models: Sequence[Loaded], gpus: int, policy: Policy | None = None) 
 
     Raises `BadInput` if their floors do not fit.
     """
-    floors = sum(each.engine.sharing.floor * each.engine.gpus for each in models)
-    if policy is None and floors > gpus:
+    if policy is None and (floors := _floors(models)) > gpus:
         raise BadInput(f"the floors of the models need {floors} GPUs, and there are {gpus}; lower one (floor=0)")
     rows = sorted(
         (each.at_s, number, each.input_length, each.output_length)
@@ -215,17 +207,20 @@ def plan(
     models: Sequence[Loaded], gpus: int, attainment: float, tell: Callable[[str], None] = lambda text: None
 ) -> Planned:
     """The fewest GPUs on which the models together keep the targets, and those that each needs alone."""
-    least = max([each.engine.gpus for each in models] + [sum(e.engine.sharing.floor * e.engine.gpus for e in models)])
+    least = max(_floors(models), *(each.engine.gpus for each in models))
     if least > gpus:
         raise BadInput(f"the models need {least} GPUs, by their largest worker and their floors; there are {gpus}")
-    best = None
     for count in range(least, gpus + 1):
-        best = together(models, count)
-        tell(f"{count} GPU{'s' * (count != 1)}: {best.share:.1%}")
-        if best.share >= attainment:
-            return Planned(best, best, _apart(models, attainment))
-    assert best is not None
-    return Planned(None, best, _apart(models, attainment))
+        judged = together(models, count)
+        tell(f"{count} GPU{'s' * (count != 1)}: {judged.share:.1%}")
+        if judged.share >= attainment:
+            break
+    return Planned(judged.share >= attainment, judged, _apart(models, attainment))
+
+
+def _floors(models: Sequence[Loaded]) -> int:
+    """GPUs of the workers that must always be there."""
+    return sum(each.engine.sharing.floor * each.engine.gpus for each in models)
 
 
 def _apart(models: Sequence[Loaded], attainment: float) -> dict[str, int | None]:

@@ -31,7 +31,7 @@ def answer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
 def test_models_that_share_gpus_need_no_more_than_the_smallest_count_that_keeps_the_targets() -> None:
     models = loaded(BUSY, QUIET)
     planned = plan(models, 8, 0.95)
-    assert planned.together is not None
+    assert planned.attained
     assert planned.together.share >= 0.95
     assert together(models, planned.together.gpus - 1).share < 0.95
     for model in models:
@@ -50,7 +50,7 @@ def test_two_models_that_are_never_busy_at_once_share_one_worker_s_gpus(tmp_path
     shifted = [type(each)(each.at_s + 600, each.input_length, each.output_length) for each in models[1].requests]
     models[1] = Loaded("late", models[1].engine, shifted)
     planned = plan(models, 8, 0.9)
-    assert planned.together is not None
+    assert planned.attained
     assert planned.together.gpus == max(each or 0 for each in planned.apart.values())
 
 
