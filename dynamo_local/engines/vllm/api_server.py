@@ -18,7 +18,6 @@ from starlette.types import ASGIApp
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.exceptions import VLLMValidationError
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -30,6 +29,11 @@ from vllm.v1.executor import Executor
 from dynamo_local.engines.vllm.core_requests import Wire, core_continued, sampling_of, why_prefilled_here
 from dynamo_local.errors import ConfigError, WorkerLost
 from dynamo_local.ports import SamplingParams
+
+try:  # vLLM 0.33 moved it
+    from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
+except ModuleNotFoundError:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 
 
 @dataclass(frozen=True, slots=True)
