@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from dynamo_local.core.types import GraphSpec, Role
 from dynamo_local.errors import EtcdUnavailable, InfraUnavailable
-from dynamo_local.ports import KeyValueStore, PrefillQueue
+from dynamo_local.ports import KeyValueStore, QueueDepth
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +27,7 @@ class Links:
         self._run_id = run_id
         self._kv: KeyValueStore | None = None
         self.nats: Any = None
-        self.queue: PrefillQueue | None = None
-        self._queue: Any = None
+        self._queues: PrefillQueues | None = None
         self.etcd_answers = False
         self.etcd_lost_s: float | None = None
         """Since when it does not (of the loop's clock); None while it does."""
@@ -54,6 +54,11 @@ class Links:
         return self._kv is not None and self.nats is not None
 
     @property
+    def queues(self) -> PrefillQueues | None:
+        """None before the connection stands, and while the graph has no prefill queue."""
+        return self._queues if self._queues is not None and self._queues.names else None
+
+    @property
     def kv(self) -> KeyValueStore:
         """Raises `EtcdUnavailable` before the connection stands."""
         if self._kv is None:
@@ -65,8 +70,8 @@ class Links:
         """Both answered when last seen: failures of workers while this is False are not the workers' own."""
         return self.connected and self.etcd_answers and bool(self.nats.is_connected)
 
-    async def connect(self, env: Mapping[str, str], *, prefill_queue: bool) -> None:
-        """Wait until both servers answer, then connect; purge what an earlier run left in the prefill queue.
+    async def connect(self, env: Mapping[str, str], graph: Callable[[], GraphSpec]) -> None:
+        """Wait until both servers answer, then connect; purge what an earlier run left in the graph's prefill queues.
 
         `env` has their addresses, and with what they are reached (`transport.access`), as a worker's has. Raises
         `InfraUnavailable` that names the server and its address.
@@ -84,15 +89,8 @@ class Links:
         self._kv = await EtcdStore.connect(env["ETCD_ENDPOINTS"], access=to_etcd)
         self.nats = await connect_nats(env["NATS_SERVER"], to_nats, name=f"{self._namespace}-arbiter")
         self.etcd_seen(True)
-        if prefill_queue:
-            await self._open_queue()
-
-    async def _open_queue(self) -> None:
-        from dynamo_local.transport.prefill_queue import JetStreamPrefillQueue
-
-        queue = JetStreamPrefillQueue(self.nats, self._namespace, self._run_id)
-        await queue.start(purge_stale=True)  # a stale queue of the last run would jam this one
-        self.queue = self._queue = queue
+        self._queues = PrefillQueues(self.nats, self._namespace, self._run_id, graph)
+        await self._queues.start()
 
     async def revoke(self, lease: str) -> None:
         """Revoke a lease (hex) of a worker. Raises `EtcdUnavailable`."""
@@ -100,9 +98,9 @@ class Links:
 
     async def delete_queue(self) -> None:
         """The run has left: nothing of it stays on a NATS that is not ours. Only logs a failure."""
-        if self._queue is not None:
+        if self._queues is not None:
             try:
-                await self._queue.delete()
+                await self._queues.delete()
             except InfraUnavailable as error:
                 log.warning("the prefill queue was not deleted: %s", error)
 
@@ -110,9 +108,61 @@ class Links:
         """Close both connections, whatever their state."""
         from dynamo_local.transport.nats import close_quietly
 
-        if self._queue is not None:
-            await self._queue.close()
+        if self._queues is not None:
+            await self._queues.close()
         if self.nats is not None:
             await close_quietly(self.nats)
         if self._kv is not None:
             await self._kv.close()
+
+
+class PrefillQueues:
+    """The prefill queues of a graph: one, or one for each model of the section `Models`. `graph` is that of now."""
+
+    def __init__(self, nats: Any, namespace: str, run_id: str, graph: Callable[[], GraphSpec]) -> None:
+        self._of = (nats, namespace, run_id)
+        self._graph = graph
+        self._open: dict[str, Any] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Commands have queues of their own, if any: only our own prefill workers use these."""
+        own = (each for each in self._graph().services if each.role is Role.PREFILL and each.runtime is None)
+        return tuple(dict.fromkeys(str(each.config.get("prefill_queue", "")) for each in own))
+
+    async def start(self) -> None:
+        """Create those of the graph, without the entries of other runs: these would jam this one."""
+        for name in self.names:
+            await self._queue(name).start(purge_stale=True)
+
+    async def depth(self) -> QueueDepth:
+        """The sum over all of them."""
+        depths = [await queue.depth() for queue in await self._all()]
+        counts = zip(*((each.pending, each.outstanding, each.late) for each in depths), strict=True)
+        return QueueDepth(*map(sum, counts))
+
+    async def dead_letters(self) -> int:
+        """How many entries were given up."""
+        return sum([len(await queue.dead_letters()) for queue in await self._all()])
+
+    async def delete(self) -> None:
+        """Delete all that were used."""
+        for queue in self._open.values():
+            await queue.delete()
+
+    async def close(self) -> None:
+        """Close all that were used."""
+        for queue in self._open.values():
+            await queue.close()
+
+    async def _all(self) -> Iterable[Any]:
+        """Those of the graph of now. One that an apply has brought is opened."""
+        for name in self.names:
+            if name not in self._open:
+                await self._queue(name).start()
+        return [self._open[name] for name in self.names]
+
+    def _queue(self, name: str) -> Any:
+        from dynamo_local.transport.prefill_queue import JetStreamPrefillQueue
+
+        return self._open.setdefault(name, JetStreamPrefillQueue(*self._of, name=name))

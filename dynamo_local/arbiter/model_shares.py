@@ -11,7 +11,7 @@ import itertools
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
@@ -151,15 +151,17 @@ class ModelShares:
         fleet, now_s = self._controller.fleet, self._clock.now_s()
         if fleet.leaving is not None:
             return
-        specs = [spec for spec in self._graph().services if spec.sharing is not None and spec.resources.gpu]
-        models = [self._measured(spec, fleet, now_s) for spec in specs]
+        shared = [spec for spec in self._graph().services if spec.sharing is not None and spec.resources.gpu]
+        specs = [spec for spec in shared if _beside(spec) is None]
+        models = [self._measured(spec, _next_to(spec, shared), fleet, now_s) for spec in specs]
         self._usage = {spec.name: self._usage[spec.name] for spec in specs}
-        gpus = usable_gpus(fleet, {spec.name for spec in specs})
+        gpus = usable_gpus(fleet, {spec.name for spec in shared})
         idle = (gpus, *(each.when_idle for each in models))
         if None in idle or idle != self._idle:
             self._decided = shares(models, gpus)
         self._idle = idle
         targets = {name: share.workers for name, share in self._decided.items()}
+        targets |= prefill_targets(shared, targets, fleet)
         if any(fleet.capacity(name) != count for name, count in targets.items()):
             await self._order(targets)
         for name in stranded(fleet, set(targets)):
@@ -192,12 +194,13 @@ class ModelShares:
             self._troubled = True
 
     def _scale(self, cause: str, targets: Mapping[str, int]) -> ScaleAll:
-        reasons = {name: self._decided[name].why for name in targets}
+        models = {spec.name: _beside(spec) or spec.name for spec in self._graph().services}
+        reasons = {name: self._decided[models[name]].why for name in targets}
         return ScaleAll(stimulus_id=cause, targets=targets, reasons=reasons, victim_policy=VictimPolicy.LEAST_LOADED)
 
     # --- measuring ---------------------------------------------------------------------------------
 
-    def _measured(self, spec: ServiceSpec, fleet: Fleet, now_s: float) -> ModelNow:
+    def _measured(self, spec: ServiceSpec, prefill: ServiceSpec | None, fleet: Fleet, now_s: float) -> ModelNow:
         assert spec.sharing is not None
         name, usage = spec.name, self._usage.setdefault(spec.name, _Usage(used_s=now_s))
         workers = fleet.of(name)
@@ -213,13 +216,14 @@ class ModelShares:
             usage.requests.popleft()
         usage.busy_s = self._busy_s(name, usage, now_s)
         capacity = fleet.capacity(name)
-        faulted = any(worker.state is WorkerState.FAULTED for worker in workers)
+        beside = () if prefill is None else fleet.of(prefill.name)
+        faulted = any(worker.state is WorkerState.FAULTED for worker in (*workers, *beside))
         stayed_s = [now_s - worker.since_s for worker in workers if worker.ready]
         rate_long = usage.mean(now_s - LONG_S) / usage.busy_s
         return ModelNow(
             name=name,
             sharing=_capped(spec.sharing, capacity) if faulted else spec.sharing,
-            gpus=spec.resources.gpu,
+            gpus=_gpus_of(spec, prefill),
             workers=capacity,
             requests=requests,
             held=held,
@@ -265,8 +269,9 @@ class ModelShares:
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         fleet, now_s = self._controller.fleet, self._clock.now_s()
-        for spec in self._graph().services:
-            if spec.sharing is None:
+        services = self._graph().services
+        for spec in services:
+            if spec.sharing is None or _beside(spec) is not None:
                 continue
             share, (held, held_s) = self._decided.get(spec.name), self._held_of(spec.name, now_s)
             workers = fleet.of(spec.name)
@@ -276,7 +281,7 @@ class ModelShares:
                 "ready": len(fleet.ready(spec.name)),
                 "asleep": sum(worker.stands_by for worker in workers),
                 "target": fleet.capacity(spec.name),
-                "gpus_per_worker": spec.resources.gpu,
+                "gpus_per_worker": _gpus_of(spec, _next_to(spec, services)),
                 "floor": spec.sharing.floor,
                 "cap": spec.sharing.cap,
                 "held": held,
@@ -285,6 +290,37 @@ class ModelShares:
                 "last_worth": None if share is None else round(share.last, 6),
                 "next_worth": None if share is None else round(share.more, 6),
             }
+
+
+def _beside(spec: ServiceSpec) -> str | None:
+    """The model's component that these prefill workers are beside; None: they are none of a model."""
+    return None if spec.sharing is None else spec.sharing.beside
+
+
+def _next_to(spec: ServiceSpec, services: Iterable[ServiceSpec]) -> ServiceSpec | None:
+    """The prefill workers of that model; None: it has none."""
+    return next((each for each in services if _beside(each) == spec.name), None)
+
+
+def _gpus_of(spec: ServiceSpec, prefill: ServiceSpec | None) -> int:
+    """GPUs of one worker of a model, and of the prefill workers beside it."""
+    if prefill is None or prefill.sharing is None:
+        return spec.resources.gpu
+    return spec.resources.gpu + prefill.sharing.each * prefill.resources.gpu
+
+
+def prefill_targets(shared: Iterable[ServiceSpec], targets: Mapping[str, int], fleet: Fleet) -> dict[str, int]:
+    """How many prefill workers each model has.
+
+    Those of a worker that leaves stay until it is gone: some of its requests may still wait for their prefill.
+    """
+    found = {}
+    for spec in shared:
+        model = _beside(spec)
+        if spec.sharing is not None and model is not None and model in targets:
+            serving = sum(each.ready or each.state is WorkerState.DRAINING for each in fleet.of(model))
+            found[spec.name] = spec.sharing.each * max(targets[model], serving)
+    return found
 
 
 def usable_gpus(fleet: Fleet, components: set[str]) -> int:

@@ -94,7 +94,7 @@ class Sampling:
             else:
                 await asyncio.gather(self._loads.get(), self._depth.get())
                 next_s = max(next_s + SAMPLE_EVERY_S, self._clock.now_s())
-            if self._links.queue is not None and now_s >= letters_s:
+            if self._links.queues is not None and now_s >= letters_s:
                 await self._count_dead_letters()
                 letters_s = now_s + DEAD_LETTERS_EVERY_S
 
@@ -133,11 +133,11 @@ class Sampling:
         return LoadsSample({name: (report.load, now_s - report.age_s) for name, report in reports.items()}, failed)
 
     async def _ask_depth(self) -> QueueDepth | Missing:
-        queue = self._links.queue
-        if queue is None:
+        queues = self._links.queues
+        if queues is None:
             return Missing("there is no prefill queue")
         try:
-            self.queue.depth = await queue.depth()
+            self.queue.depth = await queues.depth()
         except DynamoError as error:
             log.debug("the prefill queue was not sampled: %s", error)
             self.queue = QueueView()
@@ -145,9 +145,10 @@ class Sampling:
         return self.queue.depth
 
     async def _count_dead_letters(self) -> None:
-        queue: Any = self._links.queue
+        if (queues := self._links.queues) is None:
+            return
         try:
-            self.queue.dead_letters = len(await queue.dead_letters())
+            self.queue.dead_letters = await queues.dead_letters()
         except DynamoError as error:
             log.debug("the dead letters were not counted: %s", error)
             self.queue.dead_letters = None

@@ -186,7 +186,7 @@ def run_status(parts: Parts, state: str, following: DecisionFollower | None) -> 
         "nats_server": head.nats_server,
         "servers": parts.servers.status(),
         "frontend_url": parts.registrations.frontend_url,
-        "prefill_queue": parts.sampling.queue.as_json() if parts.links.queue is not None else None,
+        "prefill_queue": parts.sampling.queue.as_json() if parts.links.queues is not None else None,
         "metrics_url": parts.exporter.url,
         "dashboard": parts.dashboard.status(),
         "keeps_dashboard": parts.deployment.settings.dashboard is not None,

@@ -32,7 +32,7 @@ from dynamo_local.clock import Clock, sleep_to_next
 from dynamo_local.core.fleet import draining as leaving
 from dynamo_local.core.fleet.events import Command, Leave, Resume, StartAll
 from dynamo_local.core.fleet.fleet import Fleet, Worker
-from dynamo_local.core.types import GraphSpec, Role, WorkerState, suffix_of
+from dynamo_local.core.types import GraphSpec, WorkerState, suffix_of
 from dynamo_local.errors import DynamoError, StartTimedOut, WorkerDied
 from dynamo_local.state.store import StateStore
 from dynamo_local.system.descriptors import ReservedDescriptors
@@ -226,11 +226,9 @@ class Supervisor:
         await self.parts.statefile.write_head(self._fleet)
 
     async def _connect(self) -> None:
-        parts, services = self.parts, self.deployment.graph.services
-        # Commands have queues of their own, if any. Only our own prefill component uses this one.
-        prefill = any(spec.role is Role.PREFILL and spec.runtime is None for spec in services)
+        parts = self.parts
         env = {**self.deployment.factory.base_env, **parts.effects.env}  # the variables by which a worker connects
-        await parts.links.connect(env, prefill_queue=prefill)
+        await parts.links.connect(env, lambda: self.deployment.graph)
         parts.tasks.keep("registry watch", parts.registrations.follow, on_death=lambda: parts.links.etcd_seen(False))
         parts.tasks.keep("load sampling", parts.sampling.run)
         parts.tasks.keep("start watch", parts.starts.run)

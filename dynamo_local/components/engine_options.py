@@ -63,6 +63,11 @@ class EngineConfig(BaseModel):
     measurable: bool = Field(
         default=False, description="Let the engine be measured from outside: `dynamo profile` sets it for its own runs."
     )
+    prefill_queue: str = Field(
+        default="",
+        pattern=r"[A-Za-z0-9_-]*",
+        description="Name of the prefill queue: each model of the section Models has one of its own.",
+    )
     fpm_events: bool = Field(
         default=False, description="Publish each pass on Dynamo's event plane, too, for planners of Dynamo's."
     )

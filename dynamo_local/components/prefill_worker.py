@@ -58,7 +58,7 @@ class PrefillWorker:
         if kv_events is not None:
             kv_events.block_size = self._engine.info.block_size
         self._times = context.inherited.get(HANDOFF_TIMES) or HandoffTimes()
-        queue, replies = await together(context.prefill_queue(), context.prefill_replies())
+        queue, replies = await together(context.prefill_queue(config.prefill_queue), context.prefill_replies())
         self._prefiller = Prefiller(
             self._engine,
             queue,

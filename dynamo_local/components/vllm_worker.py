@@ -172,7 +172,7 @@ class VllmWorker:
             settings.start(),
             context.endpoint_client(prefill, "status"),
             context.endpoint_client(prefill, "canary"),
-            context.prefill_queue(),
+            context.prefill_queue(config.prefill_queue),
             context.prefill_replies(),
         )
         self._directory = directory = EngineDirectory(context.kv, context.namespace, self._engine.info)

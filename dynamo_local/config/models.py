@@ -9,8 +9,9 @@
       llama: …
 
 Each model becomes two services: its workers, `qwen`, and its Processor, `qwen_Processor`. With `router: kv` or `slo` it
-has a Router as well, `qwen_Router`. Keys that are not about the model's place are its workers' options. A section of
-that name in the file is laid over them.
+has a Router as well, `qwen_Router`. With `prefill: 1` each worker has a prefill worker beside it, of the component
+`qwen_PrefillWorker`. Keys that are not about the model's place are its workers' options. A section of that name in the
+file is laid over them.
 
 A model with a `command` is a server of `runtime: http`, which needs no Processor. Its Frontend passes requests on, so a
 section has commands only, or none.
@@ -39,7 +40,24 @@ _TO_PROCESSOR = ("serve_args", "router", "max_tries", "migration_limit")
 _TO_ROUTER = ("router", "kv_block_expiry_s")
 _ROUTED = ("kv", "slo")
 """Policies that know what each worker has cached: a Router follows that."""
-_NOT_TO_WORKER = frozenset((*_TO_PROCESSOR, *_TO_ROUTER))
+TO_PREFILL = frozenset({"max_concurrent_prefills"})
+_NOT_TO_WORKER = frozenset((*_TO_PROCESSOR, *_TO_ROUTER, *TO_PREFILL))
+TO_DECODE = frozenset(
+    {
+        "conditional_disagg",
+        "disagg_policy",
+        "kv_events",
+        "kv_pull_timeout_s",
+        "max_local_prefill_length",
+        "max_num_waiting",
+        "max_prefill_queue_size",
+        "prefill_timeout_s",
+        "profile_results_dir",
+        "remote_prefill",
+        *_TO_ALL,
+    }
+)
+"""Options of a worker that its prefill workers do not read."""
 
 
 class ModelSection(SharingArgs):
@@ -59,6 +77,8 @@ class ModelSection(SharingArgs):
     """GPUs of one worker."""
     workers: Annotated[int, Field(ge=0)] | None = None
     """Workers at the start. None: the floor."""
+    prefill: Annotated[int, Field(ge=0, le=8)] = 0
+    """Prefill workers beside each worker, with as many GPUs each. 0: a worker computes its prompts itself."""
     max_held: Annotated[int, Field(ge=0, le=1_000_000)] = 256
     """Requests that are held at once; beyond it 503 with Retry-After."""
     max_held_bytes: Annotated[int, Field(ge=0)] = 64 * 1024 * 1024
@@ -78,6 +98,8 @@ class ModelSection(SharingArgs):
             raise ValueError("it needs a model, or a command")
         if self.command is None and self.aliases:
             raise ValueError("aliases are of a command; an engine's model has one name, served-model-name")
+        if self.command is not None and self.prefill:
+            raise ValueError("prefill is of an engine of ours: a command says by itself what it splits")
         if not self.gpus and not self.floor:
             raise ValueError("a model without GPUs (gpus: 0) has nothing to share: give it a floor of 1 or more")
         return self
@@ -100,6 +122,11 @@ def router_of(component: str) -> str:
     return f"{component}_Router"
 
 
+def prefill_of(component: str) -> str:
+    """The prefill workers of a model, where it has some."""
+    return f"{component}_PrefillWorker"
+
+
 def target_of(components: list[str]) -> str:
     """The graph of these models."""
     return f"{GRAPHS}:{SEPARATOR.join(('models', *components))}"
@@ -112,7 +139,10 @@ def components_of(sections: Mapping[str, Any]) -> list[str]:
         return []
     found = []
     for name, section in models.items():
-        found += [component_of(name), *([router_of(component_of(name))] if _is_routed(section) else [])]
+        component = component_of(name)
+        found += [component, *([router_of(component)] if _is_routed(section) else [])]
+        if isinstance(section, Mapping) and section.get("prefill"):
+            found.append(prefill_of(component))
     return found
 
 
@@ -150,7 +180,9 @@ def expanded(sections: Mapping[str, Mapping[str, Any]], source: str) -> dict[str
         if commands:
             found[component] = _server(model, (served, *model.aliases))
         else:
-            found[component] = _worker(model, served)
+            found[component] = _worker(model, served, component)
+            if model.prefill:
+                found[prefill_of(component)] = _prefill_worker(model, served, component)
             found[processor_of(component)] = _before(model, served, _TO_PROCESSOR)
             if _is_routed(section):
                 found[router_of(component)] = _before(model, served, _TO_ROUTER)
@@ -181,9 +213,24 @@ def _server(model: ModelSection, names: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def _worker(model: ModelSection, served: str) -> dict[str, Any]:
+def _worker(model: ModelSection, served: str, component: str) -> dict[str, Any]:
     own = {key: value for key, value in (model.model_extra or {}).items() if key not in _NOT_TO_WORKER}
-    return {"model": model.model, "served_model_name": served, **own, "ServiceArgs": _service_args(model)}
+    apart = {"remote_prefill": True, "prefill_queue": component} if model.prefill else {}
+    return {"model": model.model, "served_model_name": served, **apart, **own, "ServiceArgs": _service_args(model)}
+
+
+def _prefill_worker(model: ModelSection, served: str, component: str) -> dict[str, Any]:
+    more = model.model_extra or {}
+    own = {key: value for key, value in more.items() if key in TO_PREFILL or key not in _NOT_TO_WORKER | TO_DECODE}
+    args = _service_args(model)
+    args |= {"workers": args["workers"] * model.prefill, "sharing": {"beside": component, "each": model.prefill}}
+    return {
+        "model": model.model,
+        "served_model_name": served,
+        "prefill_queue": component,
+        **own,
+        "ServiceArgs": args,
+    }
 
 
 def _service_args(model: ModelSection) -> dict[str, Any]:

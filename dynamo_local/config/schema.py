@@ -189,6 +189,15 @@ class SharingArgs(BaseModel):
         return self
 
 
+class ServiceSharing(SharingArgs):
+    """As `ServiceArgs.sharing` says it."""
+
+    beside: str | None = None
+    """These are prefill workers of that model's component: they come and go with its workers."""
+    each: Annotated[int, Field(ge=1, le=64)] = 1
+    """So many for each of its workers."""
+
+
 class ServiceArgs(BaseModel):
     """How many workers of a service, with what. Values of `resources` and `envs` are checked by `sdk.checks`."""
 
@@ -208,5 +217,5 @@ class ServiceArgs(BaseModel):
     so; an empty list: none (docs/configuration.md)."""
     flippable: bool = True
     """Its workers may change their role with those of the other side, where both have the same engine."""
-    sharing: Annotated[SharingArgs, BeforeValidator(_underscored)] | None = None
+    sharing: Annotated[ServiceSharing, BeforeValidator(_underscored)] | None = None
     """Its workers share the GPUs with those of other models. The section `Models` writes this."""

@@ -57,6 +57,9 @@ class Sharing:
     """The configuration of one model that shares GPUs. Times are in seconds; `cap` None: as many as there are GPUs.
 
     `slots`: requests that one worker serves at once within the targets; None: as many as its engine takes.
+
+    `beside`: these are the prefill workers of that model's component, `each` for each of its workers. They come and go
+    with those, and have no other number here.
     """
 
     floor: int = 0
@@ -66,6 +69,8 @@ class Sharing:
     min_stay_s: float = 3.0
     max_wait_s: float = 120.0
     slots: int | None = None
+    beside: str | None = None
+    each: int = 1
 
 
 @dataclass(frozen=True, slots=True)

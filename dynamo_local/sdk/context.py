@@ -226,8 +226,8 @@ class WorkerContext(Protocol):
         """Calls that endpoint of another component; instances are followed until the worker ends."""
         ...
 
-    async def prefill_queue(self) -> PrefillQueue:
-        """The namespace's queue, closed when the worker ends."""
+    async def prefill_queue(self, name: str = "") -> PrefillQueue:
+        """The namespace's queue of that name, closed when the worker ends."""
         ...
 
     async def prefill_replies(self) -> PrefillReplies:

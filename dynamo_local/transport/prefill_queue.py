@@ -348,7 +348,8 @@ async def _beat(pulled: PulledTask, every_s: float) -> None:
         await asyncio.sleep(every_s)
 
 
-# The prefill queue: a JetStream work queue `{ns}_prefill_queue` that all prefill workers share.
+# The prefill queue: a JetStream work queue `{ns}_prefill_queue` that all prefill workers share. Where several models
+# are served, each has one of its own: `{ns}_prefill_queue_{name}`, and the other streams likewise.
 #
 # One subject per entry, `{ns}_prefill_queue.{run_id}.{request_id}`. This gives, without any bookkeeping of ours:
 #
@@ -394,6 +395,7 @@ class JetStreamPrefillQueue:
         namespace: str,
         run_id: str,
         *,
+        name: str = "",
         ack_wait_s: float = DEFAULT_ACK_WAIT_S,
         max_deliver: int = DEFAULT_MAX_DELIVER,
         clock: Clock | None = None,
@@ -401,10 +403,11 @@ class JetStreamPrefillQueue:
     ) -> None:
         self._nats = nats
         self._js = nats.jetstream(timeout=CALL_TIMEOUT_S)
-        self.stream = f"{namespace}_prefill_queue"
+        own = f"_{name}" if name else ""
+        self.stream = f"{namespace}_prefill_queue{own}"
         """JetStream's name of the queue."""
-        self._late_stream = f"{namespace}_prefill_late"
-        self._dead_stream = f"{namespace}_prefill_dead"
+        self._late_stream = f"{namespace}_prefill_late{own}"
+        self._dead_stream = f"{namespace}_prefill_dead{own}"
         self._run_id = run_id
         self._run = subject_token(run_id)
         self.ack_wait_s = ack_wait_s

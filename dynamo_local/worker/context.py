@@ -242,9 +242,9 @@ class Context:
     async def endpoint_client(self, component: str, endpoint: str) -> EndpointClient:
         return await self._plane.client(self.kv, self.namespace, component, endpoint)
 
-    async def prefill_queue(self) -> PrefillQueue:
+    async def prefill_queue(self, name: str = "") -> PrefillQueue:
         queue = JetStreamPrefillQueue(
-            self.nats, self.namespace, self.run_id, known=self.inherited.get(QUEUE_KNOWN, False)
+            self.nats, self.namespace, self.run_id, name=name, known=self.inherited.get(QUEUE_KNOWN, False)
         )
         self._stack.push_async_callback(queue.close)
         await queue.start()

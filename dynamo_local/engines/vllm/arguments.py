@@ -31,7 +31,7 @@ def parse(words: Sequence[str], *, also_known: Sequence[str] = ()) -> argparse.N
     Raises `ConfigError` naming an unknown option and its nearest spelling, `also_known` (our own keys) among them.
     """
     parser = AsyncEngineArgs.add_cli_args(_Parser(add_help=False, allow_abbrev=False))
-    known = {option for action in parser._actions for option in action.option_strings}
+    known = set(parser._option_string_actions)  # those that help does not show, too: `--no-enable-…` since vLLM 0.33
     for word in words:
         option = word.partition("=")[0]
         if option.startswith("--") and option not in known:

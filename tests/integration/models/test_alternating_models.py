@@ -1,4 +1,4 @@
-"""Three models on two GPUs under alternating load, with a person's commands and killed workers between: 0 failed."""
+"""Three models on too few GPUs under alternating load, with commands and killed workers between: 0 failed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from dynamo_local.cli.common import ask_arbiter
+from dynamo_local.config.models import prefill_of
 from dynamo_local.errors import DynamoError
 from tests.drivers.served import Served
 
@@ -72,7 +73,8 @@ async def trouble(served: Served, until_s: float) -> list[str]:
     rng, done = random.Random(SEED), []
     while time.monotonic() < until_s:
         await asyncio.sleep(rng.uniform(2.0, 6.0))
-        rows = [row for row in served.status()["workers"] if row["component"] in MODELS and row["state"] == "ready"]
+        workers = {*MODELS, *map(prefill_of, MODELS)}
+        rows = [row for row in served.status()["workers"] if row["component"] in workers and row["state"] == "ready"]
         if not rows:
             continue
         row, what = rng.choice(rows), rng.choice(("kill", "sleep", "drain", "restart", "more"))
@@ -92,9 +94,11 @@ async def trouble(served: Served, until_s: float) -> list[str]:
 
 
 @pytest.mark.timeout(SECONDS + 400)
-async def test_no_request_fails_whatever_the_models_workers_do() -> None:
-    host = {"gpus": "sim:2", "restart": {"failures-max": 100_000}}  # our kills must not make a worker faulted
-    text = yaml.safe_dump({"Host": host, "Models": dict.fromkeys(MODELS, MODEL)})
+@pytest.mark.parametrize(("gpus", "apart"), [(2, ""), (4, "ac")], ids=["aggregated", "apart"])
+async def test_no_request_fails_whatever_the_models_workers_do(gpus: int, apart: str) -> None:
+    host = {"gpus": f"sim:{gpus}", "restart": {"failures-max": 100_000}}  # our kills must not make a worker faulted
+    models = {name: {**MODEL, "prefill": int(name in apart)} for name in MODELS}
+    text = yaml.safe_dump({"Host": host, "Models": models})
     with Served("-f", "models.yaml", target=(), files={"models.yaml": text}).started() as served:
         counts, until_s = Counts(), time.monotonic() + SECONDS
         clients = [client(served.url, SEED * 100 + n, until_s, counts) for n in range(6)]

@@ -131,6 +131,15 @@ async def test_streams_are_made_again_when_the_server_lost_its_data(own_nats: Re
         assert pulled.task.request_id == "r"
 
 
+async def test_queues_of_two_names_are_two_queues(own_nats: RealNats) -> None:
+    async with queue_on(own_nats, name="a") as one, queue_on(own_nats, name="b") as other:
+        await enqueue_at_last(one)
+        assert await other.pull(0.2) is None
+        pulled = await one.pull(10)
+        assert pulled is not None
+        await pulled.ack()
+
+
 async def depth_until_it_fails(queue: JetStreamPrefillQueue) -> None:
     """SIGSTOP does not reach all threads of the server at once: a first call may still be answered."""
     while True:

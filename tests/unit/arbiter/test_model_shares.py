@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from dynamo_local.arbiter.commands import Commands
-from dynamo_local.arbiter.model_shares import ModelMetrics, ModelShares, stranded, usable_gpus
+from dynamo_local.arbiter.model_shares import ModelMetrics, ModelShares, prefill_targets, stranded, usable_gpus
 from dynamo_local.core.fleet.events import Leave
 from dynamo_local.core.fleet.fleet import Fleet, Template
 from dynamo_local.core.gpu_shares import HeldNow, Sharing
@@ -160,6 +160,18 @@ async def test_metrics_name_the_model() -> None:
     await house.hears(b=2)
     assert registry.get_sample_value("dynamo_arbiter_model_workers", {"model": "a", "state": "ready"}) == 1
     assert registry.get_sample_value("dynamo_arbiter_model_held", {"model": "b"}) == 2
+
+
+@pytest.mark.parametrize(
+    ("decode", "wanted", "prefill"),
+    [((), 2, 4), (("ready", "ready"), 1, 4), (("ready", "draining"), 1, 4), (("ready",), 1, 2), (("starting",), 0, 0)],
+)
+def test_prefill_workers_stay_until_the_worker_that_leaves_is_gone(
+    decode: tuple[str, ...], wanted: int, prefill: int
+) -> None:
+    beside = replace(spec("a_PrefillWorker"), sharing=Sharing(beside="a", each=2))
+    view = on_ledger([worker(n, state, template("a")) for n, state in enumerate(decode)], 8, (template("a"),))
+    assert prefill_targets((spec("a"), beside, spec("b")), {"a": wanted, "b": 1}, view) == {"a_PrefillWorker": prefill}
 
 
 def test_gpus_of_strangers_are_not_shared() -> None:

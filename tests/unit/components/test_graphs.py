@@ -47,6 +47,13 @@ def test_a_model_may_have_a_router() -> None:
     assert graph.bindings("llama3_Processor")["router"] is None
 
 
+def test_a_model_may_have_prefill_workers_of_its_own() -> None:
+    graph = load_graph(f"{GRAPHS}:models__a__a_PrefillWorker__b", base_dir=Path.cwd())
+    assert sorted(graph.services) == ["Frontend", "a", "a_PrefillWorker", "a_Processor", "b", "b_Processor"]
+    assert graph.bindings("a")["prefill_worker"] is graph.services["a_PrefillWorker"]
+    assert graph.bindings("b")["prefill_worker"] is None
+
+
 def test_no_process_waits_for_a_models_worker() -> None:
     graph = load_graph(f"{GRAPHS}:models__qwen__llama3", base_dir=Path.cwd())
     assert graph.services["qwen_Processor"].depends["worker"].optional

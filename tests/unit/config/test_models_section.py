@@ -9,8 +9,10 @@ import pytest
 import yaml
 
 from dynamo_local.components.commands.graph import with_commands
+from dynamo_local.components.prefill_worker import PrefillWorkerConfig
+from dynamo_local.components.vllm_worker import VllmWorkerConfig
 from dynamo_local.config.loading import Config, load_config
-from dynamo_local.config.models import component_of, target_of
+from dynamo_local.config.models import TO_DECODE, TO_PREFILL, component_of, target_of
 from dynamo_local.config.resolve import planned_components, resolve
 from dynamo_local.core.types import GraphSpec, Role
 from dynamo_local.errors import ConfigError
@@ -57,6 +59,24 @@ def test_a_policy_that_knows_what_is_cached_brings_a_router(router: str, routed:
     assert config.sections["a_Processor"]["router"] == router
     if routed:
         assert (graph.service("a_Router").config["router"], graph.service("a_Router").config["ttft"]) == (router, 500)
+
+
+def test_prefill_workers_are_beside_the_workers_of_their_model() -> None:
+    apart = {"gpus": 2, "floor": 1, "prefill": 3, "max-local-prefill-length": 7, "max-concurrent-prefills": 4}
+    graph = graph_of(config_of({"a": {**TINY, **apart}, "b": TINY}))
+    decode, prefill = graph.service("a"), graph.service("a_PrefillWorker")
+    assert (decode.workers, prefill.workers, prefill.resources.gpu, prefill.role) == (1, 3, 2, Role.PREFILL)
+    assert prefill.sharing is not None
+    assert (prefill.sharing.beside, prefill.sharing.each) == ("a", 3)
+    assert (decode.config["remote_prefill"], decode.config["max_local_prefill_length"]) == (True, 7)
+    assert prefill.config["max_concurrent_prefills"] == 4
+    assert decode.config["prefill_queue"] == prefill.config["prefill_queue"] == "a"
+    assert "remote_prefill" not in graph.service("b").config
+
+
+def test_each_option_of_a_model_goes_to_the_workers_that_read_it() -> None:
+    decode, prefill = set(VllmWorkerConfig.model_fields), set(PrefillWorkerConfig.model_fields)
+    assert (decode - prefill, prefill - decode) == (TO_DECODE, TO_PREFILL)
 
 
 SERVER = {"command": "llama-server -m {model} --alias a --port {port:http}", "model": "/m/a.gguf"}
