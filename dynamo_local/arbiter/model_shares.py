@@ -10,10 +10,8 @@ import contextlib
 import itertools
 import logging
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from statistics import fmean
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -32,8 +30,7 @@ from dynamo_local.core.fleet.fleet import Fleet, Worker
 from dynamo_local.core.gpu_shares import HeldNow, ModelNow, Share, Sharing, shares
 from dynamo_local.core.lead_times import OptionKind
 from dynamo_local.core.notes import Over, Tell, Trouble
-from dynamo_local.core.served import WINDOW_S
-from dynamo_local.core.types import GraphSpec, Missing, ServiceSpec, WorkerState
+from dynamo_local.core.types import GraphSpec, Load, Missing, ServiceSpec, WorkerState
 from dynamo_local.errors import BeingRestarted, DynamoError
 from dynamo_local.ports import DeleteEvent, KeyValue, PutEvent, SnapshotEvent
 
@@ -44,8 +41,12 @@ EVERY_S, IDLE_EVERY_S = 1.0, 2.0
 AT_MOST_EVERY_S = 0.05
 """So that a burst of changes at a Frontend is one decision."""
 RECENT_S, LONG_S = 10.0, 120.0
-"""Requests in the workers are averaged over so long for the rate of now, and for that of the last minutes."""
+"""Time constants of the rate of now, and of that of the last minutes."""
 BUSY_DEFAULT_S = 2.0
+BUSY_REQUESTS = 100.0
+"""The time in a worker is averaged over about so many requests."""
+LOST_AFTER_S = 5.0
+"""Requests that are counted nowhere for so long are lost. Less: on their way from a Frontend to a worker."""
 ARRIVES_DEFAULT_S = 30.0
 SLOTS_DEFAULT = 64
 """For a model of which no worker has told how many requests it takes at once."""
@@ -57,22 +58,69 @@ _decoder = msgspec.json.Decoder(dict[str, HeldNow])
 
 
 @dataclass(slots=True)
-class _Usage:
-    """The memory of one model: requests in its workers by second, and when there was one last."""
+class Usage:
+    """One model's load, as looks at its workers tell it: rates of arrival, and the time in a worker.
 
-    requests: deque[tuple[float, int]] = field(default_factory=deque)
-    used_s: float = -math.inf
-    worked_s: float = -math.inf
-    """When its workers had a request last."""
-    busy_s: float = BUSY_DEFAULT_S
+    Arrivals are counted by what is here and what has ended since. The time in a worker is the mean number that run
+    there ÷ the rate at which they end (Little's law). Requests that wait for a place do not count.
+    """
+
+    seen_s: float
+    used_s: float
+    """When it had a request last."""
     slots: int = SLOTS_DEFAULT
+    busy_s: float = BUSY_DEFAULT_S
+    rate: float = 0.0
+    """Requests per second: an exponential mean over `RECENT_S`, and over `LONG_S`."""
+    rate_long: float = 0.0
+    _here: int = 0
+    _ended: float = 0.0
+    _known: float = 0.0
+    """The most that were counted: here, or ended since the first look."""
+    _known_s: float = 0.0
+    _total: float = 0.0
+    _ran_s: float = 0.0
+    _finished: float = 0.0
 
-    def mean(self, since_s: float) -> float:
-        """The mean number of requests since then; 0 without a look since then."""
-        if self.worked_s < since_s:
-            return 0.0
-        recent = [count for at_s, count in self.requests if at_s >= since_s]
-        return fmean(recent) if recent else 0.0
+    def look(self, now_s: float, *, running: int, here: int, ended: float | None) -> None:
+        """`running` requests have a place in a worker; `here` run, wait or are held. `ended` is a counter, which may
+        begin anew. None: nobody counts them, so those have ended that are here no more."""
+        passed_s, self.seen_s = now_s - self.seen_s, now_s
+        if ended is None:
+            more: float = max(0, self._here - here)
+        else:
+            more = ended - self._ended if ended >= self._ended else ended
+            self._ended = ended
+        self._here = here
+        self._total += more
+        came = self._came(now_s, self._total + here)
+        if here or came:
+            self.used_s = now_s
+        self.rate = _mean(self.rate, came, passed_s, RECENT_S)
+        self.rate_long = _mean(self.rate_long, came, passed_s, LONG_S)
+        kept = math.exp(-more / BUSY_REQUESTS)
+        self._ran_s = self._ran_s * kept + running * passed_s
+        self._finished = self._finished * kept + more
+        if self._finished >= 1.0 and self._ran_s:  # else none ended yet, or all were too short to be seen
+            self.busy_s = max(0.001, self._ran_s / self._finished)
+
+    def _came(self, now_s: float, counted: float) -> float:
+        """Those that were not counted before."""
+        came = max(0.0, counted - self._known)
+        if counted >= self._known or now_s - self._known_s > LOST_AFTER_S:
+            self._known, self._known_s = counted, now_s
+        return came
+
+    @property
+    def rate_sd(self) -> float:
+        """The standard deviation of `rate`, with Poisson arrivals. At least one request in `LONG_S` is assumed."""
+        return math.sqrt(max(self.rate_long, 1 / LONG_S) / (2 * RECENT_S))
+
+
+def _mean(rate: float, came: float, passed_s: float, constant_s: float) -> float:
+    """The exponential mean of a rate, after so many more events in so many seconds."""
+    kept = math.exp(-passed_s / constant_s)
+    return rate * kept + came * ((1.0 - kept) / passed_s if passed_s > 0.0 else 1.0 / constant_s)
 
 
 class ModelShares:
@@ -98,7 +146,7 @@ class ModelShares:
         self._clock = clock
         self._tell = tell
         self._held: dict[str, Held] = {}
-        self._usage: dict[str, _Usage] = {}
+        self._usage: dict[str, Usage] = {}
         self._decided: Mapping[str, Share] = {}
         self._idle: tuple[Any, ...] = ()
         self._arrived_s: dict[str, float] = {}
@@ -141,7 +189,8 @@ class ModelShares:
             if self.is_needed:
                 await self.decide()
                 await asyncio.sleep(AT_MOST_EVERY_S)
-            busy = any(usage.requests and usage.requests[-1][1] for usage in self._usage.values()) or self._held
+            now_s = self._clock.now_s()
+            busy = any(now_s - usage.used_s < RECENT_S for usage in self._usage.values()) or self._held
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(EVERY_S if busy else IDLE_EVERY_S):
                     await self._news.wait()
@@ -202,24 +251,23 @@ class ModelShares:
 
     def _measured(self, spec: ServiceSpec, prefill: ServiceSpec | None, fleet: Fleet, now_s: float) -> ModelNow:
         assert spec.sharing is not None
-        name, usage = spec.name, self._usage.setdefault(spec.name, _Usage(used_s=now_s))
+        name, usage = spec.name, self._usage.setdefault(spec.name, Usage(seen_s=now_s, used_s=now_s))
         workers = fleet.of(name)
-        requests, slots = _load(workers)
-        usage.slots = slots or usage.slots
+        staying = _loads(worker for worker in workers if worker.ready)
+        leaving = _loads(worker for worker in workers if worker.state is WorkerState.DRAINING)
+        usage.slots = max((load.request_total_slots for load in staying), default=0) or usage.slots
         held, held_s = self._held_of(name, now_s)
-        if requests or held:
-            usage.used_s = now_s
-        if requests:
-            usage.worked_s = now_s
-        usage.requests.append((now_s, requests))
-        while usage.requests[0][0] < now_s - LONG_S:
-            usage.requests.popleft()
-        usage.busy_s = self._busy_s(name, usage, now_s)
+        requests = _requests(staying)
+        usage.look(
+            now_s,
+            running=sum(load.request_active_slots for load in (*staying, *leaving)),
+            here=requests + _requests(leaving) + held,
+            ended=self._sampling.last_minute.ended(name),
+        )
         capacity = fleet.capacity(name)
         beside = () if prefill is None else fleet.of(prefill.name)
         faulted = any(worker.state is WorkerState.FAULTED for worker in (*workers, *beside))
         stayed_s = [now_s - worker.since_s for worker in workers if worker.ready]
-        rate_long = usage.mean(now_s - LONG_S) / usage.busy_s
         return ModelNow(
             name=name,
             sharing=_capped(spec.sharing, capacity) if faulted else spec.sharing,
@@ -228,9 +276,9 @@ class ModelShares:
             requests=requests,
             held=held,
             held_s=held_s,
-            rate=usage.mean(now_s - RECENT_S) / usage.busy_s,
-            rate_long=rate_long,
-            rate_sd=_deviation(rate_long, usage.busy_s),
+            rate=usage.rate,
+            rate_long=usage.rate_long,
+            rate_sd=usage.rate_sd,
             busy_s=usage.busy_s,
             slots=spec.sharing.slots or usage.slots,
             slack_s=_slack_s(spec),
@@ -239,14 +287,6 @@ class ModelShares:
             young=capacity - sum(each >= spec.sharing.min_stay_s for each in stayed_s),
             unused_s=now_s - usage.used_s,
         )
-
-    def _busy_s(self, name: str, usage: _Usage, now_s: float) -> float:
-        """How long a request stays in its workers, by Little's law: the mean number of requests there in the last
-        minute ÷ the rate at which they ended. As before where none ended, or all were too short to be seen."""
-        figures = self._sampling.last_minute.figures(name, now_s)
-        ended = None if figures is None else figures["requests_per_s"]
-        there = usage.mean(now_s - WINDOW_S)
-        return max(0.001, there / ended) if ended and there else usage.busy_s
 
     def _arrives_s(self, name: str, workers: tuple[Worker, ...]) -> float:
         """How long one more worker takes, as measured on this host. A model that never started takes as long as the
@@ -353,19 +393,14 @@ def _held_in(kv: KeyValue) -> Held | None:
         return None
 
 
-def _load(workers: tuple[Worker, ...]) -> tuple[int, int | None]:
-    """Requests that run or wait in them, and how many one takes at once (None: none has told)."""
-    loads = [worker.load for worker in workers if worker.ready and not isinstance(worker.load, Missing)]
-    requests = sum(load.request_active_slots + load.num_requests_waiting for load in loads)
-    return requests, max((load.request_total_slots for load in loads), default=None)
+def _loads(workers: Iterable[Worker]) -> list[Load]:
+    """The loads that they have told."""
+    return [worker.load for worker in workers if not isinstance(worker.load, Missing)]
 
 
-def _deviation(rate: float, busy_s: float) -> float:
-    """The standard deviation of the rate of now, as it is measured: requests in the workers, averaged over
-    `RECENT_S`, ÷ the time that one stays (M/G/∞ with Poisson arrivals). The rate counts as one request in `LONG_S`, at
-    least."""
-    rate = max(rate, 1 / LONG_S)
-    return math.sqrt(rate / busy_s * min(1.0, 2 * busy_s / RECENT_S))
+def _requests(loads: Iterable[Load]) -> int:
+    """Requests that run or wait there."""
+    return sum(load.request_active_slots + load.num_requests_waiting for load in loads)
 
 
 def _name_of(spec: ServiceSpec) -> str:

@@ -97,6 +97,7 @@ class LastMinute:
             self._before[component, worker] = (now_s, counters)
             self._heard_s[component] = now_s
             if known is None:
+                total.update({name: 0.0 for name in counters if name == REQUESTS})
                 continue
             before = known[1]
             if any(counters.get(name, 0.0) < value for name, value in before.items()):
@@ -112,6 +113,14 @@ class LastMinute:
         for component in [name for name, at_s in self._heard_s.items() if now_s - at_s > WINDOW_S]:
             for of in (self._totals, self._heard_s, self._sums):
                 of.pop(component)
+
+    def ended(self, component: str) -> float | None:
+        """Requests that have ended since the component was first heard. After a minute of silence it is 0 again.
+
+        None: its workers do not tell.
+        """
+        total = self._totals.get(component)
+        return 0.0 if total is None else total.get(REQUESTS)
 
     def figures(self, component: str, now_s: float) -> dict[str, Any] | None:
         """`components` in `dynamo status --json`. None: its workers report nothing, or not twice yet.
