@@ -149,8 +149,8 @@ def test_nothing_ready_goes_while_something_is_on_its_way(view: Fleet, count: in
         return
     went = {each.name for each in decision.moves}
     ready = [name for name in went if view.worker(name).ready]
-    if ready:
-        assert {w.name for w in view.on_their_way("VllmWorker")} <= went
+    if ready:  # a worker that changes its role for this one comes all the same
+        assert {w.name for w in view.on_their_way("VllmWorker") if w.flip is None} <= went
     expected = victims(view.ready("VllmWorker"), policy)[: len(ready)]
     assert {w.name for w in expected} == set(ready)
 
