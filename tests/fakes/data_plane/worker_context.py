@@ -174,7 +174,7 @@ class FakeWorkerContext:
     async def endpoint_client(self, component: str, endpoint: str) -> FakeEndpointClient:
         return self._cluster.client(component, endpoint)
 
-    async def prefill_queue(self) -> FakePrefillQueue:
+    async def prefill_queue(self, name: str = "") -> FakePrefillQueue:
         queue = FakePrefillQueue(self._cluster.queue_server, self.run_id, ack_wait_s=self._cluster.ack_wait_s)
         self.queues.append(queue)
         return queue
