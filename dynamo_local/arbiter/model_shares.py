@@ -352,14 +352,17 @@ def _gpus_of(spec: ServiceSpec, prefill: ServiceSpec | None) -> int:
 def prefill_targets(shared: Iterable[ServiceSpec], targets: Mapping[str, int], fleet: Fleet) -> dict[str, int]:
     """How many prefill workers each model has.
 
-    Those of a worker that leaves stay until it is gone: some of its requests may still wait for their prefill.
+    Those of a worker that leaves stay until it is gone: some of its requests may still wait for their prefill. Where one
+    has faulted there are no more than there are.
     """
     found = {}
     for spec in shared:
         model = _beside(spec)
         if spec.sharing is not None and model is not None and model in targets:
             serving = sum(each.ready or each.state is WorkerState.DRAINING for each in fleet.of(model))
-            found[spec.name] = spec.sharing.each * max(targets[model], serving)
+            wanted = spec.sharing.each * max(targets[model], serving)
+            faulted = any(worker.state is WorkerState.FAULTED for worker in fleet.of(spec.name))
+            found[spec.name] = min(wanted, fleet.capacity(spec.name)) if faulted else wanted
     return found
 
 

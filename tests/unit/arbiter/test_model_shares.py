@@ -225,6 +225,14 @@ def test_prefill_workers_stay_until_the_worker_that_leaves_is_gone(
     assert prefill_targets((spec("a"), beside, spec("b")), {"a": wanted, "b": 1}, view) == {"a_PrefillWorker": prefill}
 
 
+def test_a_faulted_prefill_worker_is_not_ordered_again() -> None:
+    beside = replace(spec("a_PrefillWorker"), sharing=Sharing(beside="a", each=2))
+    workers = [worker(0, "ready", template("a")), worker(0, "ready", template(beside.name))]
+    workers.append(worker(1, "faulted", template(beside.name)))
+    view = on_ledger(workers, 8, (template("a"), template(beside.name)))
+    assert prefill_targets((spec("a"), beside), {"a": 1}, view) == {beside.name: 1}
+
+
 def test_gpus_of_strangers_are_not_shared() -> None:
     view = on_ledger([worker(0, "ready", template("a"))], 3, (template("a"),))
     assert usable_gpus(view, {"a"}) == 3
