@@ -352,8 +352,8 @@ def _gpus_of(spec: ServiceSpec, prefill: ServiceSpec | None) -> int:
 def prefill_targets(shared: Iterable[ServiceSpec], targets: Mapping[str, int], fleet: Fleet) -> dict[str, int]:
     """How many prefill workers each model has.
 
-    Those of a worker that leaves stay until it is gone: some of its requests may still wait for their prefill. Where one
-    has faulted there are no more than there are.
+    Those of a worker that leaves stay until it is gone: some of its requests may still wait for their prefill.
+    Where one has faulted, their number does not grow.
     """
     found = {}
     for spec in shared:
