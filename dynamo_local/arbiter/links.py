@@ -137,13 +137,16 @@ class PrefillQueues:
 
     async def depth(self) -> QueueDepth:
         """The sum over all of them."""
-        depths = [await queue.depth() for queue in await self._all()]
-        counts = zip(*((each.pending, each.outstanding, each.late) for each in depths), strict=True)
-        return QueueDepth(*map(sum, counts))
+        depths = await asyncio.gather(*(queue.depth() for queue in await self._all()))
+        return QueueDepth(
+            sum(each.pending for each in depths),
+            sum(each.outstanding for each in depths),
+            sum(each.late for each in depths),
+        )
 
     async def dead_letters(self) -> int:
         """How many entries were given up."""
-        return sum([len(await queue.dead_letters()) for queue in await self._all()])
+        return sum(map(len, await asyncio.gather(*(queue.dead_letters() for queue in await self._all()))))
 
     async def delete(self) -> None:
         """Delete all that were used."""

@@ -27,7 +27,16 @@ from dynamo_local.arbiter.sampler import Sampling
 from dynamo_local.clock import Clock
 from dynamo_local.core.fleet.events import Drain, ScaleAll, VictimPolicy
 from dynamo_local.core.fleet.fleet import Fleet, Worker
-from dynamo_local.core.gpu_shares import HeldNow, ModelNow, Share, Sharing, shares
+from dynamo_local.core.gpu_shares import (
+    LONG_S,
+    RECENT_S,
+    HeldNow,
+    ModelNow,
+    Share,
+    Sharing,
+    rate_deviation,
+    shares,
+)
 from dynamo_local.core.lead_times import OptionKind
 from dynamo_local.core.notes import Over, Tell, Trouble
 from dynamo_local.core.types import GraphSpec, Load, Missing, ServiceSpec, WorkerState
@@ -40,8 +49,6 @@ EVERY_S, IDLE_EVERY_S = 1.0, 2.0
 """The second while no model has a request: 24 models on 64 GPUs cost 9 ms each time."""
 AT_MOST_EVERY_S = 0.05
 """So that a burst of changes at a Frontend is one decision."""
-RECENT_S, LONG_S = 10.0, 120.0
-"""Time constants of the rate of now, and of that of the last minutes."""
 BUSY_DEFAULT_S = 2.0
 BUSY_REQUESTS = 100.0
 """The time in a worker is averaged over about so many requests."""
@@ -113,8 +120,8 @@ class Usage:
 
     @property
     def rate_sd(self) -> float:
-        """The standard deviation of `rate`, with Poisson arrivals. At least one request in `LONG_S` is assumed."""
-        return math.sqrt(max(self.rate_long, 1 / LONG_S) / (2 * RECENT_S))
+        """The standard deviation of `rate`."""
+        return rate_deviation(self.rate_long)
 
 
 def _mean(rate: float, came: float, passed_s: float, constant_s: float) -> float:
@@ -202,7 +209,8 @@ class ModelShares:
             return
         shared = [spec for spec in self._graph().services if spec.sharing is not None and spec.resources.gpu]
         specs = [spec for spec in shared if _beside(spec) is None]
-        models = [self._measured(spec, _next_to(spec, shared), fleet, now_s) for spec in specs]
+        prefill = _prefill_of_models(shared)
+        models = [self._measured(spec, prefill.get(spec.name), fleet, now_s) for spec in specs]
         self._usage = {spec.name: self._usage[spec.name] for spec in specs}
         gpus = usable_gpus(fleet, {spec.name for spec in shared})
         idle = (gpus, *(each.when_idle for each in models))
@@ -310,6 +318,7 @@ class ModelShares:
     def _rows(self) -> Iterator[dict[str, Any]]:
         fleet, now_s = self._controller.fleet, self._clock.now_s()
         services = self._graph().services
+        prefill = _prefill_of_models(services)
         for spec in services:
             if spec.sharing is None or _beside(spec) is not None:
                 continue
@@ -321,7 +330,7 @@ class ModelShares:
                 "ready": len(fleet.ready(spec.name)),
                 "asleep": sum(worker.stands_by for worker in workers),
                 "target": fleet.capacity(spec.name),
-                "gpus_per_worker": _gpus_of(spec, _next_to(spec, services)),
+                "gpus_per_worker": _gpus_of(spec, prefill.get(spec.name)),
                 "floor": spec.sharing.floor,
                 "cap": spec.sharing.cap,
                 "held": held,
@@ -337,9 +346,9 @@ def _beside(spec: ServiceSpec) -> str | None:
     return None if spec.sharing is None else spec.sharing.beside
 
 
-def _next_to(spec: ServiceSpec, services: Iterable[ServiceSpec]) -> ServiceSpec | None:
-    """The prefill workers of that model; None: it has none."""
-    return next((each for each in services if _beside(each) == spec.name), None)
+def _prefill_of_models(services: Iterable[ServiceSpec]) -> dict[str, ServiceSpec]:
+    """The prefill workers of each model that has some, by its component."""
+    return {model: each for each in services if (model := _beside(each)) is not None}
 
 
 def _gpus_of(spec: ServiceSpec, prefill: ServiceSpec | None) -> int:

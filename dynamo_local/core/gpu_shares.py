@@ -20,6 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+RECENT_S, LONG_S = 10.0, 120.0
+"""Time constants of the rate of now, and of that of the last minutes."""
 HORIZON_S = 60.0
 """A worker is expected to be of use for so long. One that must be started earns nothing until it serves."""
 HELD_HORIZON_S = 10.0
@@ -144,6 +146,11 @@ class ModelNow:
         if self.young is not None:
             return min(self.young, self.workers)
         return self.workers if self.stayed_s is None or self.stayed_s < self.sharing.min_stay_s else 0
+
+
+def rate_deviation(rate_long: float) -> float:
+    """The standard deviation of the rate of now, with Poisson arrivals. At least one request in `LONG_S` is assumed."""
+    return math.sqrt(max(rate_long, 1 / LONG_S) / (2 * RECENT_S))
 
 
 @dataclass(frozen=True, slots=True)

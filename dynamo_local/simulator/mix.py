@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Protocol
 
-from dynamo_local.core.gpu_shares import ModelNow, Sharing, shares
+from dynamo_local.core.gpu_shares import LONG_S, RECENT_S, ModelNow, Sharing, rate_deviation, shares
 
 TICK_S = 1.0
 LATEST_S = 3600.0
@@ -128,8 +128,6 @@ class Meter:
         return self.rates[constant] * math.exp((self.at_s - now_s) / constant)
 
 
-SHORT_S, LONG_S = 10.0, 120.0
-"""Time constants of the two mean rates."""
 LENGTHS_SHARE = 0.01
 """The part of one more request in the mean lengths: about the last hundred count."""
 TYPICAL_ISL, TYPICAL_OSL = 1000.0, 200.0
@@ -184,7 +182,7 @@ class World:
         """Requests that run or wait."""
         self.parked = [mix.engines[model].parked for model in models]
         """Workers asleep: as many as main memory holds are prepared at the start."""
-        self.meters = [Meter(TYPICAL_ISL, TYPICAL_OSL, {SHORT_S: 0.0, LONG_S: 0.0}) for _ in models]
+        self.meters = [Meter(TYPICAL_ISL, TYPICAL_OSL, {RECENT_S: 0.0, LONG_S: 0.0}) for _ in models]
         self.used_s = [-math.inf for _ in models]
         """When the model last had a request."""
         self.free: set[int] = set(range(mix.gpus))
@@ -442,9 +440,9 @@ def _now(world: World, model: int, now_s: float) -> ModelNow:
         requests=sum(each.here for each in workers) + len(waiting) - held,
         held=held,
         held_s=world.held_s(model, now_s) if held else 0.0,
-        rate=meter.rate(now_s, SHORT_S),
+        rate=meter.rate(now_s, RECENT_S),
         rate_long=rate_long,
-        rate_sd=math.sqrt(max(rate_long, 1 / LONG_S) / (2 * SHORT_S)),
+        rate_sd=rate_deviation(rate_long),
         busy_s=engine.busy_s(meter.isl, meter.osl),
         slots=engine.slots,
         slack_s=max(0.05, engine.ttft_s - meter.isl * engine.prefill_s),

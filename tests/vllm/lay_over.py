@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path
 
 MORE = ("orjson", "mcp>=2.2")
-"""What 0.33 imports, and 0.32 did not install."""
+"""Packages that 0.33 imports, and 0.32 did not install."""
 
 
 def lay_over(version: str, site: Path) -> None:
