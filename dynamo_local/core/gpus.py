@@ -52,8 +52,12 @@ Score = Callable[[int, int], int]
 """Link score of two positions; symmetric."""
 
 
-def best_set(total: int, count: int, score: Score) -> tuple[int, ...]:
+def best_set(
+    total: int, count: int, score: Score, allowed: Callable[[Sequence[int]], bool] | None = None
+) -> tuple[int, ...]:
     """The `count` of `total` positions to hand out, ascending. Needs 0 <= count <= total.
+
+    Only sets that are `allowed` count, if that is given; empty if none is.
 
     1. The strongest weakest link (an all-reduce runs at the pace of its slowest link), then the strongest sum.
     2. Best fit: the least link strength cut between the set and what remains, so that well-connected
@@ -70,7 +74,7 @@ def best_set(total: int, count: int, score: Score) -> tuple[int, ...]:
         candidates = list(combinations(range(total), count))
     else:
         candidates = sorted({_grow(seed, count, matrix) for seed in range(total)}) if count else [()]
-    return min(candidates, key=lambda chosen: _cost(chosen, matrix, strength))
+    return min(filter(allowed, candidates), key=lambda chosen: _cost(chosen, matrix, strength), default=())
 
 
 def _cost(chosen: Sequence[int], matrix: list[list[int]], strength: list[int]) -> tuple[int, int, int, Sequence[int]]:
@@ -227,6 +231,19 @@ def link_score(a: GpuDevice, b: GpuDevice) -> int:
     if score == LINK_UNKNOWN and not isinstance(a.numa_node, Missing) and a.numa_node == b.numa_node:
         return LINK_NODE
     return score
+
+
+def best_connected(
+    devices: Sequence[GpuDevice], count: int, allowed: Callable[[Iterable[str]], bool] | None = None
+) -> tuple[str, ...]:
+    """The UUIDs of the `count` devices that are joined best: `best_set`. `allowed` takes the UUIDs of a set."""
+    chosen = best_set(
+        len(devices),
+        count,
+        lambda a, b: link_score(devices[a], devices[b]),
+        allowed and (lambda positions: allowed(devices[each].uuid for each in positions)),
+    )
+    return tuple(devices[each].uuid for each in chosen)
 
 
 SIMULATED = "GPU-sim"
@@ -391,8 +408,7 @@ class GpuLedger:
             raise GpuError(shortage(self, [GpuAsk(watcher_name, watcher_name, count)]))
         alone = tuple(device for device in free if not sleepers_on(device.uuid, self.sleepers))
         free = alone if len(alone) >= count else free
-        chosen = best_set(len(free), count, lambda a, b: link_score(free[a], free[b]))
-        return self._holding(watcher_name, tuple(free[i].uuid for i in chosen))
+        return self._holding(watcher_name, best_connected(free, count))
 
     def assign(self, watcher_name: str, uuids: Sequence[str]) -> GpuLedger:
         """Give exactly these devices: a worker that already runs on them (adoption) or restarts in place.

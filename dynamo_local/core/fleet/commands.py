@@ -45,7 +45,9 @@ def scale_all(builder: StepBuilder, command: ScaleAll) -> Answer:
         more = count >= before.capacity(component)
         return more, more and not any(worker.cancellable for worker in before.of(component))
 
-    frees = sleeping.wanted_gpus(before, command.targets) if sleeps else frozenset()
+    frees = scaling.gpus_to_free(before, command.targets, command.victim_policy)
+    if sleeps:
+        frees |= sleeping.wanted_gpus(before, command.targets)
     made: dict[str, tuple[Move, ...]] = {}
     for component, count in sorted(command.targets.items(), key=turn):
         one = Scale(

@@ -118,7 +118,7 @@ class Scale(Command):
     wake: bool = True
     #: Put workers to sleep instead of draining them, where the component wants more on standby.
     sleep: bool = False
-    #: GPUs on which a worker is to go first: a sleeper of another component waits for them.
+    #: Workers on these GPUs go first: a sleeper waits for them, or a new worker needs them together.
     frees: frozenset[str] = frozenset()
     #: Why, for people. None: `scale +1`.
     reason: str | None = None

@@ -21,8 +21,9 @@ The rules, in prose:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, islice
 
 from dynamo_local.core.fleet import sleeping
 from dynamo_local.core.fleet.events import Drain, Scale, VictimPolicy
@@ -30,7 +31,7 @@ from dynamo_local.core.fleet.fleet import Fleet, Intent, Template, Worker
 from dynamo_local.core.fleet.moves import Move
 from dynamo_local.core.fleet.moves import MoveKind as M
 from dynamo_local.core.fleet.states import TRAITS
-from dynamo_local.core.gpus import GpuAsk, shortage
+from dynamo_local.core.gpus import GpuAsk, best_connected, shortage
 from dynamo_local.core.types import Load, Missing, WorkerState
 from dynamo_local.errors import (
     BadTarget,
@@ -64,6 +65,42 @@ def victims(workers: Iterable[Worker], policy: VictimPolicy, frees: frozenset[st
 def arrivals(workers: Iterable[Worker]) -> tuple[Worker, ...]:
     """Workers on their way, the first to be taken back first: the furthest from serving, then the highest suffix."""
     return tuple(sorted(workers, key=lambda worker: (TRAITS[worker.state].take_back or 0, -worker.n)))
+
+
+def gpus_to_free(view: Fleet, targets: Mapping[str, int], policy: VictimPolicy) -> frozenset[str]:
+    """The GPUs that a change of all these numbers should free, where a new worker takes several.
+
+    They are the best-connected ones of those that are free, will be, or that the components that shrink can give up.
+    """
+    surplus = {name: view.capacity(name) - count for name, count in targets.items()}
+    back = {name: _takes_back(view, name, max(0, surplus[name])) for name in targets}
+    surplus = {name: count - len(back[name]) for name, count in surplus.items()}
+    going = [
+        *chain.from_iterable(back.values()),
+        *(worker for worker in view.workers.values() if not (worker.counts or worker.stands_by)),
+    ]
+    open_to = [*view.gpus.free, *(gpu for worker in going for gpu in view.gpus.held.get(worker.name, ()))]
+    ready = [w for name in targets if surplus[name] > 0 for w in victims(view.ready(name), policy)]
+    giver = {gpu.uuid: worker for worker in ready for gpu in view.gpus.held.get(worker.name, ())}
+    every = [*open_to, *(view.gpus.by_uuid[uuid] for uuid in giver)]
+    chosen: set[str] = set()
+
+    def can_leave(uuids: Iterable[str]) -> bool:
+        """No component would lose more workers than it is to."""
+        going = {giver[uuid].name: giver[uuid].component for uuid in chosen.union(uuids) if uuid in giver}
+        return all(count <= surplus[component] for component, count in Counter(going.values()).items())
+
+    sizes = {name: view.template(name).gpus_per_worker for name in targets}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        for _ in range(_starts_of(view, name, -surplus[name]) if sizes[name] > 1 else 0):
+            left = [gpu for gpu in every if gpu.uuid not in chosen]
+            chosen.update(best_connected(left, min(sizes[name], len(left)), can_leave))
+    return frozenset(chosen)
+
+
+def _starts_of(view: Fleet, component: str, missing: int) -> int:
+    """How many of its missing workers are started: sleepers come first, and they have their GPUs."""
+    return max(0, missing - sum(worker.stands_by for worker in view.of(component)))
 
 
 def cache_at_stake(load: Load) -> float:
@@ -299,7 +336,7 @@ def _fewer(view: Fleet, template: Template, count: int, command: Scale, reason: 
             f"{count} workers cannot be taken from {component}: it has {have} (leaving and faulted ones do not count)"
         )
     turning = [worker for worker in view.on_their_way(component) if worker.flip is not None]
-    first = arrivals([worker for worker in view.on_their_way(component) if worker.flip is None])[:count]
+    first = _takes_back(view, component, count)
     then = victims(view.ready(component), command.victim_policy, command.frees)[: count - len(first)]
     chosen = [*first, *then]
     if len(chosen) < count:
@@ -307,6 +344,11 @@ def _fewer(view: Fleet, template: Template, count: int, command: Scale, reason: 
     check_not_last(view, chosen, command.force, f"`{reason}` of {component}")
     kept = sleeping.kept_asleep(view, template, then, reason) if command.sleep else {}
     return tuple(kept.get(worker.name) or _spared(worker, reason) for worker in chosen)
+
+
+def _takes_back(view: Fleet, component: str, count: int) -> tuple[Worker, ...]:
+    """At most so many workers on their way; none that changes its role."""
+    return arrivals([worker for worker in view.on_their_way(component) if worker.flip is None])[:count]
 
 
 def _spared(worker: Worker, reason: str) -> Move:

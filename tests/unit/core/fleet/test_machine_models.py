@@ -8,13 +8,13 @@ import pytest
 
 from dynamo_local.core.fleet import events as st
 from dynamo_local.core.fleet.degraded import lacking
-from dynamo_local.core.fleet.events import Apply
+from dynamo_local.core.fleet.events import Apply, VictimPolicy
 from dynamo_local.core.fleet.fleet import Fleet, Template
 from dynamo_local.core.fleet.moves import MoveKind
 from dynamo_local.core.fleet.step import step
 from dynamo_local.core.types import Role
 from dynamo_local.errors import LastReadyWorker
-from tests.fakes.arbiter.fleet_views import name, on_ledger, worker
+from tests.fakes.arbiter.fleet_views import load, name, on_ledger, worker
 from tests.fakes.arbiter.machine import Life
 
 A = Template("a", Role.DECODE, gpus_per_worker=1, shared_floor=0, standby=0, vram_share=0.5)
@@ -103,3 +103,34 @@ def test_a_removed_models_workers_leave_after_the_frontend_was_replaced() -> Non
     after, _, _ = step(view, order, 1.0)
     assert str(after.workers[name(0, "b")].state) == "ready", "the new Frontend is not there yet"
     assert name(1, "Frontend") in after.workers
+
+
+BIG = replace(A, component="big", gpus_per_worker=4)
+
+
+def on_one_node(view: Fleet, names: list[str]) -> bool:
+    """Whether their GPUs are those of one node of four, which NVLink joins."""
+    return {gpu.index // 4 for each in names for gpu in view.gpus.held[each]} in ({0}, {1})
+
+
+def drained(view: Fleet, command: st.ScaleAll) -> list[str]:
+    """Who leaves, or falls asleep, by that order."""
+    after, _, _ = step(view, command, 1.0)
+    return [each.name for each in after.workers.values() if not each.counts and view.workers.get(each.name)]
+
+
+def test_a_worker_of_four_gpus_gets_those_that_are_joined_best() -> None:
+    """Not those of the workers with the least to do, half of which are on the other node."""
+    view = on_ledger([worker(n, "ready", A, load=load(100 if n % 2 else 0)) for n in range(8)], 8, (A, BIG))
+    idle = [name(n, "a") for n in range(0, 8, 2)]
+    assert not on_one_node(view, idle)
+    gone = drained(view, replace(to(a=4, big=1), victim_policy=VictimPolicy.LEAST_LOADED))
+    assert len(gone) == 4
+    assert on_one_node(view, gone)
+
+
+def test_a_model_that_keeps_its_worker_decides_which_node_is_freed() -> None:
+    """By their suffixes, workers on the second node would leave first; `b` keeps its own there."""
+    view = on_ledger([*(worker(n, "ready", A) for n in range(6)), worker(0, "ready", B)], 8, (A, B, BIG))
+    gone = drained(view, to(a=2, big=1))
+    assert {gpu.index for each in gone for gpu in view.gpus.held[each]} == {0, 1, 2, 3}
