@@ -9,9 +9,8 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -28,14 +27,14 @@ from dynamo_local.clock import Clock
 from dynamo_local.core.fleet.events import Drain, ScaleAll, VictimPolicy
 from dynamo_local.core.fleet.fleet import Fleet, Worker
 from dynamo_local.core.gpu_shares import (
-    LONG_S,
     RECENT_S,
     HeldNow,
     ModelNow,
     Share,
     Sharing,
-    rate_deviation,
+    Usage,
     shares,
+    slack_s,
 )
 from dynamo_local.core.lead_times import OptionKind
 from dynamo_local.core.notes import Over, Tell, Trouble
@@ -49,85 +48,10 @@ EVERY_S, IDLE_EVERY_S = 1.0, 2.0
 """The second while no model has a request: 24 models on 64 GPUs cost 9 ms each time."""
 AT_MOST_EVERY_S = 0.05
 """So that a burst of changes at a Frontend is one decision."""
-BUSY_DEFAULT_S = 2.0
-BUSY_REQUESTS = 100.0
-"""The time in a worker is averaged over about so many requests."""
-LOST_AFTER_S = 5.0
-"""Requests that are counted nowhere for so long are lost. Less: on their way from a Frontend to a worker."""
 ARRIVES_DEFAULT_S = 30.0
-SLOTS_DEFAULT = 64
-"""For a model of which no worker has told how many requests it takes at once."""
-SLACK_DEFAULT_S = 1.0
-"""How long a request may wait where the model has no target for the time to first token."""
 
 Held = Mapping[str, HeldNow]
 _decoder = msgspec.json.Decoder(dict[str, HeldNow])
-
-
-@dataclass(slots=True)
-class Usage:
-    """One model's load, as looks at its workers tell it: rates of arrival, and the time in a worker.
-
-    Arrivals are counted by what is here and what has ended since. The time in a worker is the mean number that run
-    there ÷ the rate at which they end (Little's law). Requests that wait for a place do not count.
-    """
-
-    seen_s: float
-    used_s: float
-    """When it had a request last."""
-    slots: int = SLOTS_DEFAULT
-    busy_s: float = BUSY_DEFAULT_S
-    rate: float = 0.0
-    """Requests per second: an exponential mean over `RECENT_S`, and over `LONG_S`."""
-    rate_long: float = 0.0
-    _here: int = 0
-    _ended: float = 0.0
-    _known: float = 0.0
-    """The most that were counted: here, or ended since the first look."""
-    _known_s: float = 0.0
-    _total: float = 0.0
-    _ran_s: float = 0.0
-    _finished: float = 0.0
-
-    def look(self, now_s: float, *, running: int, here: int, ended: float | None) -> None:
-        """`running` requests have a place in a worker; `here` run, wait or are held. `ended` is a counter, which may
-        begin anew. None: nobody counts them, so those have ended that are here no more."""
-        passed_s, self.seen_s = now_s - self.seen_s, now_s
-        if ended is None:
-            more: float = max(0, self._here - here)
-        else:
-            more = ended - self._ended if ended >= self._ended else ended
-            self._ended = ended
-        self._here = here
-        self._total += more
-        came = self._came(now_s, self._total + here)
-        if here or came:
-            self.used_s = now_s
-        self.rate = _mean(self.rate, came, passed_s, RECENT_S)
-        self.rate_long = _mean(self.rate_long, came, passed_s, LONG_S)
-        kept = math.exp(-more / BUSY_REQUESTS)
-        self._ran_s = self._ran_s * kept + running * passed_s
-        self._finished = self._finished * kept + more
-        if self._finished >= 1.0 and self._ran_s:  # else none ended yet, or all were too short to be seen
-            self.busy_s = max(0.001, self._ran_s / self._finished)
-
-    def _came(self, now_s: float, counted: float) -> float:
-        """Those that were not counted before."""
-        came = max(0.0, counted - self._known)
-        if counted >= self._known or now_s - self._known_s > LOST_AFTER_S:
-            self._known, self._known_s = counted, now_s
-        return came
-
-    @property
-    def rate_sd(self) -> float:
-        """The standard deviation of `rate`."""
-        return rate_deviation(self.rate_long)
-
-
-def _mean(rate: float, came: float, passed_s: float, constant_s: float) -> float:
-    """The exponential mean of a rate, after so many more events in so many seconds."""
-    kept = math.exp(-passed_s / constant_s)
-    return rate * kept + came * ((1.0 - kept) / passed_s if passed_s > 0.0 else 1.0 / constant_s)
 
 
 class ModelShares:
@@ -289,7 +213,7 @@ class ModelShares:
             rate_sd=usage.rate_sd,
             busy_s=usage.busy_s,
             slots=spec.sharing.slots or usage.slots,
-            slack_s=_slack_s(spec),
+            slack_s=slack_s(_ttft_s(spec)),
             arrives_s=self._arrives_s(name, workers),
             stayed_s=None if len(stayed_s) < capacity else min(stayed_s, default=None),
             young=capacity - sum(each >= spec.sharing.min_stay_s for each in stayed_s),
@@ -421,10 +345,10 @@ def _name_of(spec: ServiceSpec) -> str:
     return name
 
 
-def _slack_s(spec: ServiceSpec) -> float:
-    """Half of the target for the first token: the other half is its prefill's."""
+def _ttft_s(spec: ServiceSpec) -> float | None:
+    """The model's target for the first token, if it has one."""
     ttft = spec.config.get("ttft")
-    return ttft / 2000.0 if isinstance(ttft, int | float) and ttft > 0 else SLACK_DEFAULT_S
+    return ttft / 1000.0 if isinstance(ttft, int | float) and ttft > 0 else None
 
 
 def _capped(sharing: Sharing, capacity: int) -> Sharing:

@@ -8,13 +8,13 @@ finishes what runs, falls asleep, and only then frees its GPUs. Nothing is cut, 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Protocol
 
-from dynamo_local.core.gpu_shares import LONG_S, RECENT_S, ModelNow, Sharing, rate_deviation, shares
+from dynamo_local.core.gpu_shares import ModelNow, Sharing, Usage, shares, slack_s
 
 TICK_S = 1.0
 LATEST_S = 3600.0
@@ -105,35 +105,6 @@ class Worker:
         return self.engine.alone_s * (1 + len(self.streams) / self.engine.grows) / self.speed
 
 
-@dataclass(slots=True)
-class Meter:
-    """Measurements of one model, as a host has them: exponential means. Seconds, requests per second."""
-
-    isl: float
-    osl: float
-    rates: dict[float, float]
-    """Keys are time constants (s). Values are as of `at_s`."""
-    at_s: float = 0.0
-
-    def came(self, now_s: float, request: Request) -> None:
-        """One more request."""
-        for constant, rate in self.rates.items():
-            self.rates[constant] = rate * math.exp((self.at_s - now_s) / constant) + 1 / constant
-        self.at_s = now_s
-        self.isl += (request.isl - self.isl) * LENGTHS_SHARE
-        self.osl += (request.osl - self.osl) * LENGTHS_SHARE
-
-    def rate(self, now_s: float, constant: float) -> float:
-        """The mean with that time constant (s)."""
-        return self.rates[constant] * math.exp((self.at_s - now_s) / constant)
-
-
-LENGTHS_SHARE = 0.01
-"""The part of one more request in the mean lengths: about the last hundred count."""
-TYPICAL_ISL, TYPICAL_OSL = 1000.0, 200.0
-"""The lengths that are assumed for a model that had no request yet."""
-
-
 Placed = tuple[int, tuple[int, ...], int, float]
 """Model, GPUs, slots and speed of a worker that is there from the start."""
 
@@ -182,7 +153,9 @@ class World:
         """Requests that run or wait."""
         self.parked = [mix.engines[model].parked for model in models]
         """Workers asleep: as many as main memory holds are prepared at the start."""
-        self.meters = [Meter(TYPICAL_ISL, TYPICAL_OSL, {RECENT_S: 0.0, LONG_S: 0.0}) for _ in models]
+        self.running = [0 for _ in models]
+        """Of them, those that a worker has taken."""
+        self.ended = [0 for _ in models]
         self.used_s = [-math.inf for _ in models]
         """When the model last had a request."""
         self.free: set[int] = set(range(mix.gpus))
@@ -257,7 +230,6 @@ class World:
     def _came(self, number: int) -> None:
         request = self.requests[number]
         model, now_s = request.model, request.at_s
-        self.meters[model].came(now_s, request)
         self.used_s[model] = now_s
         self.here[model] += 1
         self.queues[model].append(number)
@@ -282,6 +254,7 @@ class World:
         request = self.requests[number]
         self._taken_s[number] = now_s
         self._served.append(number)
+        self.running[worker.model] += 1
         worker.here += 1
         if worker.here == 1 and self.policy.divided:
             self._redivide(now_s, worker)
@@ -303,6 +276,8 @@ class World:
         self._finished += 1
         worker.here -= 1
         self.here[worker.model] -= 1
+        self.running[worker.model] -= 1
+        self.ended[worker.model] += 1
         self.used_s[worker.model] = now_s
         self._reschedule(worker)
         if worker.leaving:
@@ -413,23 +388,26 @@ class Shared:
     ticks = True
     divided = False
 
+    def __init__(self) -> None:
+        self._usage = defaultdict[int, Usage](lambda: Usage(seen_s=0.0, used_s=-math.inf))
+
     def first(self, mix: Mix) -> Sequence[Placed]:
         models = [m for m, engine in enumerate(mix.engines) for _ in range(engine.sharing.floor)]
         return fixed_workers(mix.engines, models)
 
     def targets(self, world: World, now_s: float) -> Sequence[int]:
-        models = [_now(world, model, now_s) for model in range(len(world.mix.engines))]
+        models = [_now(world, model, self._usage[model], now_s) for model in range(len(world.mix.engines))]
         decided = shares(models, world.mix.gpus)
         return [decided[each.name].workers for each in models]
 
 
-def _now(world: World, model: int, now_s: float) -> ModelNow:
-    engine, meter, workers = world.mix.engines[model], world.meters[model], world.workers[model]
+def _now(world: World, model: int, usage: Usage, now_s: float) -> ModelNow:
+    engine, workers = world.mix.engines[model], world.workers[model]
+    usage.look(now_s, running=world.running[model], here=world.here[model], ended=world.ended[model])
     waiting = world.queues[model]
     held = len(waiting) if world.is_held(model) else 0
     ready = [each.since_s for each in workers if each.ready]
     ordered = max(len(workers), world.wanted[model])
-    rate_long = meter.rate(now_s, LONG_S)
     young = ordered - sum(each <= now_s - engine.sharing.min_stay_s for each in ready)
     return ModelNow(
         name=str(model),
@@ -440,15 +418,15 @@ def _now(world: World, model: int, now_s: float) -> ModelNow:
         requests=sum(each.here for each in workers) + len(waiting) - held,
         held=held,
         held_s=world.held_s(model, now_s) if held else 0.0,
-        rate=meter.rate(now_s, RECENT_S),
-        rate_long=rate_long,
-        rate_sd=rate_deviation(rate_long),
-        busy_s=engine.busy_s(meter.isl, meter.osl),
+        rate=usage.rate,
+        rate_long=usage.rate_long,
+        rate_sd=usage.rate_sd,
+        busy_s=usage.busy_s,
         slots=engine.slots,
-        slack_s=max(0.05, engine.ttft_s - meter.isl * engine.prefill_s),
+        slack_s=slack_s(engine.ttft_s),
         arrives_s=world.arrives_s(model),
         stayed_s=now_s - max(ready) if ready else None,
-        unused_s=0.0 if world.here[model] else now_s - world.used_s[model],
+        unused_s=now_s - usage.used_s,
     )
 
 
