@@ -1,7 +1,7 @@
 """The cost of an arbiter that has nothing to do: `dynamo serve`'s beside a plain circus arbiter, 64 watchers each.
 
-Both run at once and are measured in the same windows of time, so both see the same machine. `benchmarks.arbiters`
-says what the workers are.
+Both run at once and are measured in the same windows of time, so both see the same machine. Then the same with the
+workers of 24 models that share the GPUs. `benchmarks.arbiters` says what the workers are.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ CPU_TARGET_PERCENT = 1.0
 MEMORY_TARGET_MIB = 96.0
 AGGREGATED = ("graphs.agg:Frontend", "-f", "configs/agg.yaml", f"--VllmWorker.ServiceArgs.workers={WATCHERS - 1}")
 """With a Frontend, in whose process the Processor is."""
+MODELS = 24
 SETTLE_S = 1.0
 """After the start: imports, garbage and buffers of the start are not idling."""
 
@@ -40,16 +41,30 @@ def run(short: bool) -> Report:
         time.sleep(SETTLE_S)
         used = [window({"ours": ours, "circus": plain}, window_s) for _ in range(windows)]
         memory = {name: [rss_mib(pid)] for name, pid in (("ours", ours), ("circus", plain))}
+    with folders() as place, our_arbiter(place, ("-f", str(_models(place)))) as ours:
+        time.sleep(SETTLE_S)
+        of_models = [window({"ours": ours}, window_s)["ours"] * 100 for _ in range(windows)]
     percent = {name: [u[name] * 100 for u in used] for name in ("ours", "circus")}
     what = f"{WATCHERS} watchers"
     report.add(f"{what}: CPU, dynamo serve", "% core", percent["ours"], at_most(CPU_TARGET_PERCENT))
     report.add(f"{what}: CPU, plain circus", "% core", percent["circus"])
     differences = [a - b for a, b in zip(percent["ours"], percent["circus"], strict=True)]
     report.add(f"{what}: CPU, difference", "% core", differences)
+    report.add(f"{what} of {MODELS} models: CPU, dynamo serve", "% core", of_models, at_most(CPU_TARGET_PERCENT))
     report.add(f"{what}: memory, dynamo serve", "MiB", memory["ours"], at_most(MEMORY_TARGET_MIB))
     report.add(f"{what}: memory, plain circus", "MiB", memory["circus"])
     report.notes.append(f"windows of {window_s:g} s; dynamo serve samples loads and follows logs, circus does neither")
     return report
+
+
+def _models(place: Folders) -> Path:
+    """A section `Models`: with the Frontend there are as many processes as in `AGGREGATED`."""
+    fewest, more = divmod(WATCHERS - 1, MODELS)
+    floors = [fewest + (n < more) for n in range(MODELS)]
+    path = place.root / "models.yaml"
+    lines = [f"  m{n}: {{model: sim-tiny, engine: sim, floor: {floor}}}" for n, floor in enumerate(floors)]
+    path.write_text("\n".join(["Models:", *lines, ""]), encoding="utf-8")
+    return path
 
 
 def window(pids: Mapping[str, int], seconds: float) -> dict[str, float]:
