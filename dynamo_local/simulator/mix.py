@@ -1,7 +1,7 @@
 """Several models on the GPUs of one host: engines as a few numbers, requests, and a policy that shares the GPUs.
 
 A request waits in its model's queue, in order, until a worker has a free place. Prefills of a worker run one after the
-other. Its streams share its passes; a pass grows with the batch. A worker that is taken away accepts nothing new,
+other, or in the prefill workers beside it. Its streams share its passes; a pass grows with the batch. A worker that is taken away accepts nothing new,
 finishes what runs, falls asleep, and only then frees its GPUs. Nothing is cut, dropped or reordered.
 """
 
@@ -43,6 +43,8 @@ class Engine:
     wake_s: float
     sleep_s: float
     parked: int
+    prompts: int = 1
+    """Prompts that are computed at once: in the worker one, or one in each prefill worker beside it."""
     sharing: Sharing = field(default_factory=Sharing)
 
     def busy_s(self, isl: float, osl: float) -> float:
@@ -91,8 +93,16 @@ class Worker:
     streams: list[tuple[float, int]] = field(default_factory=list)
     clock: float = 0.0
     at_s: float = 0.0
-    prefill_until_s: float = 0.0
+    computing: list[float] = field(default_factory=list)
+    """A heap: until when the prompts that were given to it last are computed. At most `engine.prompts`."""
     version: int = 0
+
+    def prefilled_s(self, now_s: float, isl: int) -> float:
+        """When the first token of one more request comes."""
+        free_s = heappop(self.computing) if len(self.computing) == self.engine.prompts else now_s
+        first_s = max(now_s, free_s) + isl * self.engine.prefill_s / self.speed
+        heappush(self.computing, first_s)
+        return first_s
 
     def advance(self, now_s: float) -> None:
         """Give the streams their tokens until now."""
@@ -258,10 +268,8 @@ class World:
         worker.here += 1
         if worker.here == 1 and self.policy.divided:
             self._redivide(now_s, worker)
-        begins_s = max(now_s, worker.prefill_until_s)
-        worker.prefill_until_s = begins_s + request.isl * worker.engine.prefill_s / worker.speed
-        self._first_s[number] = worker.prefill_until_s
-        self._push(worker.prefill_until_s, JOINED, worker, number)
+        self._first_s[number] = first_s = worker.prefilled_s(now_s, request.isl)
+        self._push(first_s, JOINED, worker, number)
 
     def _reschedule(self, worker: Worker) -> None:
         worker.version += 1

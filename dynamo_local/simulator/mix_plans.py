@@ -2,6 +2,7 @@
 
 An engine is a few numbers here (`mix.Engine`), made of a measured profile. A pass of n requests also carries the
 prompts that come while they run: `pass(n) = decode(n) + n × prefill ÷ answer's length`, as in a worker that does both.
+With `prefill` workers beside it a pass carries none. The hand-over of KV takes no time here.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class ModelWords(SharingArgs):
 
     profile: str | None = None
     gpus: Annotated[int, Field(ge=1, le=64)] | None = None
+    prefill: Annotated[int, Field(ge=0, le=8)] = 0
     ttft: _Milliseconds | None = None
     itl: _Milliseconds | None = None
     start_s: _Seconds | None = None
@@ -141,7 +143,8 @@ def engine_of(name: str, words: ModelWords, requests: Sequence[TraceRequest]) ->
     most = min(SEQUENCES_MAX if facts is None else facts.max_num_seqs, math.floor(model.max_kv_tokens / (isl + osl)))
 
     def pass_s(count: int) -> float:
-        return model.itl_s(round(count * context), context) + count * model.prefill_s(0, round(isl)) / osl
+        prompts_s = 0.0 if words.prefill else count * model.prefill_s(0, round(isl)) / osl
+        return model.itl_s(round(count * context), context) + prompts_s
 
     slots = _most_within(pass_s, most, math.inf if words.itl is None else words.itl / 1000)
     if most < 1:
@@ -158,7 +161,7 @@ def engine_of(name: str, words: ModelWords, requests: Sequence[TraceRequest]) ->
     gpus = words.gpus or (1 if facts is None else max(1, facts.gpus))
     start_s = words.start_s or measured_s or START_S
     return Engine(
-        gpus=gpus,
+        gpus=gpus * (1 + words.prefill),
         slots=slots,
         prefill_s=model.ttft_s(round(isl)) / isl,
         alone_s=base_s,
@@ -169,6 +172,7 @@ def engine_of(name: str, words: ModelWords, requests: Sequence[TraceRequest]) ->
         wake_s=words.wake_s or start_s,
         sleep_s=LEAVES_S,
         parked=WORKERS_MAX if words.wake_s else 0,
+        prompts=max(1, words.prefill),
         sharing=Sharing(**words.model_dump(include=_SHARING)),
     )
 

@@ -74,6 +74,14 @@ def test_a_floor_is_there_from_the_beginning() -> None:
     assert kept.result.ttfts_s[0] < 1 < free.result.ttfts_s[0]
 
 
+def test_prefill_workers_take_gpus_and_let_one_worker_keep_more_within_the_targets() -> None:
+    """One worker for a load that is too much for one that computes its prompts itself."""
+    heavy = "rate=3,duration=300,isl=4000"
+    alone, apart = loaded(f"a=chat,{heavy},cap=1", f"a=chat,{heavy},cap=1,prefill=2")
+    assert apart.engine.gpus == 3 * alone.engine.gpus
+    assert together([apart], 3).share > 0.9 > together([alone], 3).share
+
+
 def test_both_commands_answer_as_their_schemas_say(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
