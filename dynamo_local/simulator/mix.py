@@ -1,8 +1,9 @@
 """Several models on the GPUs of one host: engines as a few numbers, requests, and a policy that shares the GPUs.
 
 A request waits in its model's queue, in order, until a worker has a free place. Prefills of a worker run one after the
-other, or in the prefill workers beside it. Its streams share its passes; a pass grows with the batch. A worker that is taken away accepts nothing new,
-finishes what runs, falls asleep, and only then frees its GPUs. Nothing is cut, dropped or reordered.
+other, or in the prefill workers beside it. Its streams share its passes; a pass grows with the batch. A worker that is
+taken away accepts nothing new, finishes what runs, falls asleep, and only then frees its GPUs. Nothing is cut, dropped
+or reordered.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ class World:
         self.parked = [mix.engines[model].parked for model in models]
         """Workers asleep: as many as main memory holds are prepared at the start."""
         self.running = [0 for _ in models]
-        """Of them, those that a worker has taken."""
+        """Requests that a worker has taken."""
         self.ended = [0 for _ in models]
         self.used_s = [-math.inf for _ in models]
         """When the model last had a request."""
