@@ -3,6 +3,7 @@
     STARTING --started--> READY --begin--> DRAINING --all finished--> LEAVING
         \\--begin--> LEAVING          \\<--cancel--/
 
+A worker that starts leaves at once, unless others may find it already: then it drains as soon as its start is over.
 From standby (`sleeping`) it leaves in the same way, but cannot be taken back.
 
 A drain begins in the same way whoever asks (SIGTERM, a revoked lease, a message). The worker
@@ -27,6 +28,10 @@ LINGER_S = 0.25
 to another worker. Clients see a deregistration within 50 ms."""
 DEREGISTER_PATIENCE_S = 0.5
 """A revoke takes some 10 ms. After this etcd counts as away: the keys stay, so new requests are refused instead."""
+
+
+STARTED_WITHIN_S = 5.0
+"""A worker that others may find is started some 10 ms later. After this etcd counts as away, and it leaves."""
 
 
 class Phase(enum.StrEnum):
@@ -80,6 +85,10 @@ class Drain:
         self.reason: str | None = None
         self.left: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done, with the reason, once the worker must shut down."""
+        self.found = False
+        """Others may find the worker, and send it requests."""
+        self._start_ended = asyncio.Event()
+        self._asked: str | None = None
         self._steps = steps
         self._running: asyncio.Task[None] | None = None
         self._resuming: asyncio.Task[None] | None = None
@@ -87,17 +96,29 @@ class Drain:
         self._from_standby = False
 
     def started(self) -> bool:
-        """The start is complete; False if the worker was asked to leave meanwhile."""
+        """The start is complete; False if the worker was asked to leave before others could find it."""
         if self.phase is Phase.STARTING:
             self.phase = Phase.READY
-        return self.phase is Phase.READY
+            if self._asked is not None:
+                self.begin(self._asked)
+        self._start_ended.set()
+        return self.phase in (Phase.READY, Phase.DRAINING)
+
+    async def start_ended(self) -> None:
+        """Return when the start of a worker that others may find is over; at once for any other."""
+        if self.found:
+            await self._start_ended.wait()
 
     def begin(self, why: str) -> None:
         """Drain; while starting, leave at once. A second call changes nothing, except while a drain is taken back.
 
         Then the worker drains after all, because the later order wins.
         """
-        if self.phase is Phase.STARTING:
+        if self.phase is Phase.STARTING and self.found:
+            if self._asked is None:
+                asyncio.get_running_loop().call_later(STARTED_WITHIN_S, self._not_started, why)
+            self._asked = why
+        elif self.phase is Phase.STARTING:
             self._leave(why)
         elif self.phase is Phase.READY or self.phase in STANDBY:
             self._from_standby = self.phase in STANDBY
@@ -117,6 +138,7 @@ class Drain:
         if self.phase is Phase.LEAVING:
             raise DrainNotCancellable("the worker has finished its work and is shutting down; add another one instead")
         if self.phase is not Phase.DRAINING:
+            self._asked = None
             return
         if self._from_standby:
             raise DrainNotCancellable("the worker was on standby, and ends; add another one instead")
@@ -130,11 +152,17 @@ class Drain:
     async def close(self) -> None:
         """End what is under way; the process is going whatever the phase."""
         self.phase = Phase.LEAVING
+        self._start_ended.set()
         for task in (self._resuming, self._running):
             await _cancelled(task)
 
+    def _not_started(self, why: str) -> None:
+        if self.phase is Phase.STARTING and self._asked is not None:
+            self._leave(why)
+
     def _leave(self, why: str) -> None:
         self.phase, self.reason = Phase.LEAVING, why
+        self._start_ended.set()
         if not self.left.done():
             self.left.set_result(why)
 

@@ -295,6 +295,7 @@ class WorkerProcess:
         await asyncio.wait({starting}, timeout=HURRIED_TIMEOUT_S)
         error = starting.exception() if starting.done() and not starting.cancelled() else None
         if isinstance(error, LeaseNotFound) and self._role.registration.revoked:
+            self._drain.found = False  # nobody finds it any more
             self._drain.begin("its lease was revoked")
         if self._drain.left.done() or self._failed.done():
             log.info("leaving before it was ready: %s", self._drain.reason)
@@ -362,6 +363,7 @@ class WorkerProcess:
         start_stages.passed("dependencies")
         self._wait_for("its registration")
         await role.serve()
+        self._drain.found = True
         await role.register()
         await role.register_ready(lambda: self._entry.flush(ENTRY_TIMEOUT_S))
         start_stages.passed("registration")
@@ -451,6 +453,7 @@ class WorkerProcess:
         self._entry.renamed(role.identity.watcher_name)
 
     async def _op_flip(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        await self._drain.start_ended()  # the arbiter may have seen its ready key before that
         return await self._roles.flip(args)
 
     async def _op_cancel_flip(self, _args: Mapping[str, Any]) -> dict[str, Any]:
@@ -471,6 +474,7 @@ class WorkerProcess:
         return self._status()
 
     async def _op_sleep(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        await self._drain.start_ended()
         self._standby()
         if self._roles.under_way:
             raise NotSleepable("it changes its role at this moment")
@@ -478,6 +482,7 @@ class WorkerProcess:
         return self._status()
 
     async def _op_wake(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        await self._drain.start_ended()
         self._sleeping.wake(int(args["order"]))
         return self._status()
 

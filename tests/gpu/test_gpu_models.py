@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 
 from dynamo_local.system.gpus import open_inventory
+from tests.drivers.models import of_models
 from tests.drivers.served import Served
 
 pytestmark = [pytest.mark.gpu, pytest.mark.infra, pytest.mark.timeout(1800)]
@@ -52,9 +52,8 @@ def world() -> World:
 @pytest.fixture(scope="module")
 def served(world: World) -> Iterator[Served]:
     models = {name: {**world.section, "standby": 0, "min-stay-s": 0.5} for name in "ab"}
-    text = yaml.safe_dump({"Host": {"gpus": world.gpus}, "Models": models})
     inherited = {name: value for name, value in os.environ.items() if name.startswith(("CUDA_", "LD_", "VLLM_", "HF_"))}
-    with Served("-f", "models.yaml", target=(), files={"models.yaml": text}, env=inherited) as graph:
+    with of_models(models, world.gpus, env=inherited) as graph:
         yield graph.start()
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-import yaml
 
+from tests.drivers.models import of_models
 from tests.drivers.served import Served, until
 
 pytestmark = [pytest.mark.infra, pytest.mark.timeout(240)]
@@ -22,8 +22,7 @@ PROMPT = "one two three " * 60
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     """Models a and b are apart, c is not; three GPUs, of which a worker of a or b needs two."""
-    text = yaml.safe_dump({"Host": {"gpus": "sim:3"}, "Models": {"a": APART, "b": APART, "c": MODEL}})
-    with Served("-f", "models.yaml", target=(), files={"models.yaml": text}) as graph:
+    with of_models({"a": APART, "b": APART, "c": MODEL}, "sim:3") as graph:
         yield graph.start()
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-import yaml
 
+from tests.drivers.models import ask, chat, of_models, row
 from tests.drivers.served import ROOT, Served, auntil, until
 
 pytestmark = [pytest.mark.infra, pytest.mark.timeout(240)]
@@ -22,35 +22,21 @@ def command(model: str, **more: object) -> dict[str, object]:
     return {"command": f"{SERVER} --model {model} --token-s 0.02", "metrics": None, "min-stay-s": 1.0, **more}
 
 
-def served(models: dict[str, dict[str, object]], gpus: int = 1) -> Served:
-    text = yaml.safe_dump({"Host": {"gpus": f"sim:{gpus}"}, "Models": models})
-    return Served("-f", "models.yaml", target=(), files={"models.yaml": text})
-
-
 @pytest.fixture(scope="module")
 def two_on_one() -> Iterator[Served]:
     """Servers a and b, and one GPU. The first has two names."""
-    with served({"a": command("a"), "b": command("b")}) as made:
+    with of_models({"a": command("a"), "b": command("b")}, "sim:1") as made:
         yield made.start()
-
-
-def body(model: str, tokens: int = 3, *, stream: bool = False) -> dict[str, object]:
-    messages = [{"role": "user", "content": "Hi"}]
-    return {"model": model, "messages": messages, "max_tokens": tokens, "stream": stream}
-
-
-def row(graph: Served, model: str) -> dict:
-    return next(each for each in graph.status()["models"] if each["model"] == model)
 
 
 def test_each_answers_in_its_turn(two_on_one: Served) -> None:
     listed = httpx.get(f"{two_on_one.url}/v1/models", timeout=30.0).json()["data"]
     assert {each["id"] for each in listed} == {"a", "b"}
     for model in "abab":
-        answer = httpx.post(f"{two_on_one.url}/v1/chat/completions", json=body(model), timeout=120.0)
+        answer = ask(two_on_one, model)
         assert answer.status_code == 200, answer.text
         assert (row(two_on_one, model)["ready"], two_on_one.status()["state"]) == (1, "ready")
-    unknown = httpx.post(f"{two_on_one.url}/v1/chat/completions", json=body("c"), timeout=30.0)
+    unknown = ask(two_on_one, "c")
     assert unknown.status_code == 404
 
 
@@ -59,14 +45,14 @@ async def test_a_switch_lets_a_stream_finish_and_a_held_client_gets_comments(two
     url = f"{two_on_one.url}/v1/chat/completions"
     async with (
         httpx.AsyncClient(timeout=120.0) as client,
-        client.stream("POST", url, json=body("a", 400, stream=True)) as long,
+        client.stream("POST", url, json=chat("a", 400, stream=True)) as long,
     ):
         lines = long.aiter_lines()
         await anext(lines)
         await auntil(lambda: row(two_on_one, "a")["ready"] == 1)
 
         async def other() -> list[str]:
-            async with client.stream("POST", url, json=body("b", stream=True)) as answer:
+            async with client.stream("POST", url, json=chat("b", stream=True)) as answer:
                 return [line async for line in answer.aiter_lines()]
 
         waiting = asyncio.create_task(other())
@@ -83,15 +69,15 @@ async def test_a_switch_lets_a_stream_finish_and_a_held_client_gets_comments(two
 def test_hooks_put_a_command_to_sleep_in_its_turn() -> None:
     """Both servers stay as processes; the GPU goes to and fro between them."""
     hooks = {"standby": 0, "sleep-hook": "true", "wake-hook": "true"}
-    with served({"a": command("a", **hooks), "b": command("b", **hooks)}).started() as graph:
+    with of_models({"a": command("a", **hooks), "b": command("b", **hooks)}, "sim:1").started() as graph:
         for model in "abab":
-            answer = httpx.post(f"{graph.url}/v1/chat/completions", json=body(model), timeout=120.0)
+            answer = ask(graph, model)
             assert answer.status_code == 200, answer.text
         until(lambda: {each["ready"] + each["asleep"] for each in graph.status()["models"]} == {1})
 
 
 def test_a_server_that_has_another_name_for_its_model_says_so() -> None:
-    with served({"a": command("b", floor=1)}) as graph:
+    with of_models({"a": command("b", floor=1)}, "sim:1") as graph:
         done = graph.cli(*graph.serve_words("--start-deadline", "20"))
         log = graph.log("a")
         assert done.returncode != 0

@@ -370,6 +370,7 @@ async def test_workers_come_and_go_with_the_load_and_no_request_is_lost(graph: S
 @pytest.mark.full
 async def test_tensorboard_tells_what_the_decision_log_tells(graph: Served) -> None:
     folder = Path(planner(graph, "status")["tensorboard"])
+    await auntil(lambda: decided(graph), 60.0)
     planner(graph, "stop")
     points = read_points(folder)
     logged = [reason for record in decided(graph) for reason in record["decision"]["reasons"]]

@@ -6,16 +6,12 @@ import httpx
 import pytest
 
 from tests.drivers.http_graphs import SERVER
+from tests.drivers.models import ask
 from tests.drivers.served import Served
 
 pytestmark = [pytest.mark.infra, pytest.mark.timeout(200)]
 
 TWO = ("--model", "sim-tiny", "--model", "sim-tiny", "--served-model-name", "a", "--served-model-name", "b")
-
-
-def ask(served: Served, model: str) -> httpx.Response:
-    body = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
-    return httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=30.0)
 
 
 def test_two_models_are_served_behind_one_port() -> None:

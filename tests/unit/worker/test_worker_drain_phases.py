@@ -94,6 +94,51 @@ async def test_while_starting_a_worker_leaves_at_once(steps: HandSteps) -> None:
     assert (drain.started(), drain.phase, steps.done) == (False, Phase.LEAVING, [])
 
 
+async def test_a_worker_that_others_have_found_drains_when_its_start_is_over(steps: HandSteps) -> None:
+    """It may have taken requests by then."""
+    drain = Drain(steps)
+    drain.found = True
+    drain.begin("SIGTERM")
+    assert (drain.phase, drain.left.done()) == (Phase.STARTING, False)
+    assert drain.started()
+    assert drain.phase is Phase.DRAINING
+    steps.finishing.set()
+    assert await drain.left == "SIGTERM"
+    assert steps.done == ["deregistered", f"refusing after {LINGER_S:g}", "finished"]
+
+
+async def test_a_drain_of_a_start_that_does_not_end_leaves_all_the_same(
+    steps: HandSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_drain, "STARTED_WITHIN_S", 0.01)
+    drain = Drain(steps)
+    drain.found = True
+    drain.begin("SIGTERM")
+    async with asyncio.timeout(2):
+        assert await drain.left == "SIGTERM"
+    assert not drain.started()
+
+
+async def test_a_drain_of_a_start_is_taken_back(steps: HandSteps) -> None:
+    drain = Drain(steps)
+    drain.found = True
+    drain.begin("SIGTERM")
+    await drain.cancel()
+    assert (drain.started(), drain.phase) == (True, Phase.READY)
+
+
+async def test_who_waits_for_the_start_of_a_worker_that_others_have_found_is_told(steps: HandSteps) -> None:
+    drain = Drain(steps)
+    await drain.start_ended()  # nobody can have found it
+    drain.found = True
+    waiting = asyncio.create_task(drain.start_ended())
+    await settle()
+    assert not waiting.done()
+    drain.started()
+    async with asyncio.timeout(2):
+        await waiting
+
+
 async def test_a_second_begin_changes_nothing(steps: HandSteps, drain: Drain) -> None:
     drain.begin("first")
     drain.begin("second")
