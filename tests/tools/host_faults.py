@@ -57,16 +57,21 @@ def no_descriptors(served: Served) -> Iterator[None]:
     soft, hard = process.rlimit(psutil.RLIMIT_NOFILE)
     limit = max(descriptors(process.pid)) + 1
     process.rlimit(psutil.RLIMIT_NOFILE, (limit, hard))
+
+    def told() -> int:
+        return served.log("arbiter").count("no file descriptors left")
+
+    before = told()
     with ExitStack() as connections:
 
-        def all_taken() -> bool:
+        def noticed() -> bool:
+            """What it opens for a moment comes back, and is taken by the next connection."""
             if len(descriptors(process.pid)) < limit:
                 connections.enter_context(socket.create_connection((url.hostname or "", url.port or 0)))
-            return len(descriptors(process.pid)) >= limit
+            return told() > before
 
         try:
-            until(all_taken, PATIENCE_S)
-            until(lambda: len(descriptors(process.pid)) < limit, PATIENCE_S)  # it has let its own go
+            until(noticed, PATIENCE_S)  # it has let its own go
             yield
         finally:
             process.rlimit(psutil.RLIMIT_NOFILE, (soft, hard))
