@@ -28,6 +28,26 @@ class VllmHost:
     def block_size(self) -> int:
         return int(self.args["block-size"])
 
+    def vllm_serve(self, name: str) -> list[str]:
+        """The words of `vllm serve` as a section's command, with that name in the API."""
+        found = [
+            "vllm",
+            "serve",
+            "{model}",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "{port:http}",
+            "--served-model-name",
+            name,
+        ]
+        for option, value in self.args.items():
+            if isinstance(value, bool):
+                found.append(f"--{option}" if value else f"--no-{option}")
+            else:
+                found += [f"--{option}", str(value)]
+        return found
+
     def aggregated(
         self,
         folder: Path,

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import shlex
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.drivers.alternating import ACTIONS, Alternating
+from tests.drivers.alternating import Alternating
 from tests.drivers.models import of_models
 from tests.vllm.hosts import START_TIMEOUT_S, VllmHost
 
@@ -19,6 +16,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.infra, pytest.mark.full, pytest.mark
 
 SECONDS = float(os.environ.get("DYN_MODELS_SECONDS", "180"))
 MODELS = ("a", "b", "c")
+GRACEFUL = ("drain", "restart", "more")
 SHARED = {"min-stay-s": 3.0, "idle-s": 60.0, "max-wait-s": 400.0}
 
 
@@ -28,18 +26,14 @@ def engine(host: VllmHost, name: str) -> dict[str, Any]:
 
 
 def command(host: VllmHost, name: str) -> dict[str, Any]:
-    """`vllm serve`, with that name in the API."""
-    options = {"max-num-seqs": 4, "max-model-len": 1024, "served-model-name": name, "dtype": host.args["dtype"]}
-    words = shlex.join(f"--{key}={value}" for key, value in options.items())
-    program = shlex.quote(str(Path(sys.executable).with_name("vllm")))
-    serve = f"{program} serve {{model}} --host 127.0.0.1 --port {{port:http}} --enforce-eager {words}"
-    return {"command": serve, "envs": dict(host.env)}
+    """`vllm serve`, one thread each."""
+    return {"command": host.vllm_serve(name), "envs": dict(host.env)}
 
 
 @pytest.mark.timeout(SECONDS + 1500)
 @pytest.mark.parametrize(
     ("section", "actions"),
-    [(engine, ACTIONS), (command, ("drain", "restart", "more"))],
+    [(engine, ("kill", *GRACEFUL)), (command, GRACEFUL)],
     ids=["engines", "commands"],
 )
 async def test_no_request_fails_whatever_the_models_workers_do(

@@ -30,21 +30,10 @@ LEAVE_S = 60.0
 PATHS = ("/v1/completions", "/v1/chat/completions")
 
 
-def words(args: dict[str, Any]) -> list[str]:
-    found: list[str] = []
-    for name, value in args.items():
-        if isinstance(value, bool):
-            found.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            found += [f"--{name}", str(value)]
-    return found
-
-
 def section(host: VllmHost, role: str, workers: int, *more: str, before: tuple[str, ...] = ()) -> dict[str, Any]:
     """So many `vllm serve`, one thread each; `before` are words in front of the command."""
-    command = [*before, "vllm", "serve", "{model}", "--host", "127.0.0.1", "--port", "{port:http}"]
     return {
-        "command": [*command, "--served-model-name", "tiny", *words(dict(host.args)), *more],
+        "command": [*before, *host.vllm_serve("tiny"), *more],
         "runtime": "http",
         "role": role,
         "model": str(host.model),
