@@ -375,13 +375,15 @@ class ResponsesFormat(_OneBlock):
         return super()._event(kind, sequence_number=next(self._numbers), **members)
 
     def _response(self, status: str, output: list[Any]) -> dict[str, Any]:
-        usage = self.usage and {
-            "input_tokens": self.usage["prompt_tokens"],
-            "input_tokens_details": self.usage["prompt_tokens_details"],
-            "output_tokens": self.usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": self.usage["total_tokens"],
-        }
+        usage = None
+        if self.usage and status != "in_progress":  # a short answer may be complete before its first event is written
+            usage = {
+                "input_tokens": self.usage["prompt_tokens"],
+                "input_tokens_details": self.usage["prompt_tokens_details"],
+                "output_tokens": self.usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": self.usage["total_tokens"],
+            }
         return {
             "id": f"resp_{self.head.request_id}",
             "object": "response",

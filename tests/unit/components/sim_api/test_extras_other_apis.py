@@ -12,6 +12,9 @@ import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
+from dynamo_local.components.openai.responses import ResponseHead
+from dynamo_local.components.sim_api.other_apis import ResponsesFormat, parse_responses
+
 MODEL = "sim-tiny"
 TOOL: Any = {"type": "function", "name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}}
 
@@ -77,6 +80,19 @@ async def test_streamed_responses_are_whole_at_their_end(client: AsyncOpenAI, to
     last: Any = events[-1]
     item = last.response.output[0]
     assert deltas == (item.arguments if tools else item.content[0].text)
+
+
+def test_a_response_that_is_complete_at_once_begins_without_its_usage():
+    """Whoever is late may get all of a short answer in one batch, before the first event is written."""
+    request = parse_responses(json.dumps({"model": MODEL, "input": "Hi", "stream": True}).encode())
+    answer = ResponsesFormat(ResponseHead("1", MODEL, 0, include_usage=True), request)
+    counts = {"prompt_tokens": 3, "prompt_tokens_details": None, "completion_tokens": 1, "total_tokens": 4}
+    item = {"index": 0, "text": "x", "num_tokens": 1, "finish_reason": "stop", "usage": None}
+    items = answer.note([item, {"usage": counts}])
+    begun = answer.first() + answer.events(items)
+    assert b'"usage":null' in begun
+    assert b"input_tokens" not in begun
+    assert b'"input_tokens":3' in answer.last()
 
 
 async def test_what_responses_do_not_know_is_named(client: AsyncOpenAI):
