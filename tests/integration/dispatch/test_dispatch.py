@@ -20,7 +20,7 @@ from tests.drivers.scaled import TOKENS, ascale, load, names, settled
 from tests.drivers.served import MODEL, Served, auntil, expected, stream_chat
 from tests.tools.scraped import by_label, samples
 
-pytestmark = [pytest.mark.infra, pytest.mark.full, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.infra, pytest.mark.full, pytest.mark.alone, pytest.mark.timeout(240)]
 
 
 async def timed(client: AsyncOpenAI, prompt: list[int], tokens: int) -> tuple[list[float], int | None]:

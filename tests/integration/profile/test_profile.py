@@ -42,6 +42,7 @@ def check_points(document: dict[str, Any]) -> None:
         assert point["mean_ms"] == pytest.approx(truth_s * 1000 / SPEED, rel=0.03), point
 
 
+@pytest.mark.timing
 def test_a_small_profile_of_an_aggregated_graph(tmp_path: Path) -> None:
     with Served(target=AGG, namespace=NAMESPACE) as served:
         folder = tmp_path / "out"
@@ -85,6 +86,7 @@ def test_a_whole_profile_is_right_everywhere_in_three_minutes(tmp_path: Path) ->
         assert json.loads(planned)["attained"]
 
 
+@pytest.mark.timing
 @pytest.mark.timeout(600)
 def test_ctrl_c_keeps_what_is_there_and_resume_goes_on(tmp_path: Path) -> None:
     with Served(target=AGG, namespace=NAMESPACE) as served:
