@@ -42,6 +42,7 @@ NAMES = (
     "profiles",
     "process_hosts",
     "actuators",
+    "held",
     "dynamo_1x",
     "drain",
 )
