@@ -14,6 +14,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from benchmarks.arbiters import NAMESPACE
 from benchmarks.deployment import DOWN_TIMEOUT_S, EXAMPLE, START_TIMEOUT_S, Folders, down, folders
 from benchmarks.deployment import run as dynamo
@@ -60,10 +62,9 @@ def run(short: bool) -> Report:
 def _models(place: Folders) -> Path:
     """A section `Models`: with the Frontend there are as many processes as in `AGGREGATED`."""
     fewest, more = divmod(WATCHERS - 1, MODELS)
-    floors = [fewest + (n < more) for n in range(MODELS)]
+    models = {f"m{n}": {"model": "sim-tiny", "engine": "sim", "floor": fewest + (n < more)} for n in range(MODELS)}
     path = place.root / "models.yaml"
-    lines = [f"  m{n}: {{model: sim-tiny, engine: sim, floor: {floor}}}" for n, floor in enumerate(floors)]
-    path.write_text("\n".join(["Models:", *lines, ""]), encoding="utf-8")
+    path.write_text(yaml.safe_dump({"Models": models}), encoding="utf-8")
     return path
 
 

@@ -26,16 +26,7 @@ from dynamo_local.arbiter.sampler import Sampling
 from dynamo_local.clock import Clock
 from dynamo_local.core.fleet.events import Drain, ScaleAll, VictimPolicy
 from dynamo_local.core.fleet.fleet import Fleet, Worker
-from dynamo_local.core.gpu_shares import (
-    RECENT_S,
-    HeldNow,
-    ModelNow,
-    Share,
-    Sharing,
-    Usage,
-    shares,
-    slack_s,
-)
+from dynamo_local.core.gpu_shares import RECENT_S, HeldNow, ModelNow, Share, Sharing, Usage, shares, slack_s
 from dynamo_local.core.lead_times import OptionKind
 from dynamo_local.core.notes import Over, Tell, Trouble
 from dynamo_local.core.types import GraphSpec, Load, Missing, ServiceSpec, WorkerState

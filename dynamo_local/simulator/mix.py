@@ -164,8 +164,6 @@ class World:
         """Requests that run or wait."""
         self.parked = [mix.engines[model].parked for model in models]
         """Workers asleep: as many as main memory holds are prepared at the start."""
-        self.running = [0 for _ in models]
-        """Requests that a worker has taken."""
         self.ended = [0 for _ in models]
         self.used_s = [-math.inf for _ in models]
         """When the model last had a request."""
@@ -265,7 +263,6 @@ class World:
         request = self.requests[number]
         self._taken_s[number] = now_s
         self._served.append(number)
-        self.running[worker.model] += 1
         worker.here += 1
         if worker.here == 1 and self.policy.divided:
             self._redivide(now_s, worker)
@@ -285,7 +282,6 @@ class World:
         self._finished += 1
         worker.here -= 1
         self.here[worker.model] -= 1
-        self.running[worker.model] -= 1
         self.ended[worker.model] += 1
         self.used_s[worker.model] = now_s
         self._reschedule(worker)
@@ -412,8 +408,8 @@ class Shared:
 
 def _now(world: World, model: int, usage: Usage, now_s: float) -> ModelNow:
     engine, workers = world.mix.engines[model], world.workers[model]
-    usage.look(now_s, running=world.running[model], here=world.here[model], ended=world.ended[model])
-    waiting = world.queues[model]
+    here, waiting = world.here[model], world.queues[model]
+    usage.look(now_s, running=here - len(waiting), here=here, ended=world.ended[model])
     held = len(waiting) if world.is_held(model) else 0
     ready = [each.since_s for each in workers if each.ready]
     ordered = max(len(workers), world.wanted[model])

@@ -28,8 +28,6 @@ LINGER_S = 0.25
 to another worker. Clients see a deregistration within 50 ms."""
 DEREGISTER_PATIENCE_S = 0.5
 """A revoke takes some 10 ms. After this etcd counts as away: the keys stay, so new requests are refused instead."""
-
-
 STARTED_WITHIN_S = 5.0
 """A worker that others may find is started some 10 ms later. After this etcd counts as away, and it leaves."""
 
@@ -88,19 +86,17 @@ class Drain:
         self.found = False
         """Others may find the worker, and send it requests."""
         self._start_ended = asyncio.Event()
-        self._asked: str | None = None
         self._steps = steps
         self._running: asyncio.Task[None] | None = None
         self._resuming: asyncio.Task[None] | None = None
         self._again: str | None = None
+        """Why it drains as soon as it is ready."""
         self._from_standby = False
 
     def started(self) -> bool:
         """The start is complete; False if the worker was asked to leave before others could find it."""
         if self.phase is Phase.STARTING:
-            self.phase = Phase.READY
-            if self._asked is not None:
-                self.begin(self._asked)
+            self._is_ready()
         self._start_ended.set()
         return self.phase in (Phase.READY, Phase.DRAINING)
 
@@ -115,9 +111,9 @@ class Drain:
         Then the worker drains after all, because the later order wins.
         """
         if self.phase is Phase.STARTING and self.found:
-            if self._asked is None:
+            if self._again is None:
                 asyncio.get_running_loop().call_later(STARTED_WITHIN_S, self._not_started, why)
-            self._asked = why
+            self._again = why
         elif self.phase is Phase.STARTING:
             self._leave(why)
         elif self.phase is Phase.READY or self.phase in STANDBY:
@@ -138,7 +134,7 @@ class Drain:
         if self.phase is Phase.LEAVING:
             raise DrainNotCancellable("the worker has finished its work and is shutting down; add another one instead")
         if self.phase is not Phase.DRAINING:
-            self._asked = None
+            self._again = None
             return
         if self._from_standby:
             raise DrainNotCancellable("the worker was on standby, and ends; add another one instead")
@@ -156,8 +152,14 @@ class Drain:
         for task in (self._resuming, self._running):
             await _cancelled(task)
 
+    def _is_ready(self) -> None:
+        self.phase, self.reason = Phase.READY, None
+        again, self._again = self._again, None
+        if again is not None:
+            self.begin(again)
+
     def _not_started(self, why: str) -> None:
-        if self.phase is Phase.STARTING and self._asked is not None:
+        if self.phase is Phase.STARTING and self._again is not None:
             self._leave(why)
 
     def _leave(self, why: str) -> None:
@@ -195,10 +197,8 @@ class Drain:
             self._running = asyncio.create_task(self._run(), name="drain")
             raise
         log.info("the drain was taken back (it had begun because of: %s)", self.reason)
-        self.phase, self.reason, self._resuming = Phase.READY, None, None
-        again, self._again = self._again, None
-        if again is not None:
-            self.begin(again)
+        self._resuming = None
+        self._is_ready()
 
 
 async def _cancelled(task: asyncio.Task[None] | None) -> None:

@@ -15,6 +15,7 @@ import httpx
 from dynamo_local.cli.common import ask_arbiter
 from dynamo_local.config.models import prefill_of
 from dynamo_local.errors import DynamoError
+from tests.drivers.models import chat
 from tests.drivers.served import Served
 
 SEED = int(os.environ.get("DYN_MODELS_SEED", "7"))
@@ -41,7 +42,7 @@ class Alternating:
     actions: Sequence[str] = ACTIONS
     good: int = 0
     failures: list[str] = field(default_factory=list)
-    """The first failures in words."""
+    """In words."""
     done: list[str] = field(default_factory=list)
 
     async def run(self) -> None:
@@ -62,12 +63,7 @@ class Alternating:
             while (now_s := time.monotonic()) < until_s:
                 if now_s >= changes_s:
                     model, changes_s = rng.choice(self.models), now_s + rng.uniform(2.0, self.changes_s)
-                body = {
-                    "model": model,
-                    "max_tokens": rng.randint(1, self.tokens),
-                    "stream": True,
-                    "messages": [{"role": "user", "content": "x"}],
-                }
+                body = chat(model, rng.randint(1, self.tokens), stream=True)
                 async with http.stream("POST", f"{self.served.url}/v1/chat/completions", json=body) as response:
                     text = (await response.aread()).decode()
                 if response.status_code == 200 and text.rstrip().endswith("data: [DONE]"):

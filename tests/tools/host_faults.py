@@ -65,7 +65,7 @@ def no_descriptors(served: Served) -> Iterator[None]:
     with ExitStack() as connections:
 
         def noticed() -> bool:
-            """What it opens for a moment comes back, and is taken by the next connection."""
+            """The arbiter opens descriptors for a moment. The next connection takes what it gives back."""
             if len(descriptors(process.pid)) < limit:
                 connections.enter_context(socket.create_connection((url.hostname or "", url.port or 0)))
             return told() > before

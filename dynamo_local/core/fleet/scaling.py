@@ -73,6 +73,9 @@ def gpus_to_free(view: Fleet, targets: Mapping[str, int], policy: VictimPolicy) 
     They are the best-connected ones of those that are free, will be, or that the components that shrink can give up.
     """
     surplus = {name: view.capacity(name) - count for name, count in targets.items()}
+    sizes = {name: size for name in targets if (size := view.template(name).gpus_per_worker) > 1 and surplus[name] < 0}
+    if not sizes:
+        return frozenset()
     back = {name: _takes_back(view, name, max(0, surplus[name])) for name in targets}
     surplus = {name: count - len(back[name]) for name, count in surplus.items()}
     going = [
@@ -90,9 +93,8 @@ def gpus_to_free(view: Fleet, targets: Mapping[str, int], policy: VictimPolicy) 
         going = {giver[uuid].name: giver[uuid].component for uuid in chosen.union(uuids) if uuid in giver}
         return all(count <= surplus[component] for component, count in Counter(going.values()).items())
 
-    sizes = {name: view.template(name).gpus_per_worker for name in targets}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        for _ in range(_starts_of(view, name, -surplus[name]) if sizes[name] > 1 else 0):
+        for _ in range(_starts_of(view, name, -surplus[name])):
             left = [gpu for gpu in every if gpu.uuid not in chosen]
             chosen.update(best_connected(left, min(sizes[name], len(left)), can_leave))
     return frozenset(chosen)

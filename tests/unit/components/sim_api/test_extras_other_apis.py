@@ -83,7 +83,7 @@ async def test_streamed_responses_are_whole_at_their_end(client: AsyncOpenAI, to
 
 
 def test_a_response_that_is_complete_at_once_begins_without_its_usage():
-    """Whoever is late may get all of a short answer in one batch, before the first event is written."""
+    """A busy Frontend gets all of a short answer in one batch, before it writes the first event."""
     request = parse_responses(json.dumps({"model": MODEL, "input": "Hi", "stream": True}).encode())
     answer = ResponsesFormat(ResponseHead("1", MODEL, 0, include_usage=True), request)
     counts = {"prompt_tokens": 3, "prompt_tokens_details": None, "completion_tokens": 1, "total_tokens": 4}

@@ -114,7 +114,7 @@ def on_one_node(view: Fleet, names: list[str]) -> bool:
 
 
 def drained(view: Fleet, command: st.ScaleAll) -> list[str]:
-    """Who leaves, or falls asleep, by that order."""
+    """The workers that leave, or fall asleep, by that order."""
     after, _, _ = step(view, command, 1.0)
     return [each.name for each in after.workers.values() if not each.counts and view.workers.get(each.name)]
 
@@ -130,7 +130,7 @@ def test_a_worker_of_four_gpus_gets_those_that_are_joined_best() -> None:
 
 
 def test_a_model_that_keeps_its_worker_decides_which_node_is_freed() -> None:
-    """By their suffixes, workers on the second node would leave first; `b` keeps its own there."""
+    """The victim policy prefers workers on the second node, but `b` keeps its own there."""
     view = on_ledger([*(worker(n, "ready", A) for n in range(6)), worker(0, "ready", B)], 8, (A, B, BIG))
     gone = drained(view, to(a=2, big=1))
     assert {gpu.index for each in gone for gpu in view.gpus.held[each]} == {0, 1, 2, 3}
