@@ -19,6 +19,7 @@ from dynamo_local.transport.certificates import Certificates, write
 from dynamo_local.transport.etcd import EtcdRefused, EtcdStore
 from dynamo_local.transport.nats import close_quietly, connect_nats
 from dynamo_local.transport.probes import probe_etcd, probe_nats
+from tests.drivers.eventually import eventually
 from tests.drivers.servers import RealEtcd, RealNats
 
 pytestmark = pytest.mark.infra
@@ -178,11 +179,17 @@ async def test_nats_takes_neither_half_alone(nats: RealNats, strangers: Certific
 
 async def test_the_token_is_not_told_to_an_impostor(nats: RealNats) -> None:
     heard: list[bytes] = []
+    connected: list[int] = []
 
     async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connected.append(1)
         writer.write(b'INFO {"server_id":"x","version":"2.15.1","max_payload":1048576,"jetstream":true}\r\n')
-        heard.append(await reader.read(4096))
+        with contextlib.suppress(ConnectionError):
+            heard.append(await reader.read(4096))
         writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        connected.pop()
 
     server = await asyncio.start_server(impostor, "127.0.0.1", 0)
     url = f"tls://127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -191,6 +198,7 @@ async def test_the_token_is_not_told_to_an_impostor(nats: RealNats) -> None:
     with pytest.raises(NatsUnavailable):
         await probe_nats(url, nats.access, 0.5)
     server.close()
+    await eventually(lambda: not connected)
     assert heard
     assert not any(nats.token.encode() in said for said in heard)
 

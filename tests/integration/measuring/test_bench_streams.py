@@ -31,6 +31,7 @@ def paced() -> Iterator[int]:
             process.kill()
 
 
+@pytest.mark.alone
 @pytest.mark.timing
 @pytest.mark.parametrize("streams", [2, 30])
 def test_the_median_gap_is_the_servers_pace_however_many_stream(paced: int, streams: int) -> None:
