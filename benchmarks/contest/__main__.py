@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.contest.measuring import CASES, Facts, measure_all
+from benchmarks.contest.measuring import CASES, DYNAMOS, Facts, measure_all
 from benchmarks.contest.page import PAGE, section, write
 from benchmarks.contest.replaying import installed, replay_all
 from benchmarks.contest.trials import TRIALS
@@ -25,7 +25,7 @@ def main() -> int:
     parser.add_argument("--facts", type=Path, help="keep each run in this file, and do not repeat those that it has")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so long")
     parser.add_argument("--only", action="append", default=[], choices=[trial.name for trial in TRIALS])
-    parser.add_argument("--case", action="append", default=[], choices=CASES, help="only these rows")
+    parser.add_argument("--case", action="append", default=[], choices=(*CASES, DYNAMOS), help="only these rows")
     parser.add_argument("--limit", type=int, help="only the first so many requests of each trace")
     parser.add_argument("--replay", type=Path, metavar="NPZ", help="Dynamo's replay alone, with this profile of passes")
     parser.add_argument("--shown", action="store_true", help="run nothing, show what is kept")
@@ -37,7 +37,7 @@ def main() -> int:
     if options.replay is not None:
         if not installed():
             parser.error("Dynamo's wheels are not installed here: tests/dynamo1x/install.sh VENV")
-        whole = replay_all(facts, options.only, options.replay, options.limit, until_s, _say)
+        whole = replay_all(facts, options.only, options.case, options.replay, options.limit, until_s, _say)
     elif not options.shown:
         whole = measure_all(facts, options.only, options.case, options.limit, until_s, _say)
     print(section(facts))

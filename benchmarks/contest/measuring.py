@@ -36,7 +36,10 @@ from dynamo_local.simulator.metrics import Metrics, measure
 from dynamo_local.simulator.options import FleetShape, SimulationOptions, Slo
 from dynamo_local.simulator.simulation import Case, Simulation, run_case
 
-POLICIES = ("load", "sla", "throughput-load", "slo")
+SLO, OURS, DYNAMOS = "slo", "throughput-load", "Dynamo's planner"
+REPLAYED = (SLO, OURS, DYNAMOS)
+"""The planners that are run in Dynamo's replay."""
+POLICIES = ("load", "sla", OURS, SLO)
 CLAIRVOYANT, FIXED = "clairvoyant", "fixed"
 SERVED = {"sla as served": "sla", "load as served": "load"}
 """The policies of rows with dispatch by targets."""

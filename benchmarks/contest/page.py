@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from benchmarks.contest.measuring import CLAIRVOYANT, REPLAY, SERVED, TWIN, Facts, Row
+from benchmarks.contest.measuring import CLAIRVOYANT, DYNAMOS, REPLAY, SERVED, SLO, TWIN, Facts, Row
 from benchmarks.contest.trials import TRIALS, Trial
 from benchmarks.measured_pages import write_measured
 from dynamo_local.simulator.options import FleetShape
@@ -120,10 +120,18 @@ def _fleets(rows: Sequence[Row]) -> str:
 
 
 def _replayed(facts: Facts) -> Iterable[str]:
-    rows = [row for trial in TRIALS for row in facts.of(REPLAY, trial.name)]
-    if not rows:
+    rows = [row for trial in TRIALS for row in facts.of(REPLAY, trial.name, SLO)]
+    pairs = [row for trial in TRIALS for row in facts.of(REPLAY, trial.name) if row.case != SLO]
+    if not rows and not pairs:
         yield "The wheels of ai-dynamo are not installed where this was measured."
-        return
+    if rows:
+        yield from _own(rows)
+    if pairs:
+        yield from _beside(pairs)
+
+
+def _own(rows: Sequence[Row]) -> Iterable[str]:
+    """`slo`, and what was asked of it."""
     yield "| Trace | From | Within both targets | asked for | GPU-hours | ÷ clairvoyant's | asked for |"
     yield "|---|---|--:|--:|--:|--:|--:|"
     for row in rows:
@@ -142,6 +150,20 @@ def _replayed(facts: Facts) -> Iterable[str]:
         yield f"| {' | '.join(cells)} |"
     yield ""
     yield "`slo` alone, one setting."
+    yield ""
+
+
+def _beside(rows: Sequence[Row]) -> Iterable[str]:
+    """Dynamo's own planner beside ours with the same rules."""
+    yield "Dynamo's own planner, and `throughput-load`, with the same options (`sla`, both loops, no profile):"
+    yield ""
+    yield "| Trace | From | Planner | Within both targets | GPU-hours | Actions |"
+    yield "|---|---|---|--:|--:|--:|"
+    for row in rows:
+        name = row.case if row.case == DYNAMOS else f"`{row.case}`"
+        shape = f"{FleetShape(*row.fleet)}"
+        cells = (row.trial, shape, name, f"{row.attainment:.2%}", f"{row.gpu_hours:.3f}", str(row.scale_actions))
+        yield f"| {' | '.join(cells)} |"
 
 
 def _asked(bound: float | None, sign: str, value: float | None, factor: int) -> str:

@@ -1,27 +1,46 @@
-"""The policy `slo` in Dynamo 1.6.1's replay (`dynamo.replay`), as a scaling policy of it.
+"""Our policies in Dynamo 1.6.1's replay (`dynamo.replay`), as scaling policies of it.
 
-    policy = make(scenario)
+    policy = make(scenario)                       # `slo`
+    policy = ThroughputLoadReplay(options)        # `throughput-load`
     run_mocker_trace_replay([trace], …, scaling_policy=policy)
 
-The replay knows its requests only by the means of the time since the last tick, and its queues by the last pass of each
-worker. So it is asked for a tick so often that most ticks see one request, which gives the lengths one by one. A
-decision is made at every interval's end, by the same policy and driver as in the arbiter. Nothing is read but what
-the replay tells.
+`throughput-load` is asked at its own ticks, and is shown what Dynamo's own planner is shown there: the traffic since
+the last decision of the throughput loop, and the last pass of each worker.
+
+For `slo`: the replay knows its requests only by the means of the time since the last tick, and its queues by the last
+pass of each worker. So it is asked for a tick so often that most ticks see one request, which gives the lengths one by
+one. A decision is made at every interval's end, by the same policy and driver as in the arbiter. Nothing is read but
+what the replay tells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dynamo_local.config.planner import PlannerConfig
+from dynamo_local.core.passes import EngineId, ForwardPass
+from dynamo_local.core.passes import Requests as PassRequests
+from dynamo_local.core.types import Missing
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.forecasting.answers import InlineForecaster
 from dynamo_local.planner.policies.slo.policy import SloPolicy
+from dynamo_local.planner.policies.throughput_load.policy import ThroughputLoadPolicy
 from dynamo_local.planner.queueing import EngineOptions
 from dynamo_local.planner.queueing_task import passes_of
-from dynamo_local.planner.values import Decision, Ended, Observation, Pool, Reading, Requests, WorkerPools
+from dynamo_local.planner.values import (
+    Capabilities,
+    Decision,
+    Ended,
+    EngineSeen,
+    Observation,
+    Pool,
+    Reading,
+    Requests,
+    Traffic,
+    WorkerPools,
+)
 
 TARGET = 0.99
 """The one setting: what `Planner: {policy: slo}` has by default."""
@@ -29,6 +48,11 @@ TICK_MIN_S, TICK_MAX_S = 0.02, 0.25
 TICKS_PER_REQUEST = 3.0
 ENGINE = EngineOptions(batched_tokens=8192, max_num_seqs=256, max_kv_tokens=16384 * 64, batches=True, turns=True)
 """As the replay's engines and its round robin are: prompts share passes, and workers are taken in turn."""
+CAPABILITIES = {
+    role: Capabilities(ENGINE.batched_tokens, ENGINE.max_num_seqs, ENGINE.max_kv_tokens)
+    for role in ("prefill", "decode")
+}
+"""The same limits, as `throughput-load` is told them."""
 
 NAMES: Mapping[str, tuple[str, ...]] = {
     "start_up_s": ("start_up_s", "startup_s", "startup", "startup_time"),
@@ -129,6 +153,95 @@ class ReplayPolicy:
         serving = {str(worker) for worker in snapshot.get("active_prefill_ids", ())}
         self._queued = {worker: queued for worker, queued in self._queued.items() if worker in serving}
         return Observation(Reading(now_s, sum(self._queued.values()), {}), pools, requests=requests)
+
+
+class ThroughputLoadReplay:
+    """`throughput-load` as a scaling policy of Dynamo's replay. Use it for one run.
+
+    It begins without a profile, and learns from passes, as Dynamo's planner does there. `decisions` are those that were
+    made.
+    """
+
+    def __init__(self, options: PlannerConfig) -> None:
+        self._driver = PolicyDriver(ThroughputLoadPolicy(options), 0.0, forecaster=InlineForecaster())
+        self._traffic: list[Mapping[str, Any]] = []
+        self._last: dict[EngineId, ForwardPass] = {}
+        self._passes = 0
+        self.decisions: list[Decision] = []
+
+    def initial_tick_ms(self) -> float:
+        """The first tick, in milliseconds of the replay's clock."""
+        return self._driver.next_at_s * 1000
+
+    def on_tick(self, snapshot: Mapping[str, Any]) -> dict[str, float | int | None]:
+        """Targets (None: as it is), and when the next tick is wanted."""
+        now_s = snapshot["now_ms"] / 1000
+        if snapshot.get("traffic"):
+            self._traffic.append(snapshot["traffic"])
+        traffic = None
+        if self._driver.needs.traffic_window_s is not None:
+            traffic, self._traffic = _traffic(self._traffic, now_s), []
+        engines = self._engines(snapshot, "prefill", now_s) | self._engines(snapshot, "decode", now_s)
+        pools = WorkerPools(_pool(snapshot, "prefill"), _pool(snapshot, "decode"))
+        seen = Observation(Reading(now_s, 0, {}), pools, traffic, engines, CAPABILITIES)
+        decision = self._driver.tick_now(seen)
+        targets: Mapping[str, int] = {}
+        if decision is not None:
+            self.decisions.append(decision)
+            targets = decision.targets
+        return {
+            "target_prefill": targets.get("prefill"),
+            "target_decode": targets.get("decode"),
+            "next_tick_ms": self._driver.next_at_s * 1000,
+        }
+
+    def _engines(self, snapshot: Mapping[str, Any], role: str, now_s: float) -> dict[EngineId, EngineSeen]:
+        """Each active worker with its last pass, which is new where the replay told of it now."""
+        active = {EngineId(f"{role} {worker}") for worker in snapshot[f"active_{role}_ids"]}
+        new = set[EngineId]()
+        for told in snapshot[f"{role}_fpm_snapshots"]:
+            self._passes += 1
+            engine = EngineId(f"{role} {told['worker_id']}", told["dp_rank"])
+            self._last[engine] = _pass(engine, told, self._passes, now_s)
+            new.add(engine)
+        unknown = Missing("it has ended no pass yet")
+        return {
+            engine: EngineSeen(role, (self._last[engine],) if engine in new else (), self._last.get(engine, unknown))
+            for engine in active
+        }
+
+
+def _traffic(pieces: Sequence[Mapping[str, Any]], now_s: float) -> Traffic | Missing:
+    """The window that these pieces of the replay's traffic are together."""
+    duration_s = sum(piece["duration_s"] for piece in pieces)
+    if duration_s <= 0:
+        return Missing("no time is over")
+    ended = sum(piece["shape_count"] for piece in pieces)
+    means = {
+        name: sum(piece["shape_count"] * piece[f"avg_{name}"] for piece in pieces) / ended
+        for name in ("isl", "osl")
+        if ended
+    }
+    return Traffic(now_s, duration_s, sum(piece["num_req"] for piece in pieces), **means)
+
+
+def _pass(engine: EngineId, told: Mapping[str, Any], number: int, now_s: float) -> ForwardPass:
+    scheduled = PassRequests(
+        told["num_prefill_requests"],
+        told["sum_prefill_tokens"],
+        told["var_prefill_length"],
+        told["sum_prefill_kv_tokens"],
+        told["num_decode_requests"],
+        told["sum_decode_kv_tokens"],
+        told["var_decode_kv_tokens"],
+    )
+    queued = PassRequests(
+        num_prefill_requests=told["num_queued_prefill"],
+        sum_prefill_tokens=told["sum_queued_prefill_tokens"],
+        num_decode_requests=told["num_queued_decode"],
+        sum_decode_kv_tokens=told["sum_queued_decode_kv_tokens"],
+    )
+    return ForwardPass(engine, number, told["wall_time"], scheduled, queued, now_s)
 
 
 def _pool(snapshot: Mapping[str, Any], role: str) -> Pool:

@@ -11,9 +11,21 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.contest.clairvoyant import STEP_S, clairvoyant
-from benchmarks.contest.measuring import REPLAY, TWIN, Facts, Row, frontier, measure_all, planner_options, slo_of
+from benchmarks.contest.measuring import (
+    DYNAMOS,
+    REPLAY,
+    TWIN,
+    Facts,
+    Row,
+    frontier,
+    measure_all,
+    planner_options,
+    slo_of,
+)
 from benchmarks.contest.page import beaten_by, picture, section
+from benchmarks.contest.replay_policy import ThroughputLoadReplay
 from benchmarks.contest.trials import TRIALS, Trial
+from dynamo_local.config.planner_section import planner_section
 from dynamo_local.planner.choosing import policy_of
 from dynamo_local.profile.reading import read_profile
 
@@ -110,10 +122,54 @@ def test_the_page_says_who_won_and_what_was_missed() -> None:
     conversation: Trial = next(trial for trial in TRIALS if trial.name == "conversation")
     replayed = replace(ROW, judge=REPLAY, trial=conversation.name, case="slo", attainment=0.95, gpu_hours=4.0)
     slo, load = replace(ROW, case="slo", attainment=0.94), replace(ROW, case="load", gpu_hours=0.5)
-    facts = Facts(None, [ROW, slo, load, replayed])
+    dynamos = replace(replayed, case=DYNAMOS, attainment=0.5)
+    facts = Facts(None, [ROW, slo, load, replayed, dynamos])
     text = section(facts)
+    assert "| conversation | 2P2D | Dynamo's planner | 50.00% | 4.000 | 0 |" in text
     assert "`slo` **loses** to the fixed fleet 2P2D" in text
     assert "`load` loses to none and beats 2P2D." in text
     assert "≥ 96.3 %: **missed**" in text
     assert "≤ 1.07 |" in text
     assert len(ElementTree.fromstring(picture(facts)).findall(".//{*}polyline")) == 1
+
+
+WORDS = (
+    "num_prefill_requests sum_prefill_tokens var_prefill_length sum_prefill_kv_tokens num_decode_requests "
+    "sum_decode_kv_tokens var_decode_kv_tokens num_queued_prefill sum_queued_prefill_tokens num_queued_decode "
+    "sum_queued_decode_kv_tokens"
+)
+NO_WORK = dict.fromkeys(WORDS.split(), 0)
+
+
+def told_by_the_replay(now_s: float, tokens: int, queued_tokens: int) -> dict[str, object]:
+    """Two workers of each role, of which those for prefill have a queue; 10 requests in each interval of 5 s."""
+    prefill = {"num_prefill_requests": 1, "sum_prefill_tokens": tokens, "sum_queued_prefill_tokens": queued_tokens}
+    decode = {"num_decode_requests": tokens // 500, "sum_decode_kv_tokens": tokens}
+    passes = {"prefill": (prefill, tokens / 50_000), "decode": (decode, 0.004 + tokens / 10_000_000)}
+    snapshot: dict[str, object] = {
+        "now_ms": now_s * 1000,
+        "traffic": {"duration_s": 5.0, "num_req": 10, "avg_isl": 3000.0, "avg_osl": 100.0, "shape_count": 10},
+    }
+    for role, (work, wall_time) in passes.items():
+        each = {**NO_WORK, **work, "dp_rank": 0, "wall_time": wall_time}
+        snapshot |= {
+            f"active_{role}_ids": [0, 1],
+            f"{role}_fpm_snapshots": [{**each, "worker_id": number} for number in (0, 1)],
+            f"starting_{role}_count": 0,
+            f"draining_{role}_count": 0,
+            f"non_draining_{role}_count": 2,
+        }
+    return snapshot
+
+
+@pytest.mark.parametrize(("queued_tokens", "wanted"), [(0, {1, 2}), (60_000, {2, 3})])
+def test_in_dynamos_replay_prefill_grows_by_a_queue_and_shrinks_without(queued_tokens: int, wanted: set[int]) -> None:
+    options = {"policy": "throughput-load", "optimization_target": "sla", "enable_load_scaling": True, "ttft_ms": 500}
+    policy = ThroughputLoadReplay(planner_section("Planner", {**options, "enable_throughput_scaling": False}))
+    targets = set()
+    now_s = policy.initial_tick_ms() / 1000
+    for number in range(8):
+        answer = policy.on_tick(told_by_the_replay(now_s, 1000 * (number + 1), queued_tokens))
+        targets.add(answer["target_prefill"])
+        now_s = (answer["next_tick_ms"] or 0) / 1000
+    assert targets == wanted
