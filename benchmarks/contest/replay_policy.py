@@ -4,8 +4,8 @@
     policy = ThroughputLoadReplay(options)        # `throughput-load`
     run_mocker_trace_replay([trace], …, scaling_policy=policy)
 
-`throughput-load` is asked at its own ticks, and is shown what Dynamo's own planner is shown there: the traffic since
-the last decision of the throughput loop, and the last pass of each worker.
+`throughput-load` is asked at its own ticks. It is shown what Dynamo's own planner is shown there: the traffic since the
+last decision of the throughput loop, and the last pass of each worker.
 
 For `slo`: the replay knows its requests only by the means of the time since the last tick, and its queues by the last
 pass of each worker. So it is asked for a tick so often that most ticks see one request, which gives the lengths one by

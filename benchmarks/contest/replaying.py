@@ -214,7 +214,7 @@ class Counted:
         return float(self._policy.initial_tick_ms())
 
     def on_tick(self, snapshot: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What the policy answers."""
+        """The answer of the policy."""
         answer: Mapping[str, Any] = self._policy.on_tick(snapshot)
         wanted = ((answer[f"target_{role}"], snapshot[f"non_draining_{role}_count"]) for role in ("prefill", "decode"))
         self.actions += any(target not in (None, now) for target, now in wanted)

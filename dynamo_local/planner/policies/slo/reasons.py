@@ -10,7 +10,7 @@ import numpy as np
 
 from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.planner.policies.slo.hindsight import EARLIER, HOLDS_S, HOUR_S, JUDGED_MIN, Ranks, Turn
-from dynamo_local.planner.policies.slo.scaling_options import FLIP, INTERVAL_S, WAKE, Bounds, Fleet, Moment, worth
+from dynamo_local.planner.policies.slo.scaling_options import FLIP, INTERVAL_S, WAKE, Bounds, Fleet, Moment, pays
 from dynamo_local.planner.policies.slo.state import SloState
 from dynamo_local.planner.values import Reason, WorkerPools
 
@@ -213,7 +213,7 @@ def _rule(
         return SloRule.MIN_ENDPOINT
     if fleet[role] == bounds.floors[role] and capacity == fleet[role]:
         fewer = _changed(fleet, role, -1)
-        if not state.moments or worth(fleet, fewer, state.moments[0], gpu_price, bounds) <= 0:
+        if not state.moments or not pays(fleet, fewer, state.moments[0], gpu_price, bounds):
             return SloRule.MIN_ENDPOINT
     return SloRule.NO_CHANGE if fleet[role] == capacity else SloRule.SCALE
 

@@ -20,7 +20,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Protocol
 
 from dynamo_local.core import lead_times
@@ -190,17 +189,21 @@ def shrunk(now: Fleet, moments: Sequence[Expected], gpu_price: float, bounds: Bo
     while True:
         fewer = [(fleet[0] - 1, fleet[1]), (fleet[0], fleet[1] - 1), (fleet[0] - 1, fleet[1] - 1)]
         for other in fewer:
-            if bounds.above_floors(other) and worth(fleet, other, moments, gpu_price, bounds) <= 0:
+            if bounds.above_floors(other) and not pays(fleet, other, moments, gpu_price, bounds):
                 fleet = other
                 break
         else:
             return fleet
 
 
-def worth(fleet: Fleet, other: Fleet, moments: Sequence[Expected], gpu_price: float, bounds: Bounds) -> float:
-    """The most that `fleet` gains over the smaller `other` in any stretch from now on, beyond its price."""
-    saved = gpu_price * (bounds.held(fleet) - bounds.held(other))
-    return max(accumulate(each.served(fleet) - each.served(other) - saved for each in moments), default=0.0)
+def pays(fleet: Fleet, other: Fleet, moments: Sequence[Expected], gpu_price: float, bounds: Bounds) -> bool:
+    """Whether `fleet` gains more over the smaller `other` than its price, in any stretch from now on."""
+    saved, gained = gpu_price * (bounds.held(fleet) - bounds.held(other)), 0.0
+    for each in moments:
+        gained += each.served(fleet) - each.served(other) - saved
+        if gained > 0:
+            return True
+    return False
 
 
 def grown(
