@@ -34,7 +34,7 @@ from dynamo_local.system.executors import end_at_the_latest
 from dynamo_local.system.gpu_locks import GpuLocks, lock_folders
 from dynamo_local.system.gpu_pool import GpuPool
 from dynamo_local.system.gpus import Inventory, open_inventory
-from dynamo_local.system.host_errors import ensure_descriptors, host_refused, telling
+from dynamo_local.system.host_errors import HostRefused, ensure_descriptors, host_refused, telling
 from dynamo_local.system.paths import Paths
 from dynamo_local.system.process_host import ExitCallback, SupervisedHost
 from dynamo_local.system.start_stages import notify
@@ -44,6 +44,10 @@ if TYPE_CHECKING:
     from dynamo_local.arbiter.adoption import Found
 
 log = logging.getLogger(__name__)
+
+STARVED_S = 10
+"""Without memory or threads an orderly end may hang anywhere. After so long SIGALRM ends the arbiter, and then the
+guardian ends the run."""
 
 
 @dataclass(slots=True)
@@ -283,10 +287,11 @@ async def _run(
     _handle_signals(supervisor.signalled, view)
     records = RunRecords(deployment, supervisor.parts.events, supervisor.clock.wall_s)
     code, why = EXIT_OK, ""
+    ours, hold.ours = hold.ours, False  # until the run has ended in order, its guardian needs the folder
     try:
         await records.began(adopted=found is not None)
         await supervisor.start(found)
-        hold.ours = True
+        ours = True
         notify("READY=1")
         why = await supervisor.wait_down_request()
         view.event(f"leaving ({why}): finishing what streams; a second Ctrl-C ends at once")
@@ -295,14 +300,23 @@ async def _run(
         if failure is None:
             code, why = EXIT_FAILED, f"{type(error).__name__}: {error}"
             raise
+        if isinstance(failure, HostRefused) and failure.starved:
+            signal.alarm(STARVED_S)
         log.error("%s", failure, exc_info=None if failure is error else error)
         code, why = failure.exit_code, str(failure)
         view.failed(why, code)
     finally:
         notify("STOPPING=1")
-        await supervisor.leave()
-        await records.ended(why, code, ours=hold.ours)
+        try:
+            await supervisor.leave()
+            hold.ours = ours
+        except Exception:
+            if code == EXIT_OK:
+                raise
+            log.exception("the arbiter cannot end its run, and leaves that to the guardian")
+        await records.ended(why, code, ours=ours)
         await supervisor.parts.host.close()
+        signal.alarm(0)
         on_left(code)
     return code
 

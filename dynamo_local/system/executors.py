@@ -165,8 +165,8 @@ class DaemonExecutor(Executor):
         self._queue.put((future, lambda: fn(*args, **kwargs)))
         with self._lock:
             if self._idle < self._queue.qsize() and self._threads < self._max_threads:
-                self._threads += 1
                 threading.Thread(target=self._work, name=f"{self.name}-{next(_NUMBERS)}", daemon=True).start()
+                self._threads += 1
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

@@ -18,8 +18,8 @@ DESCRIPTORS_MIN = 128
 process where it gets none."""
 DESCRIPTORS_RAISED_TO = 4096
 _ADVICE = {
-    errno.ENOMEM: "free some memory, or raise the limit of its control group",
-    errno.EAGAIN: "raise the limit of processes (`ulimit -u`), or end some",
+    errno.ENOMEM: "free some memory, or raise the limit of its control group or address space (`ulimit -v`)",
+    errno.EAGAIN: "raise the limit of processes or of address space (`ulimit -u`, `ulimit -v`), or end some",
     errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
     errno.ENFILE: "the whole host has run out of open files: see /proc/sys/fs/file-nr",
     errno.ENOSPC: "free some space (`df -h`, and `df -i` for inodes)",
@@ -28,6 +28,13 @@ _ADVICE = {
     errno.EIO: "the disk fails: see `dmesg`",
     errno.ENOEXEC: "it is not a program for this machine",
 }
+_UNNUMBERED = {
+    "failed to map segment from shared object": errno.ENOMEM,
+    "can't start new thread": errno.EAGAIN,
+    "failed to reserve page summary memory": errno.ENOMEM,
+    "SIGXFSZ": errno.EFBIG,
+}
+"""Refusals that Python, the dynamic linker, Go and a signal tell without an errno."""
 _FOLDERS = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ELOOP})
 FOLDER_ADVICE = "choose folders that you may write: XDG_RUNTIME_DIR, DYN_LOCAL_STATE_DIR, DYN_LOCAL_LOG_DIR"
 
@@ -36,10 +43,14 @@ class HostRefused(DynamoError):
     """The operating system refused something that we cannot do without. The message says what, and what to do."""
 
     code = "host_refused"
+    starved = False
+    """There is no memory, or no thread can start."""
 
 
 def host_refused(error: BaseException, what: str | None = None) -> HostRefused | None:
-    """The typed form of an OS error (also pyzmq's, which has an errno, too), or of a lack of memory; else None.
+    """The typed form of an OS error (also pyzmq's, which has an errno, too), or of a lack of memory or threads.
+
+    None for any other error.
 
     `what` says what could not be done ("the arbiter cannot start").
     """
@@ -48,19 +59,27 @@ def host_refused(error: BaseException, what: str | None = None) -> HostRefused |
     elif isinstance(error, OSError) or type(error).__name__ == "ZMQError":
         number = getattr(error, "errno", None)
     else:
-        return None
+        number = _unnumbered(str(error)) if isinstance(error, ImportError | RuntimeError) else None
+        if number is None:
+            return None
     reason = os.strerror(number) if number is not None else str(error) or type(error).__name__
     files = [str(name) for name in (getattr(error, "filename", None), getattr(error, "filename2", None)) if name]
     parts = [what, *files, reason]
     advice = _ADVICE.get(number or 0) or (FOLDER_ADVICE if number in _FOLDERS else None)
-    return HostRefused(": ".join(part for part in parts if part) + (f"; {advice}" if advice else ""))
+    refused = HostRefused(": ".join(part for part in parts if part) + (f"; {advice}" if advice else ""))
+    refused.starved = number in (errno.ENOMEM, errno.EAGAIN)
+    return refused
 
 
 def advice_in(text: str) -> str | None:
     """The advice for a refusal of the host that a program's log, or its end by a signal, names; None: it names none."""
     named = (number for number in _ADVICE if os.strerror(number).lower() in text.lower())
-    number = errno.EFBIG if "SIGXFSZ" in text else next(named, None)
+    number = _unnumbered(text) or next(named, None)
     return None if number is None else f"{os.strerror(number)}: {_ADVICE[number]}"
+
+
+def _unnumbered(text: str) -> int | None:
+    return next((number for said, number in _UNNUMBERED.items() if said in text), None)
 
 
 @contextmanager

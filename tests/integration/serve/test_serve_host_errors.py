@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_local.system.paths import Paths
-from tests.drivers.served import Served
+from tests.drivers.served import Served, until
 from tests.integration.faults.conftest import ECHO
 
 pytestmark = pytest.mark.infra
@@ -49,6 +49,23 @@ def test_no_descriptors() -> None:
         line = _refused(served, *served.serve_words(), limit=_limit(resource.RLIMIT_NOFILE, 24))
         assert "only 24 files may be open" in line
         assert "ulimit -n" in line
+
+
+def test_an_address_space_that_is_too_small() -> None:
+    """A library cannot be mapped."""
+    with _echo() as served:
+        limit = _limit(resource.RLIMIT_AS, 60 << 20)
+        assert "`ulimit -v`" in _refused(served, *served.serve_words(), limit=limit)
+
+
+@pytest.mark.parametrize("mebibytes", [250, *(pytest.param(each, marks=pytest.mark.full) for each in (150, 200, 400))])
+def test_the_guardian_ends_what_a_small_address_space_leaves(mebibytes: int) -> None:
+    """No thread can start, etcd cannot reserve memory, or the arbiter is aborted: that varies."""
+    with _echo() as served:
+        done = served.cli(*served.serve_words(), preexec_fn=_limit(resource.RLIMIT_AS, mebibytes << 20))
+        assert done.returncode != 0
+        until(lambda: not served.leftovers(), what=served.leftovers)
+        assert not list(served.folder.rglob("*.owner"))
 
 
 @pytest.mark.parametrize("size", [0, pytest.param(20, marks=pytest.mark.full)])

@@ -37,12 +37,28 @@ def test_it_says_what_to_what_and_what_to_do(number: int, advice: str) -> None:
 
 def test_other_kinds_of_the_same() -> None:
     assert "Cannot allocate memory; free some" in str(host_refused(MemoryError()))
+    assert "address space (`ulimit -v`)" in str(
+        host_refused(ImportError("x.so: failed to map segment from shared object"))
+    )
+    assert "processes or of address space" in str(host_refused(RuntimeError("can't start new thread")))
     assert "Read-only file system; choose" in str(host_refused(zmq.ZMQError(errno.EROFS)))
     assert str(host_refused(OSError("x is not an executable file"))) == "x is not an executable file"
 
 
+@pytest.mark.parametrize(
+    ("error", "starved"),
+    [(MemoryError(), True), (RuntimeError("can't start new thread"), True), (OSError(errno.ENOSPC, "full"), False)],
+)
+def test_a_lack_of_memory_or_threads_is_told_from_others(error: Exception, starved: bool) -> None:
+    refused = host_refused(error)
+    assert refused is not None
+    assert refused.starved == starved
+
+
 def test_a_bug_stays_a_bug() -> None:
     assert host_refused(ValueError("a bug")) is None
+    assert host_refused(ImportError("No module named 'x'")) is None
+    assert host_refused(RuntimeError("a bug")) is None
 
 
 def test_a_block_tells_what_it_was_about() -> None:
