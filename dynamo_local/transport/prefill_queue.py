@@ -125,10 +125,11 @@ def _pack(value: Any, key: Any = None) -> Any:
 
 log = logging.getLogger(__name__)
 
-RUN, ID, EXPIRES = "Dynamo-Run-Id", "Dynamo-Request-Id", "Dynamo-Expires-At"
+RUN, ID, EXPIRES = "Dynamo-Run-Id", "Dynamo-Request-Id", "Dynamo-Expires-Uptime"
 ATTEMPTS, REASON, DIED = "Dynamo-Attempts", "Dynamo-Reason", "Dynamo-Died-At"
-START_BY = "Dynamo-Start-By"
-"""When its prefill has to begin for its target to be kept, Unix seconds; absent: there is no target."""
+"""`EXPIRES` and `START_BY` are seconds on the host's monotonic clock: the time of day may be set meanwhile."""
+START_BY = "Dynamo-Start-By-Uptime"
+"""When its prefill has to begin for its target to be kept; absent: there is no target."""
 BEFORE = "Dynamo-Attempts-Before"
 """Deliveries to workers before the entry went to the second line."""
 X_REQUEST_ID = "Dynamo-X-Request-Id"
@@ -469,11 +470,11 @@ class JetStreamPrefillQueue:
             MSG_ID: subject,
             RUN: quote(self._run_id),
             ID: quote(request_id),
-            EXPIRES: repr(self._clock.wall_s() + deadline_s),
+            EXPIRES: repr(self._clock.now_s() + deadline_s),
         }
         if start_within_s is not None:
             self._deadlines = True
-            headers[START_BY] = repr(self._clock.wall_s() + start_within_s)
+            headers[START_BY] = repr(self._clock.now_s() + start_within_s)
         if x_request_id():
             headers[X_REQUEST_ID] = quote(x_request_id())
         if (carrier := tracing.carrier()) is not None:
@@ -599,13 +600,13 @@ class JetStreamPrefillQueue:
             await self._drop(msg, f"prefill entry {request_id} belongs to another run")
             return None
         expires_at_s = number_of(headers.get(EXPIRES))
-        if expires_at_s is not None and expires_at_s <= self._clock.wall_s():
+        if expires_at_s is not None and expires_at_s <= self._clock.now_s():
             await self._drop(msg, f"prefill entry {request_id} expired unprefilled")
             return None
         if attempt > self.max_deliver:
             await self._bury(msg, self.max_deliver, f"not finished in {self.max_deliver} attempts")
             return None
-        if not late and msg.pending and is_late(number_of(headers.get(START_BY)), self._clock.wall_s()):
+        if not late and msg.pending and is_late(number_of(headers.get(START_BY)), self._clock.now_s()):
             await self._put_behind(msg, attempt - 1)
             return None
         try:

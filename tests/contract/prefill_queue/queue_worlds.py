@@ -19,12 +19,15 @@ MakeQueue = Callable[..., FakePrefillQueue | JetStreamPrefillQueue]
 
 
 class SkewedClock(AsyncioClock):
-    """Wall time can be moved."""
+    """It can be moved ahead, and the time of day can be set."""
 
-    ahead_s = 0.0
+    ahead_s = set_by_s = 0.0
+
+    def now_s(self) -> float:
+        return super().now_s() + self.ahead_s
 
     def wall_s(self) -> float:
-        return super().wall_s() + self.ahead_s
+        return super().wall_s() + self.set_by_s
 
 
 async def depth_becomes(queue: FakePrefillQueue | JetStreamPrefillQueue, expected: QueueDepth) -> None:

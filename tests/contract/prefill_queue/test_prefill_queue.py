@@ -210,6 +210,17 @@ async def test_an_expired_entry_is_dropped_unprefilled(make: MakeQueue) -> None:
     await depth_becomes(queue, QueueDepth(0, 0))
 
 
+async def test_no_entry_expires_because_the_time_of_day_is_set(make: MakeQueue) -> None:
+    clock = SkewedClock()
+    queue = make(clock=clock)
+    await queue.enqueue("r", {}, deadline_s=5, start_within_s=1)
+    clock.set_by_s = 3600
+    pulled = await queue.pull(5)
+    assert pulled is not None
+    assert pulled.task.request_id == "r"
+    await pulled.ack()
+
+
 async def test_enqueuing_twice_adds_one_entry(make: MakeQueue) -> None:
     queue = make()
     await queue.enqueue("r", {}, deadline_s=10)

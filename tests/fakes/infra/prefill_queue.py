@@ -122,7 +122,7 @@ class FakePrefillQueue:
         key = (self.run_id, request_id)
         if key not in self.server.seen:
             self.server.seen.add(key)
-            now_s = self.clock.wall_s()
+            now_s = self.clock.now_s()
             entry = Entry(request_id, self.run_id, data, now_s + deadline_s, x_request_id=x_request_id())
             entry.start_by_s = None if start_within_s is None else now_s + start_within_s
             self.server.entries[key] = entry
@@ -169,7 +169,7 @@ class FakePrefillQueue:
             if entry.late:
                 continue
             others = any(e.deliveries == 0 and e is not entry and not e.late for e in self.server.entries.values())
-            if others and is_late(entry.start_by_s, self.clock.wall_s()):
+            if others and is_late(entry.start_by_s, self.clock.now_s()):
                 entry.late = True
                 self.deferred += 1
                 late.append(entry)
@@ -179,7 +179,7 @@ class FakePrefillQueue:
 
     def _deliver(self, entry: Entry) -> FakePulledTask | None:
         entry.deliveries += 1
-        if entry.run_id != self.run_id or entry.expires_at_s <= self.clock.wall_s():
+        if entry.run_id != self.run_id or entry.expires_at_s <= self.clock.now_s():
             self.remove(entry)
             return None
         if entry.deliveries > self.max_deliver:
