@@ -25,7 +25,7 @@ ALWAYS_REMOTE = ("--VllmWorker.conditional-disagg=false", "--VllmWorker.sim.spee
 
 @dataclass(frozen=True)
 class FakeClock:
-    """What processes that have `env` take for the time of day."""
+    """The time of day that processes with `env` see."""
 
     library: str
     file: Path
