@@ -273,6 +273,10 @@ def _gpus_of(spec: ServiceSpec, prefill: ServiceSpec | None) -> int:
     return spec.resources.gpu + prefill.sharing.each * prefill.resources.gpu
 
 
+FINISHING = (WorkerState.DRAINING, WorkerState.FALLING_ASLEEP)
+"""States in which a worker finishes what it has."""
+
+
 def prefill_targets(shared: Iterable[ServiceSpec], targets: Mapping[str, int], fleet: Fleet) -> dict[str, int]:
     """How many prefill workers each model has.
 
@@ -283,7 +287,7 @@ def prefill_targets(shared: Iterable[ServiceSpec], targets: Mapping[str, int], f
     for spec in shared:
         model = _beside(spec)
         if spec.sharing is not None and model is not None and model in targets:
-            serving = sum(each.ready or each.state is WorkerState.DRAINING for each in fleet.of(model))
+            serving = sum(each.ready or each.state in FINISHING for each in fleet.of(model))
             wanted = spec.sharing.each * max(targets[model], serving)
             faulted = any(worker.state is WorkerState.FAULTED for worker in fleet.of(spec.name))
             found[spec.name] = min(wanted, fleet.capacity(spec.name)) if faulted else wanted

@@ -37,7 +37,9 @@ KEEP_ALIVE = b": waiting for a worker of the model\n\n"
 TELL_EVERY_S = 0.25
 """The first held request of a model is told at once, changes after that so often at most."""
 TELL_AGAIN_S = 5.0
-"""While something is held it is told again so often: a lease that was granted anew has lost its keys."""
+"""While something is held it is told again so often, and the key's lease is refreshed."""
+KEY_TTL_S = 15
+"""The key of a killed Frontend stays so long."""
 GONE_WAIT_S = 0.2
 """After a request found no worker although one was listed, the list is looked at again when it changes, or so late."""
 NO_WORKER = (NoWorkers, WorkerDraining)
@@ -187,30 +189,53 @@ class HeldRequests:
     # --- telling ---------------------------------------------------------------------------------
 
     async def tell(self, context: WorkerContext) -> None:
-        """For ever: keep the Frontend's key as what is held, under its lease; no key where nothing is."""
-        key, told = held_key(context.namespace, context.watcher_name), False
+        """For ever: keep the Frontend's key as what is held; no key where nothing is.
+
+        The key has a lease of its own. A Frontend that leaves has given its lease back, and still holds requests.
+        """
+        key = _ToldKey(context.kv, held_key(context.namespace, context.watcher_name))
         while True:
             self._changed.clear()
             held = self.now()
-            if held or told:
-                told = await self._told(context.kv, key, held, context.lease_id)
+            try:
+                await key.be(held)
+            except (InfraUnavailable, LeaseNotFound) as error:
+                logger.warning("the arbiter was not told of %d models with held requests: %s", len(held), error)
+                self._changed.set()
             await asyncio.sleep(TELL_EVERY_S)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TELL_AGAIN_S if told else None):
+                async with asyncio.timeout(TELL_AGAIN_S if key.is_there else None):
                     await self._changed.wait()
 
-    async def _told(self, kv: KeyValueStore, key: str, held: Mapping[str, HeldNow], lease_id: int) -> bool:
-        """Write or delete the key. Returns whether it is to be looked after."""
+
+class _ToldKey:
+    """A Frontend's key, under a lease that ends with it, or soon after the Frontend was killed."""
+
+    def __init__(self, kv: KeyValueStore, key: str) -> None:
+        self._kv = kv
+        self._key = key
+        self._lease_id: int | None = None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it has to be looked after."""
+        return self._lease_id is not None
+
+    async def be(self, held: Mapping[str, HeldNow]) -> None:
+        """Write what is held, or remove the key. Raises `InfraUnavailable`, and `LeaseNotFound` to be called again."""
+        if not held:
+            if self._lease_id is not None:
+                await self._kv.revoke(self._lease_id)
+                self._lease_id = None
+            return
+        if self._lease_id is None:
+            self._lease_id = await self._kv.grant(KEY_TTL_S)
         try:
-            if held:
-                await kv.put(key, msgspec.json.encode(held), lease_id)
-            else:
-                await kv.delete(key)
-        except (InfraUnavailable, LeaseNotFound) as error:
-            logger.warning("the arbiter was not told of %d models with held requests: %s", len(held), error)
-            self._changed.set()
-            return True
-        return bool(held)
+            await self._kv.keepalive(self._lease_id)
+            await self._kv.put(self._key, msgspec.json.encode(held), self._lease_id)
+        except LeaseNotFound:
+            self._lease_id = None
+            raise
 
 
 def no_worker(error: Exception) -> bool:

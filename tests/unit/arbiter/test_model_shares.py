@@ -170,7 +170,14 @@ async def test_metrics_name_the_model() -> None:
 
 @pytest.mark.parametrize(
     ("decode", "wanted", "prefill"),
-    [((), 2, 4), (("ready", "ready"), 1, 4), (("ready", "draining"), 1, 4), (("ready",), 1, 2), (("starting",), 0, 0)],
+    [
+        ((), 2, 4),
+        (("ready", "ready"), 1, 4),
+        (("ready", "draining"), 1, 4),
+        (("falling_asleep",), 0, 2),
+        (("ready",), 1, 2),
+        (("starting",), 0, 0),
+    ],
 )
 def test_prefill_workers_stay_until_the_worker_that_leaves_is_gone(
     decode: tuple[str, ...], wanted: int, prefill: int

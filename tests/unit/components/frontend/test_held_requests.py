@@ -164,6 +164,7 @@ async def test_models_are_listed_with_their_state(shared: Make, serve_model: Mak
 
 
 async def test_the_arbiter_is_told_through_a_key_that_goes_with_the_requests() -> None:
+    """It outlives the Frontend's own lease, which a Frontend that leaves gives back first."""
     etcd, models = FakeEtcd(), ModelsView("dynamo")
     lease_id = await etcd.grant(10)
     context: Any = SimpleNamespace(namespace="dynamo", watcher_name="dynamo_Frontend", kv=etcd, lease_id=lease_id)
@@ -176,6 +177,14 @@ async def test_the_arbiter_is_told_through_a_key_that_goes_with_the_requests() -
         while (told := await etcd.get(key)) is None:
             await asyncio.sleep(0.001)
         assert msgspec.json.decode(told.value, type=dict[str, HeldNow]) == {"cold_workers": HeldNow(1, since_s)}
+        await etcd.revoke(lease_id)
+        second = asyncio.create_task(held.until_served(COLD, 10, since_s, None))
+        while msgspec.json.decode((await etcd.get(key)).value, type=dict[str, HeldNow])["cold_workers"].count < 2:
+            await asyncio.sleep(0.001)
+        await etcd.revoke((await etcd.get(key)).lease_id)
+        while await etcd.get(key) is None:  # its lease was lost: another one
+            await asyncio.sleep(0.001)
+        second.cancel()
         waiting.cancel()
         while await etcd.get(key) is not None:
             await asyncio.sleep(0.001)
