@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dynamo_local.config.models import MODELS, components_of, expanded
+from dynamo_local.config.models import MODELS, commands_of, components_of, expanded
 from dynamo_local.config.schema import HostConfig
 from dynamo_local.config.yaml_text import Document, located_sections, parse_yaml
+from dynamo_local.core.prewarmed import TINY_MODEL, engine_of
 from dynamo_local.core.secrets import mask_config
 from dynamo_local.errors import ConfigError
 from dynamo_local.sdk.checks import listing, nearest, parse_envs, respelt
@@ -380,8 +381,21 @@ def with_models(sections: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     if MODELS not in sections:
         return sections
     services = {name: each for name, each in sections.items() if name != MODELS}
-    merged: dict[str, Any] = deep_merge(expanded(sections, source), services)
+    made = expanded(sections, source)
+    if not commands_of(sections[MODELS]):
+        for shared in made["Frontend"]["models"].values():
+            component = shared["component"]
+            shared["engine"] = _engine(deep_merge(made[component], services.get(component, {})), services)
+    merged: dict[str, Any] = deep_merge(made, services)
     return merged
+
+
+def _engine(worker: Mapping[str, Any], services: Mapping[str, Any]) -> str:
+    """The engine of a worker with this section, also where `Common` says it. Its own checks say what is wrong."""
+    said, listed = worker.get("engine"), worker.get(COMMON_CONFIGS)
+    if said is None and isinstance(listed, list) and "engine" in listed:
+        said = services.get(COMMON, {}).get("engine")
+    return str(engine_of(said, worker.get("model"), TINY_MODEL))
 
 
 def _read(path: Path) -> str:

@@ -11,6 +11,8 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 EngineName = Literal["sim", "vllm"]
+TINY_MODEL = "sim-tiny"
+"""The model's name that stands for the built-in tokenizer. Only the sim engine has no folder of its own."""
 
 SPARE = "spare"
 """Its part of the watcher's name: `dynamo_spare`, `dynamo_spare_1`, …"""

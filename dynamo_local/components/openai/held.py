@@ -87,6 +87,10 @@ class HeldRequests:
         parent = None if adapter is None else adapter.parent
         return parent if parent in self._shared else None
 
+    def with_engine_api(self) -> str | None:
+        """A model whose engine has an API of its own, with or without a worker; None: there is none."""
+        return next((name for name, each in self._shared.items() if each.engine == "vllm"), None)
+
     def states(self) -> dict[str, str]:
         """Each shared model by name: `ready`, `waited for`, or `asleep` where nobody asks for it."""
         return {

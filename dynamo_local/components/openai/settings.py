@@ -45,6 +45,8 @@ class SharedModel(BaseModel):
     max_wait_s: float = Field(gt=0)
     max_held: int = Field(ge=0)
     max_held_bytes: int = Field(ge=0)
+    engine: str | None = None
+    """That of its workers, for requests that come while it has none. None: a command."""
 
 
 class FrontendConfig(LatencyTargets):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-TINY_MODEL = "sim-tiny"
-"""The model name that stands for the built-in tokenizer; only the sim engine has no folder of its own."""
+from dynamo_local.core import prewarmed
+
+TINY_MODEL = prewarmed.TINY_MODEL
 
 TINY_FOLDER = Path(__file__).parent / "tiny_tokenizer"
 

@@ -18,7 +18,7 @@ from dynamo_local.components.http_metrics import Endpoint, RequestObserver
 from dynamo_local.components.limits import shortened
 from dynamo_local.components.messages import ApiRequest
 from dynamo_local.components.models_view import Availability
-from dynamo_local.components.openai.errors import ApiError
+from dynamo_local.components.openai.errors import ApiError, bad_param
 from dynamo_local.components.openai.generation import (
     FrontendDeps,
     GenerationRoute,
@@ -78,7 +78,8 @@ PLAIN: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class RawRequest:
-    """The request that is passed on. `model` is a served one. The engine's API judges the one that the client named."""
+    """The request that is passed on. `model` is a served one, or one for whose worker the request is held. The engine's
+    API judges the name that the client gave."""
 
     model: str
     stream: bool
@@ -90,7 +91,7 @@ class RawRequest:
 
 
 def with_engine_api(light: Mapping[str, ASGIApp], deps: FrontendDeps) -> dict[str, ASGIApp]:
-    """The routes, by path: each asks the engine's API where the served model has one, else the light one, if any."""
+    """The routes, by path: each asks the engine's API where a model has one, else the light one, if any."""
     client = deps.api
     if client is None:
         return dict(light)
@@ -135,23 +136,41 @@ class EngineApiRoute(ModelRoute[RawRequest | ParsedRequest]):
         super().__init__(endpoint, deps)
         self._client = client
 
-    def model(self) -> str | None:
+    def served(self) -> str | None:
         """A served model whose engine has an API of its own; None: there is none."""
         return next((model.name for model in self._deps.models.models() if model.engine is not None), None)
+
+    def model(self) -> str | None:
+        """As `served`. Where it finds none: a model of such an engine that shares the GPUs and has no worker now."""
+        if (served := self.served()) is not None or self._deps.held is None:
+            return served
+        return self._deps.held.with_engine_api()
 
     def parse(self, body: bytes, scope: Scope) -> RawRequest | ParsedRequest:
         try:
             known = _decoder.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError):
             known = _Known()
-        named = self._deps.models.get(known.model) if isinstance(known.model, str) else None
-        served = self.model() if named is None else named.name
+        served = self._needed(known.model) or self.served()
+        if served is None and self._deps.held is not None and not isinstance(known.model, str):
+            # No worker can be asked what is wrong, and no model is to be woken for it.
+            message = "No model has a worker now, and the body is no JSON object that names one: give `model`."
+            raise bad_param("model", message, "missing_required_parameter")
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
         passed = [(name, value) for name, value in headers if name not in _CONNECTION]
         # A drain may have taken the last worker since the route was chosen: then "come back later".
         query = scope.get("query_string", b"").decode("latin-1")
         name, stream = served or str(known.model), known.stream is True
         return RawRequest(name, stream, scope["path"], passed, body, scope["method"], query)
+
+    def _needed(self, name: Any) -> str | None:
+        """The model whose worker a request for `name` needs. None: no model of this deployment has that name."""
+        if not isinstance(name, str):
+            return None
+        if self._deps.held is not None and (shared := self._deps.held.model_of(name)) is not None:
+            return shared
+        named = self._deps.models.get(name)
+        return None if named is None else named.name
 
     async def answer(
         self, request: RawRequest | ParsedRequest, request_id: str, observer: RequestObserver, reply: Reply
@@ -216,6 +235,9 @@ class StoredResponseRoute(EngineApiRoute):
 
     def __init__(self, client: EndpointClient, deps: FrontendDeps) -> None:
         super().__init__("responses", client, deps)
+
+    def model(self) -> str | None:
+        return self.served()  # an engine without a worker keeps nothing
 
     def check_kind(self, scope: Scope) -> None:
         if scope["method"] != "GET":  # which has no body, and starts nothing

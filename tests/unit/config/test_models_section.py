@@ -50,6 +50,28 @@ def test_the_frontend_knows_which_requests_it_may_hold() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("section", "more", "engine"),
+    [
+        ({"model": "/m/a", "engine": "vllm"}, {}, "vllm"),
+        ({"model": "/m/a"}, {}, "vllm"),
+        (TINY, {}, "sim"),
+        ({"model": "sim-tiny"}, {}, "sim"),
+        ({"model": "/m/a"}, {"a": {"engine": "sim"}}, "sim"),
+        ({"model": "/m/a", "common-configs": ["engine"]}, {"Common": {"engine": "sim"}}, "sim"),
+        ({"model": "/m/a"}, {"Common": {"engine": "sim"}}, "vllm"),
+    ],
+)
+def test_the_frontend_knows_the_engine_of_a_model_without_a_worker(
+    section: dict[str, Any], more: dict[str, Any], engine: str
+) -> None:
+    assert config_of({"a": section}, **more).sections["Frontend"]["models"]["a"]["engine"] == engine
+
+
+def test_the_frontend_expects_no_engine_behind_a_command() -> None:
+    assert "engine" not in config_of({"a": SERVER}).sections["Frontend"]["models"]["a"]
+
+
 @pytest.mark.parametrize(("router", "routed"), [("kv", True), ("slo", True), ("least-loaded", False)])
 def test_a_policy_that_knows_what_is_cached_brings_a_router(router: str, routed: bool) -> None:
     config = config_of({"a": {**TINY, "router": router, "ttft": 500}, "b": TINY})
