@@ -622,9 +622,12 @@ HOPELESS = 0.75
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """Requests as they came: seconds (ascending), and the tokens of prompt and answer. Those before `judged_from_s`
-    only fill the workers. The rest is counted in bins of `bin_s` seconds from then on. With `turned` the other shape
-    of the graph is judged as well: aggregated in place of apart, or apart in place of aggregated."""
+    """Requests as they came: seconds (ascending), and the tokens of prompt and answer.
+
+    Those before `judged_from_s` only fill the workers. The rest is counted in bins of `bin_s` seconds from then on.
+    With `turned` the other shape of the graph is judged as well: aggregated in place of apart, or apart in place of
+    aggregated. `decode_factor` is that of the engines in the judgement.
+    """
 
     times: tuple[float, ...]
     isl: tuple[int, ...]
@@ -633,6 +636,7 @@ class Past:
     bin_s: float
     bins: int
     turned: bool = False
+    decode_factor: float = 1.0
 
     def bin(self, at_s: float) -> int:
         """The bin of that moment; below 0, or from `bins` on, where it is not judged."""

@@ -24,9 +24,10 @@ NAME = "queueing"
 GRID = math.log(1.08)
 """Rates are looked at in steps of 8 %: nearer ones are the same question again, and its answer is known."""
 RATE_MIN = 0.02
-EVALUATORS = 4
+EVALUATORS = 6
 PROMPTS_MAX = 16384
 PAST_OPTIONS = ("judged_from_s", "bin_s", "bins", "turned")
+PAST_DECODE_FACTOR = "past_decode_factor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class Question:
             past = self.past
             series = (*series, past.times, past.isl, past.osl)
             options |= {name: getattr(past, name) for name in PAST_OPTIONS}
+            options[PAST_DECODE_FACTOR] = past.decode_factor
         return ForecastTask(NAME, series, self.workers_max, 1.0, tuple(options.items()))
 
 
@@ -109,11 +111,12 @@ def _pair(rows: Iterator[tuple[float, ...] | Missing]) -> Shares | None:
 def answer(task: ForecastTask) -> Forecasts:
     """The shares, here and now: milliseconds for each that is not remembered. `Missing` without its profile."""
     options = dict(task.options)
-    series, past = list(task.series), None
+    series, past, decode_factor = list(task.series), None, 1.0
     if "bins" in options:
         *series, times, isl, osl = task.series
         judged_from_s, bin_s, bins, turned = (float(options.pop(name)) for name in PAST_OPTIONS)
-        past = Past(times, _whole(isl), _whole(osl), judged_from_s, bin_s, int(bins), bool(turned))
+        decode_factor = float(options.pop(PAST_DECODE_FACTOR))
+        past = Past(times, _whole(isl), _whole(osl), judged_from_s, bin_s, int(bins), bool(turned), decode_factor)
     try:
         evaluator = _evaluator(tuple(sorted(options.items())))
     except ConfigError as error:
@@ -126,7 +129,8 @@ def answer(task: ForecastTask) -> Forecasts:
             found = evaluator.shares(demand, hash(demand), rate, task.steps)
             values += [found.prefill, found.decode]
     if past is not None:
-        judges = [evaluator]
+        options["decode_factor"] = decode_factor
+        judges = [_evaluator(tuple(sorted(options.items())))]
         if past.turned:
             options["mixed"] = not options["mixed"]
             judges.append(_evaluator(tuple(sorted(options.items()))))

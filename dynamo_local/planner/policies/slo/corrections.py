@@ -6,6 +6,11 @@
 * **Decode.** An answer's gap between tokens is compared with what the profile says of as many streams as there were
   in its middle. That is known of answers so old that those beside them have ended, too.
 
+Prompts that are prefilled on a decode worker make its gaps longer, whatever its engine can do. That is so while prompts
+wait. `judged` is what was learned while they did not: the past is judged by it. `decode` has the pauses too, because
+more decode workers do help against them now. Without this, phantom pauses made decode workers worth their price for
+hours after each burst.
+
 While even fast answers wait for longer than the target, nothing is learned of decode. Requests that wait there for a
 prefill, or are prefilled there, would look like slow engines. With slow engines no fleet seems to help: the factor once
 ran to 8, and the fleet stayed at one worker of each role. A factor near 1 counts as 1: bursts alone make the comparison
@@ -31,6 +36,8 @@ ANSWERS = 250
 SAMPLE = 150
 """So many of them are compared; all of them say with how many others each one was."""
 LOW_QUANTILE = 0.1
+WAITED = 0.1
+"""Where more of the answers have waited for a prefill, some may have been prefilled by decode workers."""
 LONG_QUANTILE = 0.9
 """A quantile of the answers' durations. Requests that began earlier have nearly always ended by now."""
 SEEN_MIN_S = 5.0
@@ -51,6 +58,7 @@ class Factors:
 
     prefill_raw: float = 1.0
     decode_raw: float = 1.0
+    judged_raw: float = 1.0
 
     @property
     def prefill(self) -> float:
@@ -59,8 +67,13 @@ class Factors:
 
     @property
     def decode(self) -> float:
-        """The factor of decode passes."""
+        """The factor of decode passes, with the pauses for prompts that are prefilled there."""
         return _used(self.decode_raw)
+
+    @property
+    def judged(self) -> float:
+        """The factor of decode passes alone."""
+        return _used(self.judged_raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +139,21 @@ def learned(before: Factors, ended: Sequence[Ended], served: Sequence[Served], b
     fast_s = _quantile([each.ttft_s for each in sample if each.ttft_s is not None], LOW_QUANTILE)
     decode = None if by.mixed or fast_s > by.ttft_s else _decode(seen, served, by.passes)
     isl = sum(each.isl for each in sample) // len(sample)
+    reachable = REACHABLE * by.itl_s / by.passes.itl_s(isl, isl)
     return Factors(
         _towards(before.prefill_raw, _prefill(seen, served, by), REACHABLE * by.ttft_s / max(by.alone_s(isl), 1e-9)),
-        _towards(before.decode_raw, decode, REACHABLE * by.itl_s / by.passes.itl_s(isl, isl)),
+        _towards(before.decode_raw, decode, reachable),
+        _towards(before.judged_raw, None if _waits(sample, by, before.prefill) else decode, reachable),
     )
+
+
+def _waits(sample: Sequence[Ended], by: Learning, prefill: float) -> bool:
+    """Whether more than `WAITED` of these answers waited for longer than their prefill takes.
+
+    The dispatch sends a prompt to a decode worker only for a longer wait than that.
+    """
+    alone = [(each.ttft_s, by.alone_s(each.isl) * prefill) for each in sample if each.ttft_s is not None]
+    return sum(ttft_s > 2 * alone_s for ttft_s, alone_s in alone) > WAITED * len(alone)
 
 
 def _seen(ended: Sequence[Ended], served: Sequence[Served]) -> _Seen:

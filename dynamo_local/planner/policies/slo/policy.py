@@ -403,6 +403,7 @@ class SloPolicy:
 
     def _question(self, state: SloState, pools: WorkerPools, rates: tuple[float, ...]) -> Question:
         options, used = self.options, state.demands_for
+        asked = None if state.past is None else state.past.record.asked
         return Question(
             self.profile,
             options.ttft_ms / 1000,
@@ -417,7 +418,7 @@ class SloPolicy:
                 mixed=pools.prefill is None,
             ),
             self.speed,
-            None if state.past is None else state.past.record.asked,
+            None if asked is None else replace(asked, decode_factor=state.factors.judged),
         )
 
 
