@@ -78,3 +78,4 @@ async def test_no_stream_is_cut_and_no_worker_blamed(clock: FakeClock) -> None:
         assert before.items() <= served.pids().items()
         assert not set(kinds(events(served))) & JUDGED
         assert served.status()["prefill_queue"]["dead_letters"] == 0
+        assert "expired unprefilled" not in served.log("PrefillWorker")
