@@ -183,6 +183,7 @@ class RestartEntry(_Model):
     substitutes: dict[Name, Name] = Field(default_factory=dict)
     awaited: list[Name] = Field(default_factory=list)
     removed: list[Name] = Field(default_factory=list)
+    late: list[Name] = Field(default_factory=list)
     force: bool = False
 
 

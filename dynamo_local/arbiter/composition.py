@@ -41,6 +41,7 @@ from dynamo_local.arbiter.sampler import Sampling
 from dynamo_local.arbiter.servers import EmbeddedServers
 from dynamo_local.arbiter.statefile import Statefile, head_of
 from dynamo_local.arbiter.tasks import Tasks
+from dynamo_local.arbiter.worker_requests import WorkerAsks
 from dynamo_local.clock import Clock
 from dynamo_local.core.fleet.degraded import READY
 from dynamo_local.core.fleet.events import InfraSeen
@@ -288,6 +289,7 @@ def _shares(
         lead_times.medians,
         base.clock,
         base.notes.tell,
+        WorkerAsks(base.links, base.deployment.graph.namespace, base.clock).control,
     )
     ModelMetrics(exporter.metrics.registry, shares.status)
     return shares

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from dynamo_local.arbiter.sampler import Sampling
 from dynamo_local.clock import Clock
 from dynamo_local.core.fleet.events import Drain, ScaleAll, VictimPolicy
 from dynamo_local.core.fleet.fleet import Fleet, Worker
-from dynamo_local.core.gpu_shares import RECENT_S, HeldNow, ModelNow, Share, Sharing, Usage, shares, slack_s
+from dynamo_local.core.gpu_shares import LET_GO, RECENT_S, HeldNow, ModelNow, Share, Sharing, Usage, shares, slack_s
 from dynamo_local.core.lead_times import OptionKind
 from dynamo_local.core.notes import Over, Tell, Trouble
 from dynamo_local.core.types import GraphSpec, Load, Missing, ServiceSpec, WorkerState
@@ -40,13 +40,18 @@ EVERY_S, IDLE_EVERY_S = 1.0, 2.0
 AT_MOST_EVERY_S = 0.05
 """So that a burst of changes at a Frontend is one decision."""
 ARRIVES_DEFAULT_S = 30.0
+LET_GO_TIMEOUT_S = 0.5
+"""Short: decisions wait for it, and the next one asks again."""
 
 Held = Mapping[str, HeldNow]
 _decoder = msgspec.json.Decoder(dict[str, HeldNow])
 
 
 class ModelShares:
-    """The models of one run. `graph` is the graph of now, which an apply replaces; `lead_times` are medians."""
+    """The models of one run. `graph` is the graph of now, which an apply replaces; `lead_times` are medians.
+
+    `control` asks a worker's control endpoint (`worker_requests.WorkerAsks`).
+    """
 
     def __init__(
         self,
@@ -58,6 +63,7 @@ class ModelShares:
         lead_times: Callable[[str], Mapping[str, float]],
         clock: Clock,
         tell: Tell,
+        control: Callable[..., Awaitable[Any]],
     ) -> None:
         self._graph = graph
         self._controller = controller
@@ -67,6 +73,7 @@ class ModelShares:
         self._lead_times = lead_times
         self._clock = clock
         self._tell = tell
+        self._control = control
         self._held: dict[str, Held] = {}
         self._usage: dict[str, Usage] = {}
         self._decided: Mapping[str, Share] = {}
@@ -139,6 +146,22 @@ class ModelShares:
         for name in stranded(fleet, set(targets)):
             with contextlib.suppress(DynamoError):  # it has changed since: the next decision sees how
                 await self._commands.run(Drain(stimulus_id="models:stranded", name=name))
+        await self._let_go()
+
+    async def _let_go(self) -> None:
+        """End requests that a Frontend of an older configuration holds for removed models.
+
+        Nobody decides about such a model any more. A worker of it that serves, or will, is waited for.
+        """
+        kept, fleet = {spec.name for spec in self._graph().services}, self._controller.fleet
+        for key, held in tuple(self._held.items()):
+            removed = [name for name in held if name not in kept and not fleet.capacity(name)]
+            if removed:
+                try:
+                    frontend = key.rpartition("/")[2]
+                    await self._control(frontend, LET_GO, timeout_s=LET_GO_TIMEOUT_S, components=removed)
+                except DynamoError as error:  # the next decision asks again
+                    log.info("%s still holds requests for %s: %s", key, ", ".join(removed), error)
 
     async def _order(self, targets: Mapping[str, int]) -> None:
         """All at once. Where that is refused, each model by itself, so that one in trouble holds no other up."""

@@ -294,6 +294,7 @@ def entry_of_restart(plan: RestartPlan) -> RestartEntry:
         substitutes=dict(plan.substitutes),
         awaited=list(plan.awaited),
         removed=list(plan.removed),
+        late=sorted(plan.late),
     )
 
 
@@ -308,6 +309,7 @@ def restart_of_entry(entry: RestartEntry) -> RestartPlan:
         substitutes=dict(entry.substitutes),
         awaited=tuple(entry.awaited),
         removed=tuple(entry.removed),
+        late=frozenset(entry.late),
     )
 
 

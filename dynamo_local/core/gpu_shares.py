@@ -84,6 +84,10 @@ class Sharing:
     each: int = 1
 
 
+LET_GO = "let_go"
+"""The operation at a Frontend's control endpoint that ends what it holds for these components."""
+
+
 @dataclass(frozen=True, slots=True)
 class HeldNow:
     """Requests of one model that a Frontend holds: how many, and since when the oldest (seconds of CLOCK_MONOTONIC,

@@ -162,6 +162,10 @@ class WorkerContext(Protocol):
         """Await `callback` when a drain was taken back: `draining` is clear, the worker is registered again."""
         ...
 
+    def on_control(self, op: str, answer: Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]) -> None:
+        """`answer` answers the operation `op` at the worker's control endpoint (`transport.control`)."""
+        ...
+
     def set_load_source(self, source: Callable[[], Load], changed: Callable[[], Awaitable[None]] | None = None) -> None:
         """`source` is published once a second, and soon after `changed()` returns.
 

@@ -21,6 +21,7 @@ from dynamo_local.sdk.context import COLOCATED
 from dynamo_local.sdk.loader import LoadedGraph
 from dynamo_local.sdk.service import DynamoService
 from dynamo_local.sdk.settings import load_settings
+from dynamo_local.transport.control import Op
 from dynamo_local.transport.lease import LeaseKeeper
 from dynamo_local.transport.requests.client import DependencyClient
 from dynamo_local.transport.requests.local import ColocatedPlane, LocalEndpoint
@@ -96,11 +97,19 @@ class ColocatedComponents:
     Raises `ConfigError` for a component that the graph does not have, and for unknown options.
     """
 
-    def __init__(self, host: Host, identity: Identity, draining: asyncio.Event, stack: contextlib.AsyncExitStack):
+    def __init__(
+        self,
+        host: Host,
+        identity: Identity,
+        draining: asyncio.Event,
+        stack: contextlib.AsyncExitStack,
+        operations: dict[str, Op],
+    ) -> None:
         self._host = host
         self._identity = identity
         self._draining = draining
         self._stack = stack
+        self._operations = operations
         self._services = in_order(host.graph, identity.colocated)
         self._settings = {service.name: load_settings(service) for service in self._services}
         self._made: list[ColocatedComponent] = []
@@ -131,6 +140,7 @@ class ColocatedComponents:
                 on_fatal=self._host.on_fatal,
                 on_facts=self._host.on_change,
                 on_wait=self._host.on_wait,
+                operations=self._operations,
             )
             clients = dependency_clients(self._host.graph, service, self._identity, connections)
             self._host.on_wait(f"{service.name}'s start hooks")

@@ -20,6 +20,7 @@ from dynamo_local.sdk.context import EngineSleeper, KvEvents, Work
 from dynamo_local.sdk.loader import LoadedGraph
 from dynamo_local.sdk.service import DynamoService
 from dynamo_local.transport.access import EtcdAccess, NatsAccess
+from dynamo_local.transport.control import Op
 from dynamo_local.transport.etcd import EtcdStore
 from dynamo_local.transport.kv_events import NatsKvEventPublisher
 from dynamo_local.transport.lease import LeaseKeeper
@@ -137,6 +138,7 @@ class Context:
         on_fatal: Callable[[str, BaseException], None],
         on_facts: Callable[[], None],
         on_wait: Callable[[str], None],
+        operations: dict[str, Op],
     ) -> None:
         self.namespace = identity.namespace
         self.component = identity.component
@@ -175,6 +177,7 @@ class Context:
         self._on_fatal = on_fatal
         self._on_facts = on_facts
         self._on_wait = on_wait
+        self._operations = operations
         self._on_drain: list[Callback] = []
         self._on_ready: list[Callback] = []
         self._on_resume: list[Callback] = []
@@ -195,6 +198,9 @@ class Context:
 
     def on_resume(self, callback: Callback) -> None:
         self._on_resume.append(callback)
+
+    def on_control(self, op: str, answer: Op) -> None:
+        self._operations[op] = answer
 
     def set_load_source(self, source: Callable[[], Load], changed: Callback | None = None) -> None:
         self.load_source, self.load_changed = source, changed or _never

@@ -24,7 +24,7 @@ from dynamo_local.sdk.service import DynamoService
 from dynamo_local.sdk.settings import load_settings, validate_section
 from dynamo_local.system.executors import together
 from dynamo_local.system.unread import LOOK_EVERY_S
-from dynamo_local.transport.control import ControlServer
+from dynamo_local.transport.control import ControlServer, Op
 from dynamo_local.transport.load import LoadPublisher
 from dynamo_local.transport.requests.client import DependencyClient
 from dynamo_local.worker.colocated import ColocatedComponents
@@ -101,8 +101,9 @@ class ServedRole:
         self.context: Context | None = None
         self.component: Any = None
         self._inherited = inherited
+        self._operations: dict[str, Op] = {**host.operations}
         self._stack = contextlib.AsyncExitStack()
-        self._colocated = ColocatedComponents(host, identity, self.draining, self._stack)
+        self._colocated = ColocatedComponents(host, identity, self.draining, self._stack, self._operations)
         self._control: ControlServer | None = None
         self._publisher: LoadPublisher | None = None
         self._unread_at_s = -math.inf
@@ -112,7 +113,7 @@ class ServedRole:
 
     async def answer(self, nats: Any) -> None:
         """Answer what the arbiter and people ask, under this role's name."""
-        control = ControlServer(nats, self.identity.namespace, self.identity.watcher_name, dict(self.host.operations))
+        control = ControlServer(nats, self.identity.namespace, self.identity.watcher_name, self._operations)
         self._stack.push_async_callback(control.close)
         await control.start()
         self._control = control
@@ -143,6 +144,7 @@ class ServedRole:
             on_fatal=self.host.on_fatal,
             on_facts=self.host.on_change,
             on_wait=self.host.on_wait,
+            operations=self._operations,
         )
         self.be_current()
         clients = dependency_clients(self.host.graph, self.service, self.identity, connections)

@@ -163,6 +163,12 @@ def not_served_in_time(model: str, held_s: float, retry_after_s: int) -> ApiErro
     )
 
 
+def model_removed(model: str) -> ApiError:
+    """404: the request was held for a model that `dynamo apply` has removed, and no worker of it is left."""
+    message = f"The model `{model}` was removed (`dynamo apply`) while this request waited for a worker of it."
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
 def _no_worker(message: str, retry_after_s: int) -> ApiError:
     kind, code = "service_unavailable_error", "not_served"
     return ApiError(503, message, type=kind, code=code, retry_after_s=retry_after_s)

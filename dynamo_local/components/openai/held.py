@@ -11,9 +11,11 @@ import contextlib
 import logging
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -57,7 +59,8 @@ class _Waiting:
 
     since_s: float
     size: int
-    turn: asyncio.Future[None]
+    turn: asyncio.Future[ApiError | None]
+    """Its result is the error with which the request ends; None: it goes on."""
 
 
 class HeldRequests:
@@ -114,7 +117,7 @@ class HeldRequests:
         """Return when the model has a worker. A client that streams (`reply`) gets comments meanwhile.
 
         The request came at `since_s`. `again`: the model was listed, but no worker was there. Raises `ApiError` 503
-        where too many are held, or for too long.
+        where too many are held, or for too long, and 404 where the model was removed meanwhile.
         """
         deadline_s = since_s + self._shared[model].max_wait_s
         if again:
@@ -131,6 +134,8 @@ class HeldRequests:
                     raise self._too_late(model, since_s)
                 if reply is not None:
                     await reply.comment(KEEP_ALIVE)
+            if (removed := waiting.turn.result()) is not None:
+                raise removed
 
     def _too_late(self, model: str, since_s: float) -> ApiError:
         held_s = self._clock.now_s() - since_s
@@ -184,11 +189,30 @@ class HeldRequests:
             return
         took_s = self._took_s[model] = self._clock.now_s() - line[0].since_s
         logger.info("%s has a worker: %d held requests go on, the first after %.2f s", model, len(line), took_s)
+        self._end(line, lambda: None)
+
+    def _end(self, line: deque[_Waiting], result: Callable[[], ApiError | None]) -> None:
         while line:
             waiting = line.popleft()
             if not waiting.turn.done():
-                waiting.turn.set_result(None)
+                waiting.turn.set_result(result())
         self._changed.set()
+
+    # --- models that were removed ------------------------------------------------------------------
+
+    async def let_go(self, args: Mapping[str, Any]) -> Mapping[str, Any]:
+        """End what is held for these `components`. The arbiter asks for it: they were removed, and have no worker left.
+
+        Later requests are held again, and the arbiter asks again: another `dynamo apply` may bring the model back.
+        """
+        count = 0
+        for model, line in self._waiting.items():
+            if self._shared[model].component in args["components"]:
+                count += len(line)
+                self._end(line, partial(api_errors.model_removed, model))
+        if count:
+            logger.info("%d held requests have ended: their models were removed", count)
+        return {"let_go": count}
 
     # --- telling ---------------------------------------------------------------------------------
 

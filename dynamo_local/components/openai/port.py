@@ -36,6 +36,7 @@ from dynamo_local.components.openai.recorder import PageFeed, Recorder, follow_f
 from dynamo_local.components.openai.route import Activity, HttpDeps
 from dynamo_local.components.openai.server import BACKLOG, HttpServer
 from dynamo_local.components.openai.settings import FrontendConfig
+from dynamo_local.core.gpu_shares import LET_GO
 from dynamo_local.errors import ConfigError, StartTimedOut
 from dynamo_local.sdk.context import Work, WorkerContext
 from dynamo_local.system import fd_messages
@@ -503,6 +504,7 @@ class Serving:
         views = (deps.models, *more_models)
         self._follow += [asyncio.create_task(view.follow(context.kv), name="models-view") for view in views]
         if deps.held is not None:
+            context.on_control(LET_GO, deps.held.let_go)
             self._follow.append(asyncio.create_task(deps.held.tell(context), name="held-requests"))
         if deps.keys is not None:
             self._follow.append(asyncio.create_task(deps.keys.follow(), name="api-keys"))

@@ -30,6 +30,7 @@ def apply(builder: StepBuilder, order: Apply) -> None:
     _replace_templates(builder, order)
     there = set(builder.fleet.workers)
     removed = [worker for worker in builder.workers() if builder.template(worker.name).retired]
+    late = frozenset(each.name for each in removed if builder.template(each.name).shared_floor is not None)
     if order.force:  # their devices may be needed
         _remove(builder, removed)
     reasons += _to_counts(builder, order)
@@ -44,6 +45,7 @@ def apply(builder: StepBuilder, order: Apply) -> None:
         in_place=in_place,
         awaited=awaited,
         removed=tuple(worker.name for worker in removed),
+        late=late,
     )
     builder.set(no_standby={}, restarts=(plan,), policy=order.policy, health_bound_s=order.health_bound_s)
     builder.head = True

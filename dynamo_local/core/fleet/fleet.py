@@ -130,6 +130,8 @@ class RestartPlan:
     awaited: tuple[str, ...] = ()
     #: In an `apply`: workers of components that are wanted no more.
     removed: tuple[str, ...] = ()
+    #: Those of them that leave last: they serve a model that shares the GPUs, and no Frontend may offer it any more.
+    late: frozenset[str] = frozenset()
     #: The worker at which the sequence came to its end, and why.
     stopped: tuple[str, str] | None = None
 

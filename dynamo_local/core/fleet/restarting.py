@@ -21,6 +21,7 @@ from dynamo_local.core.fleet.moves import Move
 from dynamo_local.core.fleet.moves import MoveKind as M
 from dynamo_local.core.fleet.scaling import flip_under_way, one_more, taken
 from dynamo_local.core.fleet.states import TRAITS
+from dynamo_local.core.types import Role
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.errors import DynamoError, LastReadyWorker, NotRestartable
 
@@ -112,7 +113,7 @@ def next_step(view: Fleet, plan: RestartPlan) -> tuple[Step, RestartPlan]:
     that a restart comes back even if the sequence is lost. A spawn here is for what has no process to drain.
     Bounded because what it waits for is: drains and starts have deadlines, back-offs end in a start or a fault.
     """
-    late = tuple(name for name in plan.removed if _is_shared(view, name))
+    late = tuple(name for name in plan.removed if name in plan.late)
     if plan.awaited or len(plan.removed) > len(late):
         step, plan = _swapped(view, plan, late)
         if step is not None:
@@ -138,15 +139,22 @@ def next_step(view: Fleet, plan: RestartPlan) -> tuple[Step, RestartPlan]:
         if step.name != name:
             return step, replace(plan, substitutes={**plan.substitutes, name: step.name})
         return step, replace(plan, begun=plan.begun | {name})
-    if late and plan.stopped is None and (step := _leaving(view, late)) is not None:
-        return step, plan
+    if late and plan.stopped is None:
+        step = _leaving_frontend(view) or _leaving(view, late)
+        if step is not None:
+            return step, plan
     return (Done() if plan.stopped is None else Stopped(*plan.stopped)), plan
 
 
-def _is_shared(view: Fleet, name: str) -> bool:
-    """It serves a model that shares the GPUs: the Frontend must not offer it any more before it leaves."""
-    worker = view.workers.get(name)
-    return worker is not None and view.template_of(worker).shared_floor is not None
+def _leaving_frontend(view: Fleet) -> Wait | None:
+    """A Frontend that drains still dispatches the requests that it holds, and those of connections that clients keep.
+
+    The drain has a deadline. Past it the Frontend is killed, and nothing is waited for any more.
+    """
+    for worker in view.workers.values():
+        if worker.role is Role.FRONTEND and TRAITS[worker.state].drains:
+            return Wait(worker.name, f"it is {worker.state}, and may still send requests to removed models")
+    return None
 
 
 def _swapped(view: Fleet, plan: RestartPlan, late: tuple[str, ...]) -> tuple[Step | None, RestartPlan]:

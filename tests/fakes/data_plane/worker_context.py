@@ -23,6 +23,7 @@ from dynamo_local.core.types import Load
 from dynamo_local.errors import RequestCancelled, WorkerLost, to_wire
 from dynamo_local.sdk.context import EngineSleeper, Work, set_current_context
 from dynamo_local.sdk.service import DynamoService
+from dynamo_local.transport.control import Op
 from dynamo_local.transport.passes import PassRecorder
 from dynamo_local.transport.prefill_replies import ExpectedReply
 from dynamo_local.transport.requests.frames import decode_value, encode_value
@@ -117,6 +118,7 @@ class FakeWorkerContext:
         self.dispatch_source: Callable[[], Mapping[str, float]] | None = None
         self.served_source: Callable[[], Mapping[str, float]] | None = None
         self.vital_tasks: list[asyncio.Task[None]] = []
+        self.operations: dict[str, Op] = {}
         self.ready_callbacks: list[Callable[[], Awaitable[None]]] = []
         self._drain_callbacks: list[Callable[[], Awaitable[None]]] = []
         self._resume_callbacks: list[Callable[[], Awaitable[None]]] = []
@@ -135,6 +137,9 @@ class FakeWorkerContext:
 
     def on_resume(self, callback: Callable[[], Awaitable[None]]) -> None:
         self._resume_callbacks.append(callback)
+
+    def on_control(self, op: str, answer: Op) -> None:
+        self.operations[op] = answer
 
     def set_dispatch_source(self, source: Callable[[], Mapping[str, float]]) -> None:
         self.dispatch_source = source

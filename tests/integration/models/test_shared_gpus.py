@@ -152,3 +152,34 @@ async def test_models_are_added_and_removed_under_load() -> None:
             await auntil(lambda: len(codes) > seen + 20)
         assert set(codes) == {200}
         assert {each["model"] for each in json.loads(served.ok("status", "--json"))["models"]} == {"a", "c"}
+
+
+async def test_a_frontend_that_is_replaced_goes_on_answering_for_removed_models() -> None:
+    """Two clients keep connections to it while a stream holds its drain up: one for each removed model."""
+    floor = {**MODEL, "floor": 1, "sim": {"start-up-s": 0.03, "speed": 0.03}}  # the stream takes 10 s
+    with of_models({"a": floor, "b": floor, "c": MODEL}, "sim:2").started() as served:
+        url = f"{served.url}/v1/chat/completions"
+        async with (
+            httpx.AsyncClient(timeout=60.0) as first,
+            httpx.AsyncClient(timeout=60.0) as second,
+            httpx.AsyncClient(timeout=60.0) as third,
+            first.stream("POST", url, json=chat("b", 1500, stream=True)) as long,
+        ):
+            lines = long.aiter_lines()
+            await anext(lines)
+            for kept in (second, third):
+                assert (await kept.post(url, json=chat("b"))).status_code == 200
+            (served.cwd / FILE).write_text(yaml.safe_dump({"Host": {"gpus": "sim:2"}, "Models": {"a": floor}}))
+            applied = asyncio.create_task(asyncio.to_thread(served.ok, "apply", "-f", FILE, timeout_s=120.0))
+            await auntil(lambda: served.states()["Frontend"] == "draining", what=served.states)
+            began_s = time.monotonic()
+            gone = await third.post(url, json=chat("c"))
+            assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
+            assert "was removed" in gone.json()["error"]["message"]
+            assert time.monotonic() - began_s < 20.0, "not after its max-wait-s"
+            assert (await second.post(url, json=chat("b"))).status_code == 200
+            assert served.states()["Frontend"] == "draining", "the stream must outlast the requests"
+            rest = [line async for line in lines]
+        assert rest[-2] == "data: [DONE]"
+        await applied
+        await auntil(lambda: "b" not in served.states(), what=served.states)

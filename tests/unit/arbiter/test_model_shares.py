@@ -21,9 +21,10 @@ from dynamo_local.arbiter.model_shares import (
 )
 from dynamo_local.core.fleet.events import Leave
 from dynamo_local.core.fleet.fleet import Fleet, Template
-from dynamo_local.core.gpu_shares import HeldNow, Sharing
+from dynamo_local.core.gpu_shares import LET_GO, HeldNow, Sharing
 from dynamo_local.core.served import LastMinute
 from dynamo_local.core.types import GraphSpec, Missing, Resources, Role, ServiceSpec
+from dynamo_local.errors import NoWorkers
 from dynamo_local.system.gpu_pool import GpuSample
 from dynamo_local.system.gpus import SimInventory
 from tests.drivers.eventually import eventually
@@ -49,11 +50,13 @@ class House:
 
     def __init__(self, models: str, ready: str, gpus: int, *, since_s: float = 0.0) -> None:
         self.clock, self.etcd, self.told = HandClock(), FakeEtcd(), list[str]()
+        self.asked: list[tuple[str, str, list[str]]] = []
+        self.unreachable = False
         templates = tuple(template(each) for each in models)
         workers = [worker(0, "ready", template(each), since_s=since_s, load=load()) for each in ready]
         self.effects = FakeEffects(quick=True, answers={})
         self.controller = shell_of(on_ledger(workers, gpus, templates), self.effects)
-        graph = GraphSpec("dynamo", "models", tuple(spec(each) for each in models))
+        self.graph = GraphSpec("dynamo", "models", tuple(spec(each) for each in models))
         sampling: Any = SimpleNamespace(last_minute=LastMinute())
         links: Any = SimpleNamespace(kv=self.etcd)
 
@@ -61,7 +64,7 @@ class House:
             return GpuSample(tuple(SimInventory(gpus).sample()), {})
 
         self.shares = ModelShares(
-            lambda: graph,
+            lambda: self.graph,
             self.controller,
             Commands(self.controller, look),
             sampling,
@@ -69,7 +72,14 @@ class House:
             lambda component: {},
             self.clock,
             lambda text, about=None: self.told.append(text),
+            self.control,
         )
+
+    async def control(self, name: str, op: str, *, timeout_s: float, components: list[str]) -> None:
+        """A worker's control endpoint; `asked` keeps what it was asked."""
+        self.asked.append((name, op, components))
+        if self.unreachable:
+            raise NoWorkers(f"no process of {name} answers")
 
     @property
     def fleet(self) -> Fleet:
@@ -84,7 +94,8 @@ class House:
         value = msgspec.json.encode({model: HeldNow(count, since_s) for model, count in held.items()})
         following = asyncio.create_task(self.shares.follow())
         await self.etcd.put(KEY, value)
-        await eventually(lambda: all(self.row(model)["held"] == count for model, count in held.items()))
+        shown = [row["component"] for row in self.shares.status()]
+        await eventually(lambda: all(self.row(each)["held"] == held[each] for each in shown if each in held))
         following.cancel()
 
 
@@ -111,6 +122,24 @@ async def test_a_free_gpu_is_used_at_once() -> None:
     await house.hears(b=1)
     await house.shares.decide()
     assert (house.fleet.capacity("a"), house.fleet.capacity("b")) == (1, 1)
+
+
+@pytest.mark.parametrize("unreachable", [False, True])
+async def test_requests_for_a_removed_model_end_when_no_worker_of_it_is_left(unreachable: bool) -> None:
+    house = House("a", "a", gpus=2)
+    house.unreachable = unreachable
+    await house.hears(a=1, removed=2)
+    await house.shares.decide()
+    await house.shares.decide()
+    assert house.asked == [("dynamo_Frontend", LET_GO, ["removed"])] * 2
+
+
+async def test_requests_for_a_removed_model_wait_while_a_worker_of_it_serves_or_will() -> None:
+    house = House("ab", "ab", gpus=2)
+    house.graph = replace(house.graph, services=house.graph.services[:1])
+    await house.hears(a=1, b=1)
+    await house.shares.decide()
+    assert house.asked == []
 
 
 async def test_a_key_that_cannot_be_read_is_ignored() -> None:

@@ -19,6 +19,7 @@ def test_a_plan_comes_back_as_it_was_written() -> None:
         substitutes={A: B},
         awaited=(B,),
         removed=(C,),
+        late=frozenset({C}),
     )
     written = entry_of_restart(plan).model_dump_json()
     assert restart_of_entry(RestartEntry.model_validate_json(written)) == plan

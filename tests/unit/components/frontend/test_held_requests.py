@@ -96,6 +96,25 @@ async def test_a_request_that_waited_too_long_says_why(shared: Make) -> None:
     assert "had no worker within 0 s" in late.json()["error"]["message"]
 
 
+async def test_held_requests_end_at_once_when_their_model_is_removed(shared: Make, serve_model: Make) -> None:
+    made = shared()
+    async with made.client() as client:
+        asked = [asyncio.create_task(client.post(URL, json=body(stream=stream))) for stream in (False, True)]
+        await eventually(lambda: count(made) == 2)
+        assert await made.deps.held.let_go({"components": ["another"]}) == {"let_go": 0}
+        assert count(made) == 2
+        assert await made.deps.held.let_go({"components": [COLD]}) == {"let_go": 2}
+        plain, streamed = [await each for each in asked]
+        assert (plain.status_code, plain.json()["error"]["code"]) == (404, "model_not_found")
+        assert "was removed (`dynamo apply`)" in plain.json()["error"]["message"]
+        assert "was removed (`dynamo apply`)" in streamed.text
+        assert count(made) == 0
+        later = asyncio.create_task(client.post(URL, json=body()))  # another apply has brought the model back
+        await eventually(lambda: count(made) == 1)
+        serve_model(made.models, COLD)
+        assert (await later).status_code == 200
+
+
 async def test_a_client_that_leaves_takes_its_request_along(shared: Make) -> None:
     made = shared()
     async with made.served() as server, httpx.AsyncClient(base_url=server.url) as client:

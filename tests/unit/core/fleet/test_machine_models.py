@@ -88,21 +88,88 @@ def test_a_worker_whose_gpus_only_its_own_process_has_locked_does_not_sleep() ->
     assert str(after.workers[name(0, "a")].state) == "draining"
 
 
-def test_a_removed_models_workers_leave_after_the_frontend_was_replaced() -> None:
-    front = Template("Frontend", Role.FRONTEND, fingerprint="old")
-    view = on_ledger([worker(0, "ready", front), worker(0, "ready", A), worker(0, "ready", B)], 2, (front, A, B))
-    old = view.workers[name(0, "Frontend")]
-    view = view.with_workers({**view.workers, old.name: replace(old, start=replace(old.start, launched="old"))})
-    order = Apply(
-        stimulus_id="apply:1",
-        templates=(replace(front, fingerprint="new"), A),
-        counts={},
-        policy=view.policy,
-        health_bound_s=view.health_bound_s,
-    )
-    after, _, _ = step(view, order, 1.0)
-    assert str(after.workers[name(0, "b")].state) == "ready", "the new Frontend is not there yet"
-    assert name(1, "Frontend") in after.workers
+OLD_FRONTEND, NEW_FRONTEND, REMOVED = name(0, "Frontend"), name(1, "Frontend"), name(0, "b")
+
+
+def with_frontend(*b: str) -> Life:
+    """Models `a` and `b` behind a Frontend, whose substitute is ready after `dynamo apply` has removed `b`."""
+    front = Template("Frontend", Role.FRONTEND, fingerprint="old", drain_deadline_s=60.0)
+    other = replace(B, role=Role.AGGREGATED)  # the fakes give two workers of one role the same pid
+    models = [worker(0, "ready", A), *(worker(n, state, other) for n, state in enumerate(b))]
+    life = Life(on_ledger([worker(0, "ready", front, launched="old"), *models], 4, (front, A, other)))
+    life.feed(Apply(stimulus_id="apply:1", templates=(replace(front, fingerprint="new"), A)))
+    made = st.ProcessMade(stimulus_id="spawn", name=NEW_FRONTEND, pid=71, start_time=1.0, started_at=1.8e9)
+    assert states(life, NEW_FRONTEND, REMOVED) == ["starting", "ready"], "the new Frontend is not there yet"
+    life.feed(made)
+    life.feed(st.KeyPut(stimulus_id="etcd", name=NEW_FRONTEND, pid=71, lease="aa"))
+    return life
+
+
+def states(life: Life, *names: str) -> list[str]:
+    return [str(life.fleet.workers[each].state) for each in names]
+
+
+def frontend_gone(life: Life) -> None:
+    """The process of the old Frontend has ended."""
+    pid = life.fleet.workers[OLD_FRONTEND].pid
+    assert pid is not None
+    life.feed(st.ProcessGone(stimulus_id="exit", name=OLD_FRONTEND, pid=pid, code=0))
+
+
+def test_a_removed_models_workers_leave_when_the_replaced_frontend_is_gone() -> None:
+    life = with_frontend("ready", "ready")
+    both = (REMOVED, name(1, "b"))
+    assert states(life, OLD_FRONTEND, *both) == ["draining", "ready", "ready"]
+    life.after(30.0)
+    assert states(life, OLD_FRONTEND, *both) == ["draining", "ready", "ready"]
+    frontend_gone(life)
+    assert states(life, *both) == ["draining", "draining"]
+    assert life.fleet.restarts == ()
+
+
+def test_a_successor_of_the_arbiter_waits_for_the_replaced_frontend_too() -> None:
+    """It knows of a removed component only what the statefile keeps of it."""
+    life = with_frontend("ready")
+    known = tuple(replace(each, shared_floor=None) if each.retired else each for each in life.fleet.templates)
+    life.fleet = replace(life.fleet, templates=known)
+    life.feed(st.Resume(stimulus_id="resume:1"))
+    assert states(life, OLD_FRONTEND, REMOVED) == ["draining", "ready"]
+    frontend_gone(life)
+    assert states(life, REMOVED) == ["draining"]
+
+
+def test_forced_a_removed_models_workers_leave_at_once() -> None:
+    waits = worker(1, "pending", replace(B, role=Role.AGGREGATED))
+    life = Life(on_ledger([worker(0, "ready", A), waits], 4, (A, replace(B, role=Role.AGGREGATED))))
+    life.feed(Apply(stimulus_id="apply:1", templates=(A,), force=True))
+    assert set(life.fleet.workers) == {name(0, "a")}
+    assert life.fleet.restarts == ()
+
+
+def test_a_removed_models_worker_that_starts_serves_the_replaced_frontend_first() -> None:
+    life = with_frontend("ready", "starting")
+    assert states(life, OLD_FRONTEND, name(1, "b")) == ["draining", "starting"]
+    frontend_gone(life)
+    assert states(life, name(1, "b")) == ["draining"]
+
+
+def test_a_removed_models_workers_leave_when_the_replaced_frontend_is_past_its_deadline() -> None:
+    life = with_frontend("ready")
+    life.until_due()
+    assert states(life, OLD_FRONTEND, REMOVED) == ["draining", "ready"], "its requests are being counted"
+    pid = life.fleet.workers[OLD_FRONTEND].pid or 0
+    life.feed(st.RequestsCounted(stimulus_id="control", name=OLD_FRONTEND, pid=pid, in_flight=1, requests=("r",)))
+    assert states(life, OLD_FRONTEND, REMOVED) == ["drain_timed_out", "draining"]
+
+
+def test_a_removed_models_workers_leave_although_the_replaced_frontend_was_called_back() -> None:
+    """It serves on with its old configuration, and nothing would ever end the wait for it."""
+    life = with_frontend("ready")
+    life.feed(st.Drain(cancel=True, stimulus_id="cancel:1", name=OLD_FRONTEND))
+    assert states(life, REMOVED) == ["ready"]
+    pid = life.fleet.workers[OLD_FRONTEND].pid or 0
+    life.feed(st.KeyPut(stimulus_id="etcd", name=OLD_FRONTEND, pid=pid, lease="bb"))
+    assert states(life, OLD_FRONTEND, REMOVED) == ["ready", "draining"]
 
 
 BIG = replace(A, component="big", gpus_per_worker=4)
