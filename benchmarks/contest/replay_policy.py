@@ -158,8 +158,7 @@ class ReplayPolicy:
 class ThroughputLoadReplay:
     """`throughput-load` as a scaling policy of Dynamo's replay. Use it for one run.
 
-    It begins without a profile, and learns from passes, as Dynamo's planner does there. `decisions` are those that were
-    made.
+    It begins without a profile, and learns from passes, as Dynamo's planner does there.
     """
 
     def __init__(self, options: PlannerConfig) -> None:
@@ -167,7 +166,6 @@ class ThroughputLoadReplay:
         self._traffic: list[Mapping[str, Any]] = []
         self._last: dict[EngineId, ForwardPass] = {}
         self._passes = 0
-        self.decisions: list[Decision] = []
 
     def initial_tick_ms(self) -> float:
         """The first tick, in milliseconds of the replay's clock."""
@@ -185,10 +183,7 @@ class ThroughputLoadReplay:
         pools = WorkerPools(_pool(snapshot, "prefill"), _pool(snapshot, "decode"))
         seen = Observation(Reading(now_s, 0, {}), pools, traffic, engines, CAPABILITIES)
         decision = self._driver.tick_now(seen)
-        targets: Mapping[str, int] = {}
-        if decision is not None:
-            self.decisions.append(decision)
-            targets = decision.targets
+        targets: Mapping[str, int] = {} if decision is None else decision.targets
         return {
             "target_prefill": targets.get("prefill"),
             "target_decode": targets.get("decode"),

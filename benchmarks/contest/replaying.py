@@ -187,8 +187,10 @@ class _PassModelConfig:
 
 
 def _aisimulate() -> None:
-    """Dynamo's planner imports `aisimulate_core` 0.13, of which registries have a stub only. Its regression over passes
-    is that of `aiconfigurator_core` 0.12, its former name, which stands in for it."""
+    """Stand in for `aisimulate_core` 0.13, which Dynamo's planner imports, and of which registries have a stub.
+
+    The planner takes its regression over passes from there. `aiconfigurator_core` 0.12 has it under the former name.
+    """
     if "aisimulate_core" not in sys.modules and importlib.util.find_spec("aisimulate_core") is None:
         from aiconfigurator_core.sdk.rust_engine_step import RustForwardPassPerfModel
 

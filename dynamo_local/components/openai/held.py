@@ -90,7 +90,7 @@ class HeldRequests:
         parent = None if adapter is None else adapter.parent
         return parent if parent in self._shared else None
 
-    def with_engine_api(self) -> str | None:
+    def model_with_engine_api(self) -> str | None:
         """A model whose engine has an API of its own, with or without a worker; None: there is none."""
         return next((name for name, each in self._shared.items() if each.engine == "vllm"), None)
 
@@ -256,10 +256,11 @@ class _ToldKey:
                 await self._kv.revoke(self._lease_id)
                 self._lease_id = None
             return
-        if self._lease_id is None:
-            self._lease_id = await self._kv.grant(KEY_TTL_S)
         try:
-            await self._kv.keepalive(self._lease_id)
+            if self._lease_id is None:
+                self._lease_id = await self._kv.grant(KEY_TTL_S)
+            else:
+                await self._kv.keepalive(self._lease_id)
             await self._kv.put(self._key, msgspec.json.encode(held), self._lease_id)
         except LeaseNotFound:
             self._lease_id = None

@@ -144,7 +144,7 @@ class EngineApiRoute(ModelRoute[RawRequest | ParsedRequest]):
         """As `served`. Where it finds none: a model of such an engine that shares the GPUs and has no worker now."""
         if (served := self.served()) is not None or self._deps.held is None:
             return served
-        return self._deps.held.with_engine_api()
+        return self._deps.held.model_with_engine_api()
 
     def parse(self, body: bytes, scope: Scope) -> RawRequest | ParsedRequest:
         try:

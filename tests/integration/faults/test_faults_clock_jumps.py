@@ -22,7 +22,8 @@ JUDGED = {"HealthFailed", "StartDeadlinePassed", "DrainDeadlinePassed"}
 ALWAYS_REMOTE = ("--VllmWorker.conditional-disagg=false", "--VllmWorker.sim.speed=4", "--PrefillWorker.sim.speed=1")
 """The prefill queue is never empty for long: its entries have deadlines, too."""
 AHEAD_S = 86_400
-"""What is shown is never behind the true time: gRPC makes its deadlines of the one, and compares with the other."""
+"""The shown time is never behind the true one. gRPC's Python part makes deadlines of the shown time. Its core compares
+them with the true one."""
 SHOWN = """
 import time
 _true, _true_ns, _file = time.time, time.time_ns, {file!r}

@@ -182,6 +182,16 @@ async def test_models_are_listed_with_their_state(shared: Make, serve_model: Mak
 # --- telling the arbiter ---------------------------------------------------------------------------
 
 
+async def told(etcd: FakeEtcd, key: str, held: dict[str, HeldNow] | None) -> int:
+    """Wait until the key says this (None: until it is gone); its lease."""
+    async with asyncio.timeout(10.0):
+        while True:
+            kv = await etcd.get(key)
+            if (None if kv is None else msgspec.json.decode(kv.value, type=dict[str, HeldNow])) == held:
+                return 0 if kv is None else kv.lease_id
+            await asyncio.sleep(0.001)
+
+
 async def test_the_arbiter_is_told_through_a_key_that_goes_with_the_requests() -> None:
     """It outlives the Frontend's own lease, which a Frontend that leaves gives back first."""
     etcd, models = FakeEtcd(), ModelsView("dynamo")
@@ -192,19 +202,13 @@ async def test_the_arbiter_is_told_through_a_key_that_goes_with_the_requests() -
     since_s = AsyncioClock().now_s()
     waiting = asyncio.create_task(held.until_served(COLD, 10, since_s, None))
     key = held_key(context.namespace, context.watcher_name)
-    async with asyncio.timeout(10.0):
-        while (told := await etcd.get(key)) is None:
-            await asyncio.sleep(0.001)
-        assert msgspec.json.decode(told.value, type=dict[str, HeldNow]) == {"cold_workers": HeldNow(1, since_s)}
-        await etcd.revoke(lease_id)
-        second = asyncio.create_task(held.until_served(COLD, 10, since_s, None))
-        while msgspec.json.decode((await etcd.get(key)).value, type=dict[str, HeldNow])["cold_workers"].count < 2:
-            await asyncio.sleep(0.001)
-        await etcd.revoke((await etcd.get(key)).lease_id)
-        while await etcd.get(key) is None:  # its lease was lost: another one
-            await asyncio.sleep(0.001)
-        second.cancel()
-        waiting.cancel()
-        while await etcd.get(key) is not None:
-            await asyncio.sleep(0.001)
+    lease_of_key = await told(etcd, key, {"cold_workers": HeldNow(1, since_s)})
+    await etcd.revoke(lease_id)
+    second = asyncio.create_task(held.until_served(COLD, 10, since_s, None))
+    assert await told(etcd, key, {"cold_workers": HeldNow(2, since_s)}) == lease_of_key
+    await etcd.revoke(lease_of_key)
+    assert await told(etcd, key, {"cold_workers": HeldNow(2, since_s)}) != lease_of_key
+    second.cancel()
+    waiting.cancel()
+    await told(etcd, key, None)
     telling.cancel()
