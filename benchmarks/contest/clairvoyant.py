@@ -45,10 +45,12 @@ GIVEN_UP = 0.005
 Fleet = tuple[int, int]
 
 
-def schedule(requests: Sequence[TraceRequest], options: PlannerConfig, speed: float) -> tuple[Fleet, ...]:
+def schedule(
+    requests: Sequence[TraceRequest], options: PlannerConfig, speed: float, engine: EngineOptions
+) -> tuple[Fleet, ...]:
     """The fleet that is needed in each `STEP_S` of these requests, within the budget."""
-    engine = Engine(passes_of(str(options.profile_results_dir), speed), EngineOptions())
-    evaluator = Evaluator(engine, options.ttft_ms / 1000, options.itl_ms / 1000)
+    passes = passes_of(str(options.profile_results_dir), speed)
+    evaluator = Evaluator(Engine(passes, engine), options.ttft_ms / 1000, options.itl_ms / 1000)
     times = [each.at_s for each in requests]
     before_s = BEFORE_S + LIVES * fmean(each.output_length for each in requests) * options.itl_ms / 1000
     needed: list[Fleet] = []
@@ -193,7 +195,11 @@ class Clairvoyant(Yardstick):
 
 
 def clairvoyant(
-    requests: Sequence[TraceRequest], options: PlannerConfig, start_up_s: float, speed: float = 1.0
+    requests: Sequence[TraceRequest],
+    options: PlannerConfig,
+    start_up_s: float,
+    speed: float = 1.0,
+    engine: EngineOptions | None = None,
 ) -> Clairvoyant:
     """For these requests; its start-up is the options'."""
-    return Clairvoyant(options, schedule(requests, options, speed), start_up_s)
+    return Clairvoyant(options, schedule(requests, options, speed, engine or EngineOptions()), start_up_s)

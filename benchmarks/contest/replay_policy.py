@@ -1,37 +1,36 @@
 """Our policies in Dynamo 1.6.1's replay (`dynamo.replay`), as scaling policies of it.
 
-    policy = make(scenario)                       # `slo`
-    policy = ThroughputLoadReplay(options)        # `throughput-load`
+    policy = make(scenario)                                     # `slo`
+    policy = ReplayPolicy(ThroughputLoadPolicy(options))        # any other
     run_mocker_trace_replay([trace], …, scaling_policy=policy)
 
-`throughput-load` is asked at its own ticks. It is shown what Dynamo's own planner is shown there: the traffic since the
-last decision of the throughput loop, and the last pass of each worker.
+A policy is asked when its own next decision is due. It is shown what Dynamo's own planner is shown there: the traffic
+since the last decision that wanted it, and the last pass of each worker.
 
-For `slo`: the replay knows its requests only by the means of the time since the last tick, and its queues by the last
-pass of each worker. So it is asked for a tick so often that most ticks see one request, which gives the lengths one by
-one. A decision is made at every interval's end, by the same policy and driver as in the arbiter. Nothing is read but
-what the replay tells.
+The replay knows its requests only by the means of the time since the last tick. So for a policy that wants requests one
+by one (`slo`) it is asked for a tick so often that most ticks see one request. Nothing is read but what the replay
+tells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.passes import EngineId, ForwardPass
 from dynamo_local.core.passes import Requests as PassRequests
-from dynamo_local.core.types import Missing
+from dynamo_local.core.types import Load, Missing
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.forecasting.answers import InlineForecaster
+from dynamo_local.planner.policies.protocol import Policy
 from dynamo_local.planner.policies.slo.policy import SloPolicy
-from dynamo_local.planner.policies.throughput_load.policy import ThroughputLoadPolicy
 from dynamo_local.planner.queueing import EngineOptions
 from dynamo_local.planner.queueing_task import passes_of
 from dynamo_local.planner.values import (
     Capabilities,
-    Decision,
     Ended,
     EngineSeen,
     Observation,
@@ -67,21 +66,24 @@ OPTIONAL: Mapping[str, float] = {"speed": 1.0}
 
 
 def make(scenario: Any) -> ReplayPolicy:
-    """The policy for a scenario: a mapping, or an object with those attributes (`NAMES`). Its trace file is not read.
+    """`slo` for a scenario: a mapping, or an object with those attributes (`NAMES`). Its trace file is not read.
     Raises `KeyError` naming a field that is not there."""
     told = {field: _field(scenario, field) for field in NAMES}
-    return ReplayPolicy(
-        PlannerConfig(
-            policy="slo",
-            profile_results_dir=Path(str(told["profile"])),
-            ttft_ms=float(told["ttft_ms"]),
-            itl_ms=float(told["itl_ms"]),
-            target=TARGET,
-            max_gpu_budget=int(told["gpu_cap"]),
-        ),
-        start_up_s=float(told["start_up_s"]),
-        speed=float(told["speed"]),
+    options = PlannerConfig(
+        policy="slo",
+        profile_results_dir=Path(str(told["profile"])),
+        ttft_ms=float(told["ttft_ms"]),
+        itl_ms=float(told["itl_ms"]),
+        target=TARGET,
+        max_gpu_budget=int(told["gpu_cap"]),
     )
+    return ReplayPolicy(slo(options, start_up_s=float(told["start_up_s"]), speed=float(told["speed"])))
+
+
+def slo(options: PlannerConfig, *, start_up_s: float, speed: float) -> SloPolicy:
+    """`slo`, which knows the replay's engines."""
+    profile = str(options.profile_results_dir)
+    return SloPolicy(options, passes_of(profile, speed), profile, start_up_s, speed, ENGINE)
 
 
 def _field(scenario: Any, field: str) -> Any:
@@ -95,42 +97,49 @@ def _field(scenario: Any, field: str) -> Any:
 
 
 class ReplayPolicy:
-    """`initial_tick_ms` and `on_tick` of Dynamo's replay. Use it for one run. `decisions` are those that were made."""
+    """`initial_tick_ms` and `on_tick` of Dynamo's replay, for any policy. Use it for one run."""
 
-    def __init__(self, options: PlannerConfig, *, start_up_s: float, speed: float) -> None:
-        self._options = options
-        profile = str(options.profile_results_dir)
-        policy = SloPolicy(options, passes_of(profile, speed), profile, start_up_s, speed, ENGINE)
+    def __init__(self, policy: Policy[Any]) -> None:
         self._driver = PolicyDriver(policy, 0.0, forecaster=InlineForecaster())
+        self._often = self._driver.needs.requests
         self._began: list[float] = []
         self._ended: list[Ended] = []
         self._seen_s = 0.0
         self._pulled_s = 0.0
-        self._queued: dict[str, int] = {}
-        self.decisions: list[Decision] = []
+        self._traffic: list[Mapping[str, Any]] = []
+        self._new: dict[EngineId, ForwardPass] = {}
+        self._last: dict[EngineId, ForwardPass] = {}
+        self._numbers = count(1)
 
     def initial_tick_ms(self) -> float:
         """The first tick, in milliseconds of the replay's clock."""
-        return TICK_MAX_S * 1000
+        return 1000 * (TICK_MAX_S if self._often else self._driver.next_at_s)
 
     def on_tick(self, snapshot: Mapping[str, Any]) -> dict[str, float | int | None]:
         """Targets (None: as it is), and when the next tick is wanted."""
         now_s = snapshot["now_ms"] / 1000
-        self._observe(snapshot.get("traffic") or {}, now_s)
-        for told in snapshot.get("prefill_fpm_snapshots", ()):
-            self._queued[str(told["worker_id"])] = told["num_queued_prefill"]
-        prefill, decode = None, None
+        if traffic := snapshot.get("traffic"):
+            self._traffic.append(traffic)
+            self._observe(traffic, now_s)
+        self._seen_s = now_s
+        for role in ("prefill", "decode"):
+            self._hear(role, snapshot[f"{role}_fpm_snapshots"], now_s)
+        targets: Mapping[str, int] = {}
         if now_s >= self._driver.next_at_s - 1e-6:
             decision = self._driver.tick_now(self._observation(snapshot, now_s))
-            if decision is not None:
-                self.decisions.append(decision)
-                prefill, decode = decision.targets["prefill"], decision.targets["decode"]
-        return {"target_prefill": prefill, "target_decode": decode, "next_tick_ms": self._next_s(now_s) * 1000}
+            targets = {} if decision is None else decision.targets
+        return {
+            "target_prefill": targets.get("prefill"),
+            "target_decode": targets.get("decode"),
+            "next_tick_ms": self._next_s(now_s) * 1000,
+        }
 
     def _next_s(self, now_s: float) -> float:
+        due_s = self._driver.next_at_s
+        if not self._often:
+            return due_s
         recent = len(self._began) / max(1.0, now_s - self._pulled_s)
         step_s = min(max(1.0 / (TICKS_PER_REQUEST * max(recent, 1e-6)), TICK_MIN_S), TICK_MAX_S)
-        due_s = self._driver.next_at_s
         return due_s if now_s + 1.5 * step_s >= due_s > now_s else now_s + step_s
 
     def _observe(self, traffic: Mapping[str, Any], now_s: float) -> None:
@@ -144,66 +153,54 @@ class ReplayPolicy:
             itl_s = traffic["avg_itl_ms"] / 1000 if traffic.get("itl_count") else None
             lengths = max(1, round(traffic["avg_isl"])), max(1, round(traffic["avg_osl"]))
             self._ended += [Ended(now_s, *lengths, ttft_s, itl_s)] * ended
-        self._seen_s = now_s
+
+    def _hear(self, role: str, told: Iterable[Mapping[str, Any]], now_s: float) -> None:
+        """The last pass of each worker that has ended one since the last tick."""
+        for each in told:
+            engine = EngineId(f"{role} {each['worker_id']}", each["dp_rank"])
+            number = self._new[engine].counter_id if engine in self._new else next(self._numbers)
+            self._new[engine] = self._last[engine] = _pass(engine, each, number, now_s)
 
     def _observation(self, snapshot: Mapping[str, Any], now_s: float) -> Observation:
-        requests = Requests(self._pulled_s, now_s, tuple(self._began), tuple(self._ended))
-        self._began, self._ended, self._pulled_s = [], [], now_s
+        needs = self._driver.needs
         pools = WorkerPools(_pool(snapshot, "prefill"), _pool(snapshot, "decode"))
-        serving = {str(worker) for worker in snapshot.get("active_prefill_ids", ())}
-        self._queued = {worker: queued for worker, queued in self._queued.items() if worker in serving}
-        return Observation(Reading(now_s, sum(self._queued.values()), {}), pools, requests=requests)
-
-
-class ThroughputLoadReplay:
-    """`throughput-load` as a scaling policy of Dynamo's replay. Use it for one run.
-
-    It begins without a profile, and learns from passes, as Dynamo's planner does there.
-    """
-
-    def __init__(self, options: PlannerConfig) -> None:
-        self._driver = PolicyDriver(ThroughputLoadPolicy(options), 0.0, forecaster=InlineForecaster())
-        self._traffic: list[Mapping[str, Any]] = []
-        self._last: dict[EngineId, ForwardPass] = {}
-        self._passes = 0
-
-    def initial_tick_ms(self) -> float:
-        """The first tick, in milliseconds of the replay's clock."""
-        return self._driver.next_at_s * 1000
-
-    def on_tick(self, snapshot: Mapping[str, Any]) -> dict[str, float | int | None]:
-        """Targets (None: as it is), and when the next tick is wanted."""
-        now_s = snapshot["now_ms"] / 1000
-        if snapshot.get("traffic"):
-            self._traffic.append(snapshot["traffic"])
-        traffic = None
-        if self._driver.needs.traffic_window_s is not None:
+        engines = {role: self._engines(snapshot, role) for role in ("prefill", "decode")}
+        self._new = {}
+        traffic, requests = None, None
+        if needs.traffic_window_s is not None:
             traffic, self._traffic = _traffic(self._traffic, now_s), []
-        engines = self._engines(snapshot, "prefill", now_s) | self._engines(snapshot, "decode", now_s)
-        pools = WorkerPools(_pool(snapshot, "prefill"), _pool(snapshot, "decode"))
-        seen = Observation(Reading(now_s, 0, {}), pools, traffic, engines, CAPABILITIES)
-        decision = self._driver.tick_now(seen)
-        targets: Mapping[str, int] = {} if decision is None else decision.targets
-        return {
-            "target_prefill": targets.get("prefill"),
-            "target_decode": targets.get("decode"),
-            "next_tick_ms": self._driver.next_at_s * 1000,
-        }
+        if needs.requests:
+            requests = Requests(self._pulled_s, now_s, tuple(self._began), tuple(self._ended))
+        self._began, self._ended, self._pulled_s = [], [], now_s
+        # All prompts wait at workers here. Who is shown the passes finds them there, and would count them twice.
+        queued = (0 if needs.passes else _queued(each).num_prefill_requests for each in engines["prefill"].values())
+        loads = {engine.worker_id: _load(each) for engine, each in engines["decode"].items()}
+        seen = engines["prefill"] | engines["decode"]
+        return Observation(Reading(now_s, sum(queued), loads), pools, traffic, seen, CAPABILITIES, requests=requests)
 
-    def _engines(self, snapshot: Mapping[str, Any], role: str, now_s: float) -> dict[EngineId, EngineSeen]:
-        """Each active worker with its last pass, which is new where the replay told of it now."""
-        active = {EngineId(f"{role} {worker}") for worker in snapshot[f"active_{role}_ids"]}
-        new = set[EngineId]()
-        for told in snapshot[f"{role}_fpm_snapshots"]:
-            self._passes += 1
-            engine = EngineId(f"{role} {told['worker_id']}", told["dp_rank"])
-            self._last[engine] = _pass(engine, told, self._passes, now_s)
-            new.add(engine)
+    def _engines(self, snapshot: Mapping[str, Any], role: str) -> dict[EngineId, EngineSeen]:
+        """Each active worker with its last pass, which is new where the replay told of it since the last decision."""
+        active = (EngineId(f"{role} {worker}") for worker in snapshot[f"active_{role}_ids"])
         unknown = Missing("it has ended no pass yet")
         return {
-            engine: EngineSeen(role, (self._last[engine],) if engine in new else (), self._last.get(engine, unknown))
+            engine: EngineSeen(
+                role, (self._new[engine],) if engine in self._new else (), self._last.get(engine, unknown)
+            )
             for engine in active
         }
+
+
+def _queued(engine: EngineSeen) -> PassRequests:
+    """What waits there, by its last pass; nothing at a worker that has ended none."""
+    return PassRequests() if isinstance(engine.last, Missing) else engine.last.queued
+
+
+def _load(engine: EngineSeen) -> Load:
+    """A decode worker's load, by its last pass; none of a worker that has ended no pass."""
+    if isinstance(engine.last, Missing):
+        return Load()
+    used = engine.last.scheduled.sum_decode_kv_tokens / ENGINE.max_kv_tokens
+    return Load(gpu_cache_usage_perc=min(1.0, used), num_requests_waiting=_queued(engine).num_decode_requests)
 
 
 def _traffic(pieces: Sequence[Mapping[str, Any]], now_s: float) -> Traffic | Missing:

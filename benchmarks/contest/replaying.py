@@ -4,26 +4,28 @@ They are `slo`, and Dynamo's own planner beside `throughput-load` with the same 
 
 from __future__ import annotations
 
-import gzip
 import importlib.util
 import json
+import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import count, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
 from benchmarks.contest.measuring import OURS, REPLAY, REPLAYED, SLO, Facts, Row, here, today
-from benchmarks.contest.replay_policy import CAPABILITIES, ThroughputLoadReplay, make
-from benchmarks.contest.trials import TRIALS, Trial
-from benchmarks.traces import Requests, folder
+from benchmarks.contest.replay_policy import CAPABILITIES, ReplayPolicy, make
+from benchmarks.contest.trials import TRIALS, Fleet, Trial
+from benchmarks.traces import Requests
 from dynamo_local.config.planner_section import planner_section
+from dynamo_local.planner.policies.throughput_load.policy import ThroughputLoadPolicy
 from dynamo_local.profile.reading import DEFAULT_PROFILE
-from dynamo_local.simulator.trace import write_trace
+from dynamo_local.simulator.trace import TraceRequest, write_trace
 
 BLOCK_TOKENS = 512
 
@@ -53,19 +55,17 @@ def replay_all(
                 continue
             if time.monotonic() >= until_s:
                 return False
-            row = _row(trial, case, requests, profile, limit)
+            row = _row(trial, case, requests, profile)
             facts.add(row)
             told = f"{row.attainment:.2%} at {row.gpu_hours:.3f}, {row.took_s:.0f} s"
             say(f"{trial.name}, {case} in Dynamo's replay: {told}")
     return True
 
 
-def _row(trial: Trial, case: str, requests: Requests, profile: Path, limit: int | None) -> Row:
-    with TemporaryDirectory() as work:
-        trace = Path(work) / "trace.jsonl"
-        _unpacked(trial, trace, limit)
-        began_s = time.monotonic()
-        told = _replayed(trial, case, trace, profile)
+def _row(trial: Trial, case: str, requests: Requests, profile: Path) -> Row:
+    began_s = time.monotonic()
+    with _planner(trial, case) as policy:
+        told = replayed(trial, trial.first, requests.rows, profile, policy).summary
     return Row(
         judge=REPLAY,
         trial=trial.name,
@@ -77,7 +77,7 @@ def _row(trial: Trial, case: str, requests: Requests, profile: Path, limit: int 
         ttft_p99_ms=told["p99_ttft_ms"],
         itl_p99_ms=told["p99_tpot_ms"],
         dropped=told["num_requests"] - told["completed_requests"],
-        scale_actions=told["actions"],
+        scale_actions=policy.actions,
         took_s=time.monotonic() - began_s,
         source=requests.told,
         date=today(),
@@ -85,18 +85,13 @@ def _row(trial: Trial, case: str, requests: Requests, profile: Path, limit: int 
     )
 
 
-def _unpacked(trial: Trial, trace: Path, limit: int | None) -> None:
-    """The trace as a plain file: the replay reads no gzip."""
-    import os
+def replayed(
+    trial: Trial, fleet: Fleet, requests: Iterable[TraceRequest], profile: Path, policy: Any, *, each: bool = False
+) -> Any:
+    """The replay's report on these requests, from that fleet, which `policy` changes (None: which stays).
 
-    recorded = folder(os.environ) / trial.file
-    if recorded.exists() and limit is None:
-        trace.write_bytes(gzip.decompress(recorded.read_bytes()))
-        return
-    write_trace(trace, trial.requests(limit).rows)
-
-
-def _replayed(trial: Trial, case: str, trace: Path, profile: Path) -> dict[str, Any]:
+    `profile` is the NPZ of passes that Dynamo's mocker goes by. `each`: the report has each request.
+    """
     from dynamo._core import _normalize_mocker_config, run_mocker_trace_replay
 
     def engine(role: str) -> Any:
@@ -104,20 +99,29 @@ def _replayed(trial: Trial, case: str, trace: Path, profile: Path) -> dict[str, 
         made = {"worker_type": role, "speedup_ratio": trial.speed, "timing_model": timing}
         return _normalize_mocker_config({"startup_time": trial.start_up_s, "engine": made})
 
-    engines = {f"{role}_engine_args": engine(role) for role in ("prefill", "decode")}
-    with _planner(trial, case) as policy:
-        report = run_mocker_trace_replay(
+    with TemporaryDirectory() as work:
+        trace = Path(work) / "trace.jsonl"
+        write_trace(trace, _with_blocks(requests))
+        return run_mocker_trace_replay(
             [str(trace)],
-            **engines,
-            num_prefill_workers=trial.first[0],
-            num_decode_workers=trial.first[1],
+            prefill_engine_args=engine("prefill"),
+            decode_engine_args=engine("decode"),
+            num_prefill_workers=fleet[0],
+            num_decode_workers=fleet[1],
             sla_ttft_ms=trial.slo.ttft_ms,
             sla_itl_ms=trial.slo.itl_ms,
             trace_block_size=BLOCK_TOKENS,
             scaling_policy=policy,
-            capture_per_request=False,
+            capture_per_request=each,
         )
-    return {**report.summary, "actions": policy.actions}
+
+
+def _with_blocks(requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
+    """The replay wants the blocks of each prompt: those of a request without any are its own."""
+    names = count()
+    for request in requests:
+        blocks = math.ceil(request.input_length / BLOCK_TOKENS)
+        yield request if request.hash_ids else replace(request, hash_ids=tuple(islice(names, blocks)))
 
 
 @contextmanager
@@ -145,7 +149,7 @@ def _planner(trial: Trial, case: str) -> Iterator[Counted]:
         "max_gpu_budget": trial.cap,
     }
     if case == OURS:
-        yield Counted(ThroughputLoadReplay(planner_section("Planner", {"policy": OURS, **options})))
+        yield Counted(ReplayPolicy(ThroughputLoadPolicy(planner_section("Planner", {"policy": OURS, **options}))))
         return
     _aisimulate()
     from dynamo.planner.config.planner_config import PlannerConfig

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
+from benchmarks.contest.replaying import installed
 from benchmarks.regret.families import EVEN, FAMILIES, ODD, RECORDED, recorded
 from benchmarks.regret.report import POLICIES, WARM_UP_S, Task, Verdict, as_json, run_task, say, table
 from dynamo_local.errors import BadInput
@@ -54,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="loads of each family: the seeds 0 to N−1")
     parser.add_argument("--first-seed", type=int, default=0, metavar="N", help="begin with that seed")
     parser.add_argument("--policies", default="slo,fixed", help=f"with commas: {', '.join(POLICIES)}")
+    parser.add_argument("--replay", action="store_true", help="judge in Dynamo's replay, where its wheels are")
     parser.add_argument("--hours", type=float, help="length of each trace; by default drawn between 2.5 and 3.5")
     parser.add_argument("--warm-up", type=float, default=WARM_UP_S / 3600, metavar="HOURS", help="counted apart")
     parser.add_argument("--most", type=float, help="the highest regret that is allowed, such as 0.03")
@@ -72,17 +74,17 @@ def _tasks(options: argparse.Namespace) -> Iterator[Task]:
     families = [family for word in options.families.split(",") for family in HALVES.get(word, (word,))]
     if unknown := [family for family in families if family not in (*FAMILIES, RECORDED)]:
         raise BadInput(f"no family is called {unknown[0]}; there are {', '.join((*FAMILIES, RECORDED))}")
+    if options.replay and not installed():
+        raise BadInput("Dynamo's wheels are not installed here: tests/dynamo1x/install.sh VENV")
     seeds = range(options.first_seed, options.first_seed + options.seeds)
-    for seed in seeds:
-        for family in families:
-            if family != RECORDED:
-                yield Task(family, seed, options.hours, policies, options.kept, options.warm_up * 3600, options.verbose)
+    loads = [(family, seed, options.hours) for seed in seeds for family in families if family != RECORDED]
     if RECORDED in families:
         traces = recorded()
         if not traces:
             say("there are no recorded traces here; DYN_TRACES names their folder")
-        for number in range(len(traces)):
-            yield Task(RECORDED, number, None, policies, options.kept, options.warm_up * 3600, options.verbose)
+        loads += [(RECORDED, number, None) for number in range(len(traces))]
+    for load in loads:
+        yield Task(*load, policies, options.kept, options.warm_up * 3600, options.verbose, options.replay)
 
 
 def _measure(tasks: Sequence[Task], options: argparse.Namespace) -> tuple[list[Verdict], int]:

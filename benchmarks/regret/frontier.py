@@ -1,6 +1,7 @@
-"""The frontier of fixed fleets: the share that each keeps of a load, in our simulator with `slo`'s dispatch.
+"""The frontier of fixed fleets: the share that each keeps of a load, in the simulator of a judge.
 
-Every run is kept in a file for each load, named by the hash of its requests, so it is made once.
+Judges are ours, with `slo`'s dispatch, and Dynamo's replay (`replayed.py`). Every run is kept in a file for each load,
+named by the hash of its requests, so it is made once.
 """
 
 from __future__ import annotations
@@ -60,12 +61,29 @@ class Row:
         return math.fsum(self.gpu_s[first:]) / 3600
 
 
+Maker = Callable[[], Policy[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run made of a load. `kept`: arrivals (seconds) of requests within both targets. `gpu_s`: GPU-seconds held
+    in each window."""
+
+    kept: Sequence[float]
+    gpu_s: tuple[float, ...]
+
+
+Simulator = Callable[[Load, Fleet, Maker | None], Outcome]
+"""Runs a load through that fleet, which the made policy changes (None: which stays)."""
+
+
 @dataclass(slots=True)
 class Runs:
     """The runs of one load. With a `folder` they are kept there, and those of earlier calls are found there."""
 
     load: Load
     folder: Path | None = None
+    simulator: Simulator = field(default_factory=lambda: ours)
     rows: list[Row] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -83,15 +101,16 @@ class Runs:
 
     def fixed(self, fleet: Fleet) -> Row:
         """The run of a fleet that stays as it is."""
-        return self.kept(FIXED, fleet, "", lambda: simulated(self.load, fleet, None))
+        return self.kept(FIXED, fleet, "", None)
 
-    def kept(self, policy: str, fleet: Fleet, code: str, run: Callable[[], Run]) -> Row:
+    def kept(self, policy: str, fleet: Fleet, code: str, maker: Maker | None) -> Row:
         """The run of that policy from that fleet. `code` is the hash of its sources: others make another run."""
         for row in self.rows:
             if (row.policy, row.fleet, row.code) == (policy, fleet, code):
                 return row
         began_s = time.monotonic()
-        row = _measured(policy, fleet, code, self.load, run(), began_s)
+        outcome = self.simulator(self.load, fleet, maker)
+        row = measured(policy, fleet, code, self.load, outcome, round(time.monotonic() - began_s, 1))
         self.rows = [*(old for old in self.rows if (old.policy, old.fleet) != (policy, fleet)), row]
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +136,7 @@ def _row_of(told: dict[str, Any]) -> Row:
 # --- runs
 
 
-def simulated(load: Load, fleet: Fleet, policy: Callable[[], Policy[Any]] | None) -> Run:
+def simulated(load: Load, fleet: Fleet, policy: Maker | None) -> Run:
     """The load through that fleet, which `policy` changes (None: which stays), with `slo`'s dispatch and routing."""
     sim = SimOptions(speed=load.speed)
     targets = Targets.of_ms(load.slo.ttft_ms, load.slo.itl_ms)
@@ -136,17 +155,31 @@ def simulated(load: Load, fleet: Fleet, policy: Callable[[], Policy[Any]] | None
     return run_case(load.requests, Case("", options, made.options, lambda options: made, make_picker=picker))
 
 
-def _measured(policy: str, fleet: Fleet, code: str, load: Load, run: Run, began_s: float) -> Row:
+def ours(load: Load, fleet: Fleet, policy: Maker | None) -> Outcome:
+    """Our simulator (a `Simulator`)."""
+    run = simulated(load, fleet, policy)
+    kept = [job.request.at_s for job in run.jobs if within(job, load.slo)]
+    return Outcome(kept, _held(run.points, window_ends(load)))
+
+
+def window_ends(load: Load) -> tuple[float, ...]:
+    """Seconds. The last window ends with the last arrival."""
     end_s = load.requests[-1].at_s
-    windows = max(1, math.ceil(end_s / WINDOW_S))
-    came, kept = [0] * windows, [0] * windows
-    for job in run.jobs:
-        window = min(windows - 1, int(job.request.at_s / WINDOW_S))
-        came[window] += 1
-        kept[window] += within(job, load.slo)
-    gpu_s = _held(run.points, [min(end_s, WINDOW_S * (number + 1)) for number in range(windows)])
-    took_s = round(time.monotonic() - began_s, 1)
-    return Row(policy, fleet, tuple(came), tuple(kept), gpu_s, took_s, code)
+    return tuple(min(end_s, WINDOW_S * (number + 1)) for number in range(max(1, math.ceil(end_s / WINDOW_S))))
+
+
+def measured(policy: str, fleet: Fleet, code: str, load: Load, outcome: Outcome, took_s: float) -> Row:
+    """The run's row."""
+    windows = len(outcome.gpu_s)
+    came = _by_window((each.at_s for each in load.requests), windows)
+    return Row(policy, fleet, came, _by_window(outcome.kept, windows), outcome.gpu_s, took_s, code)
+
+
+def _by_window(times: Iterable[float], windows: int) -> tuple[int, ...]:
+    found = [0] * windows
+    for at_s in times:
+        found[min(windows - 1, int(at_s / WINDOW_S))] += 1
+    return tuple(found)
 
 
 def _held(points: Sequence[FleetPoint], ends_s: Iterable[float]) -> tuple[float, ...]:

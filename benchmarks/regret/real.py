@@ -25,7 +25,7 @@ import httpx
 
 from benchmarks.deployment import Running, served
 from benchmarks.regret.families import Load, load_of
-from benchmarks.regret.frontier import Row, Runs, simulated
+from benchmarks.regret.frontier import Row, Runs
 from benchmarks.regret.report import maker_of, say
 from dynamo_local.simulator.options import Slo
 from dynamo_local.simulator.trace import TraceRequest
@@ -164,7 +164,7 @@ def simulated_row(load: Load, number: int) -> Row:
     """One run of the simulator; `number` 0 has no shifts."""
     here = shifted(load, number) if number else load
     maker, first = maker_of(here, "slo")
-    return Runs(here).kept("slo", first, "", partial(simulated, here, first, maker))
+    return Runs(here).kept("slo", first, "", maker)
 
 
 def main(words: Sequence[str] | None = None) -> int:

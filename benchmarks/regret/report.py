@@ -20,14 +20,17 @@ from typing import Any
 import dynamo_local
 from benchmarks.contest.clairvoyant import clairvoyant
 from benchmarks.contest.measuring import planner_options, slo_of
+from benchmarks.contest.replay_policy import ENGINE, slo
 from benchmarks.contest.trials import Fleet, Trial
 from benchmarks.regret.families import EVEN, ODD, Load, load_of
-from benchmarks.regret.frontier import FIXED, WINDOW_S, Row, Runs, frontier, hull, least_hours, share_at, simulated
+from benchmarks.regret.frontier import FIXED, WINDOW_S, Maker, Row, Runs, frontier, hull, least_hours, ours, share_at
+from benchmarks.regret.replayed import in_replay
 from benchmarks.regret.rivals import RIVALS
 from benchmarks.traces import Requests
 from dynamo_local.core.routing.estimates import Timing
 from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.policies.protocol import Policy
+from dynamo_local.planner.queueing import EngineOptions
 from dynamo_local.profile.interpolation import ProfileModel
 from dynamo_local.profile.reading import DEFAULT_PROFILE
 
@@ -60,10 +63,9 @@ class Verdict:
 
 
 def judged(
-    load: Load, policies: Sequence[str], folder: Path | None, warm_up_s: float, say: Callable[[str], None]
+    load: Load, policies: Sequence[str], runs: Runs, warm_up_s: float, say: Callable[[str], None]
 ) -> list[Verdict]:
     """The policies on that load: of the whole trace, and after the warm-up (where it is so long)."""
-    runs = Runs(load, folder)
     fleets = frontier(runs, say)
     rows = []
     for policy in policies:
@@ -71,8 +73,8 @@ def judged(
             rows.append(_yardstick(runs, fleets))
         else:
             code = sources(policy)
-            maker, first = maker_of(load, policy)
-            rows.append(runs.kept(policy, first, code, partial(simulated, load, first, maker)))
+            maker, first = maker_of(load, policy, replay=runs.simulator is in_replay)
+            rows.append(runs.kept(policy, first, code, maker))
         say(f"{load.name}: {policy} keeps {rows[-1].share():.2%} at {rows[-1].gpu_hours():.2f} GPU-hours")
     return [verdict(load, row, fleets, since) for row in rows for since in _sinces(load, warm_up_s)]
 
@@ -113,15 +115,18 @@ def _yardstick(runs: Runs, fleets: Sequence[Row]) -> Row:
     return runs.fixed(fleet)
 
 
-def maker_of(load: Load, policy: str) -> tuple[Callable[[], Policy[Any]], Fleet]:
-    """The maker of that policy, and the fleet that it begins with."""
+def maker_of(load: Load, policy: str, *, replay: bool = False) -> tuple[Maker, Fleet]:
+    """The maker of that policy, and the fleet that it begins with. `replay`: for the engines of Dynamo's replay."""
     trial = trial_of(load)
     if policy == CLAIRVOYANT:
-        knows = clairvoyant(load.requests, slo_of(trial), load.start_up_s, load.speed)
+        engine = ENGINE if replay else EngineOptions()
+        knows = clairvoyant(load.requests, slo_of(trial), load.start_up_s, load.speed, engine)
         return (lambda: knows), knows.start
     if policy in RIVALS:
         timing = Timing(ProfileModel.load(DEFAULT_PROFILE), load.speed)
         return partial(RIVALS[policy], slo_of(trial), timing), load.first
+    if policy == "slo" and replay:
+        return partial(slo, slo_of(trial), start_up_s=load.start_up_s, speed=load.speed), load.first
     return partial(_made, trial, policy), load.first
 
 
@@ -164,12 +169,15 @@ class Task:
     folder: Path | None
     warm_up_s: float = WARM_UP_S
     verbose: bool = False
+    replay: bool = False
 
 
 def run_task(task: Task) -> list[Verdict]:
     """In a process of its own."""
     tell = say if task.verbose else lambda line: None
-    return judged(load_of(task.family, task.seed, task.hours), task.policies, task.folder, task.warm_up_s, tell)
+    load, folder = load_of(task.family, task.seed, task.hours), task.folder
+    runs = Runs(load, folder / "replay" if folder and task.replay else folder, in_replay if task.replay else ours)
+    return judged(load, task.policies, runs, task.warm_up_s, tell)
 
 
 def say(line: str) -> None:

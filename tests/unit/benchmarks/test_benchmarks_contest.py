@@ -23,10 +23,11 @@ from benchmarks.contest.measuring import (
     slo_of,
 )
 from benchmarks.contest.page import beaten_by, picture, section
-from benchmarks.contest.replay_policy import ThroughputLoadReplay
+from benchmarks.contest.replay_policy import ReplayPolicy
 from benchmarks.contest.trials import TRIALS, Trial
 from dynamo_local.config.planner_section import planner_section
 from dynamo_local.planner.choosing import policy_of
+from dynamo_local.planner.policies.throughput_load.policy import ThroughputLoadPolicy
 from dynamo_local.profile.reading import read_profile
 
 SIN = TRIALS[0]
@@ -165,7 +166,9 @@ def told_by_the_replay(now_s: float, tokens: int, queued_tokens: int) -> dict[st
 @pytest.mark.parametrize(("queued_tokens", "wanted"), [(0, {1, 2}), (60_000, {2, 3})])
 def test_in_dynamos_replay_prefill_grows_by_a_queue_and_shrinks_without(queued_tokens: int, wanted: set[int]) -> None:
     options = {"policy": "throughput-load", "optimization_target": "sla", "enable_load_scaling": True, "ttft_ms": 500}
-    policy = ThroughputLoadReplay(planner_section("Planner", {**options, "enable_throughput_scaling": False}))
+    policy = ReplayPolicy(
+        ThroughputLoadPolicy(planner_section("Planner", {**options, "enable_throughput_scaling": False}))
+    )
     targets = set()
     now_s = policy.initial_tick_ms() / 1000
     for number in range(8):

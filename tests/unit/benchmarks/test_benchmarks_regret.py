@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.regret.families import CAP, EVEN, FAMILIES, ODD, Load, load_of, requests_of
 from benchmarks.regret.frontier import FIXED, Row, Runs, frontier, hashed, hull, least_hours, share_at
+from benchmarks.regret.replayed import Held
 from benchmarks.regret.report import CLAIRVOYANT, Task, Verdict, run_task, table, verdict
 from benchmarks.regret.rivals import RIVALS
 from dynamo_local.errors import BadInput
@@ -131,3 +133,24 @@ def test_a_load_with_other_targets_is_another(load: Load) -> None:
     assert hashed(load) == hashed(load_of("swing", 0, SHORT_HOURS))
     other = replace(load, slo=dataclasses.replace(load.slo, ttft_ms=1.0))
     assert hashed(load) != hashed(other)
+
+
+class Grows:
+    """A policy of the replay that wants one decode worker more at its first tick."""
+
+    def initial_tick_ms(self) -> float:
+        return 10_000.0
+
+    def on_tick(self, snapshot: Mapping[str, Any]) -> dict[str, float | int | None]:
+        wanted = 3 if snapshot["now_ms"] == self.initial_tick_ms() else None
+        return {"target_prefill": None, "target_decode": wanted, "next_tick_ms": None}
+
+
+def test_in_dynamos_replay_a_worker_is_held_from_its_order_to_the_end_of_its_drain() -> None:
+    held = Held(Grows(), 4)
+    for now_s, staying, total in ((10, 2, 2), (11, 3, 3), (70, 2, 3), (80, 2, 2)):
+        counts = {"non_draining_prefill_count": 2, "total_prefill_count": 2}
+        counts |= {"non_draining_decode_count": staying, "total_decode_count": total}
+        answer = held.on_tick({"now_ms": now_s * 1000.0, **counts})
+        assert answer["next_tick_ms"] == (now_s + 1) * 1000
+    assert held.gpu_s((60.0, 100.0)) == pytest.approx((4 * 10 + 5 * 50, 5 * 20 + 4 * 20))
