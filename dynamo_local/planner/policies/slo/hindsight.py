@@ -199,6 +199,18 @@ FACTORS = tuple(0.88**step for step in range(23))
 """Prices that are tried, in prices of a mean GPU: from one down to a sixteenth. A dearer one would save GPUs for as
 long as nothing happens that the past has not seen."""
 
+SETTLES_S = 1800.0
+"""The price goes to the one that the past wants by 1 − e⁻¹ of the way in so long."""
+
+
+def settled(before: float, wanted: float, lasted_s: float) -> float:
+    """The price after so long. Both are in prices of a mean GPU.
+
+    A price that jumps after a burst holds too many GPUs after it, and too few before the next one. What a GPU saves
+    should be worth the same at all times, as a fixed fleet has it.
+    """
+    return wanted * (before / wanted) ** math.exp(-lasted_s / SETTLES_S)
+
 
 # --- The recorded past: requests that ended, until they are judged.
 
@@ -565,16 +577,23 @@ class Hindsight:
             record=replace(self.record, asked=None),
         )
 
-    def factor(self, gpus: tuple[int, int], target: float, bin_price: float, strict: float) -> float:
+    @property
+    def newest_s(self) -> float:
+        """Seconds from the end of the stretch before the last one to that of the last one."""
+        if not self.stretches:
+            return 0.0
+        last = self.stretches[-1]
+        return last.until_s - self.stretches[-2].until_s if len(self.stretches) > 1 else last.lasted_s
+
+    def factor(self, gpus: tuple[int, int], target: float, bin_price: float) -> float:
         """The dearest price of a GPU at which the recorded past would have kept the target.
 
-        `gpus` are those of a worker of each role. `bin_price` is the price of a mean GPU, in requests per interval.
-        `strict` (at most 1) aims at fewer misses, because more were missed than the past promised."""
+        `gpus` are those of a worker of each role. `bin_price` is the price of a mean GPU, in requests per interval."""
         if self.requests < JUDGED_MIN:
-            return strict
+            return 1.0
         allowed = max(1e-4, 1.0 - target)
         left = 1.0 - self.hopeless / allowed
-        aim = AIM * strict * allowed * self.requests * (1.0 if left <= 0 else max(left, AIM_LEAST))
+        aim = AIM * allowed * self.requests * (1.0 if left <= 0 else max(left, AIM_LEAST))
         for each in FACTORS:
             leaders = [role.leaders(bin_price * each * of_one) for role, of_one in zip(self.roles, gpus, strict=True)]
             if sum(role.avoidable(lead) for role, lead in zip(self.roles, leaders, strict=True)) <= aim:

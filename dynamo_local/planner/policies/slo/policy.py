@@ -8,8 +8,8 @@ The rules, in prose (each was kept because the development traces want it: docs/
   what may come (`outlook`).
 * Lengths and bursts of requests are those of the last minutes (`forecast`). The queueing model says which share of
   them keeps the targets with how many workers (`queueing`). It runs outside the arbiter's loop.
-* The policy holds or starts a GPU if it is worth its price (`scaling_options`). The price follows the share that was
-  kept lately (`state`).
+* The policy holds or starts a GPU if it is worth its price (`scaling_options`). The price follows the
+  recorded past (`hindsight`).
 * Requests that already wait too long are to be cleared within one lead time.
 * The planner keeps at least the initial fleet until it could check two forecasts.
 * Unknown values change nothing. Floors and budget hold also for what plugins want.
@@ -26,7 +26,7 @@ from dynamo_local.planner.policies.protocol import holding
 from dynamo_local.planner.policies.slo import reasons as words
 from dynamo_local.planner.policies.slo.corrections import Learning, Served, learned, with_served
 from dynamo_local.planner.policies.slo.forecast import Scenario, demands
-from dynamo_local.planner.policies.slo.hindsight import Hindsight
+from dynamo_local.planner.policies.slo.hindsight import Hindsight, settled
 from dynamo_local.planner.policies.slo.reasons import SloRule, reasons
 from dynamo_local.planner.policies.slo.scaling_options import (
     COLD_START,
@@ -112,7 +112,7 @@ class SloPolicy:
         means = Means(history.rate, history.mean_gpus, history.bins)
         mean_price = price(self.options.target, self.options.cost_factor, means.rate, means.gpus)
         past = history.past.begun(now_s)
-        found = past.factor(history.gpus, self.options.target, mean_price * INTERVAL_S, 1.0)
+        found = past.factor(history.gpus, self.options.target, mean_price * INTERVAL_S)
         return replace(state, past=past, means=means, price_factor=found)
 
     def taking_over(self, state: SloState) -> SloState:
@@ -182,8 +182,8 @@ class SloPolicy:
         gpus = bounds.gpus
         past = past.judged(misses[0], self._lead_bins(state, pools), gpus, INTERVAL_S, *misses[1:])
         mean_price = price(self.options.target, self.options.cost_factor, state.means.rate, state.means.gpus)
-        strict = state.kept.strict(self.options.target)
-        found = past.factor(gpus, self.options.target, mean_price * INTERVAL_S, strict)
+        wanted = past.factor(gpus, self.options.target, mean_price * INTERVAL_S)
+        found = settled(state.price_factor, wanted, past.newest_s)
         fixed = past.fixed_fleets(gpus, bounds.max_gpus)
         turn = past.turn(gpus, bounds.max_gpus, self.options.target)
         return replace(state, past=past, fixed=fixed, turn=turn, price_factor=found)
@@ -346,7 +346,7 @@ class SloPolicy:
             state = with_scaling_options(state, scaling_options, INTERVAL_S)
         state = with_requests(state, seen, self.bounds(pools).held(now))
         served = Served(seen.since_s, seen.at_s, *_ready(pools))
-        state = self._judged(replace(state, served=with_served(state.served, served)), seen, observation)
+        state = self._judged(replace(state, served=with_served(state.served, served)), observation)
         state = self._with_demands(state, observation.at_s)
         state = self._recorded(state, observation, seen)
         return replace(state, held=None if state.demands else (SloRule.NO_TRAFFIC_DATA, words.NOBODY_YET))
@@ -363,14 +363,10 @@ class SloPolicy:
         past = replace(past, record=past.record.after(seen.ended, ttft_s, itl_s))
         return replace(state, past=past.asking(state.ended, observation.at_s, INTERVAL_S))
 
-    def _judged(self, state: SloState, seen: Requests, observation: Observation) -> SloState:
-        """With what the answers say of the engines, of what was kept, and of what waits."""
+    def _judged(self, state: SloState, observation: Observation) -> SloState:
+        """With what the answers say of the engines, and of what waits."""
         options = self.options
         ttft_s, itl_s = options.ttft_ms / 1000, options.itl_ms / 1000
-        newest = state.moments[0][-1] if state.moments and state.moments[0] else None
-        hopeless = 0.0 if newest is None else newest.hopeless
-        if state.past is not None:
-            hopeless = max(hopeless, state.past.hopeless)
         rate = state.rates[0] if state.rates else 0.0
         more = clearing(observation.reading, rate, ttft_s, state.scaling_options[0].lead_s)
         return replace(
@@ -381,7 +377,6 @@ class SloPolicy:
                 state.served,
                 Learning(self.passes, self.engine.batched_tokens, ttft_s, itl_s, observation.pools.prefill is None),
             ),
-            kept=state.kept.after(seen.ended, hopeless, seen.at_s - seen.since_s, ttft_s, itl_s),
             clearing=more,
             scenarios=tuple(
                 tuple(Scenario(each.rate + more, each.weight) for each in outlook.scenarios())

@@ -112,17 +112,6 @@ class Moment:
         """Requests per second, in the mean."""
         return sum(weight for weight, _ in self.scenarios)
 
-    @property
-    def hopeless(self) -> float:
-        """Share of the requests that miss a target with any number of workers."""
-        rate = self.rate
-        return (
-            0.0
-            if rate <= 0
-            else 1.0
-            - sum(weight * min(shares.prefill[-1], shares.decode[-1]) for weight, shares in self.scenarios) / rate
-        )
-
     def served(self, fleet: Fleet) -> float:
         """Requests per second that keep both targets with these workers. A moment of many requests is one for prefill
         and decode alike, so what one role loses the other would mostly have lost, too: the smaller share counts."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,45 +13,6 @@ from dynamo_local.planner.policies.slo.hindsight import Hindsight, Turn
 from dynamo_local.planner.policies.slo.scaling_options import Fleet, Moment, ScalingOption
 from dynamo_local.planner.queueing import Demand
 from dynamo_local.planner.values import Ended, FixedFleet, Observation, Reading, Requests, Traffic
-
-# --- keeping
-# The share of kept targets and the waiting requests: they correct a price that looks ahead. Pure.
-
-MEMORY_S = 900.0
-"""Answers of so long ago count e⁻¹."""
-PRIOR_ANSWERS = 1000.0
-"""As if so many had been answered before, just as many of them late as the target allows."""
-STRICT_MIN = 0.5
-"""While more is missed than the target allows, fewer misses are aimed at, down to this share."""
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Answers of late; those of them that missed a target; and those that would have missed it with any fleet. All
-    discounted by their age."""
-
-    answers: float = 0.0
-    missed: float = 0.0
-    hopeless: float = 0.0
-
-    def after(self, ended: Sequence[Ended], hopeless: float, span_s: float, ttft_s: float, itl_s: float) -> Kept:
-        """With the answers of one more interval of `span_s`, of which any fleet would miss that share. One of which
-        no latency is known says nothing of what was kept."""
-        fades = math.exp(-span_s / MEMORY_S)
-        known = [each for each in ended if each.ttft_s is not None or each.itl_s is not None]
-        missed = sum((each.ttft_s or 0.0) > ttft_s or (each.itl_s or 0.0) > itl_s for each in known)
-        return Kept(
-            self.answers * fades + len(known),
-            self.missed * fades + missed,
-            self.hopeless * fades + hopeless * len(known),
-        )
-
-    def strict(self, target: float) -> float:
-        """At most 1: what the target allows over what was missed, if more was missed that some fleet could keep. The
-        queueing model, or the forecasts, then promise more than comes true."""
-        allowed = max(1e-4, 1.0 - target)
-        missed = max(0.0, self.missed - self.hopeless) + PRIOR_ANSWERS * allowed
-        return max(STRICT_MIN, min(1.0, allowed * (self.answers + PRIOR_ANSWERS) / missed))
 
 
 def clearing(reading: Reading, rate: float, ttft_s: float, within_s: float) -> float:
@@ -97,11 +57,11 @@ class SloState:
     Each scaling option has an entry in `outlooks`, `scenarios` (with `clearing`), `expected` (at its lead time) and
     `moments`. These are the moments from now to the lead time, the next one first, as former decisions expected them.
 
-    `served` are the workers of the last minutes, and `kept` counts the kept targets of the last answers. `past` judges
-    the recorded requests. `fixed` are the best fixed fleets of the last hour and day. `turn` compares both shapes of
-    the graph. `price_factor` is the price that the past found, in prices of a mean GPU. `ruled` is the fleet that the
-    rule wants; `chosen` has the workers that the past would have held besides. `clearing` is the rate (requests/s)
-    beyond the expected one that removes waiting requests. `first` is the initial fleet, a floor until `first_until_s`.
+    `served` are the workers of the last minutes. `past` judges the recorded requests. `fixed` are the best fixed fleets
+    of the last hour and day. `turn` compares both shapes of the graph. `price_factor` is the price that the past has
+    led to, in prices of a mean GPU. `ruled` is the fleet that the rule wants; `chosen` has the workers that the past
+    would have held besides. `clearing` is the rate (requests/s) beyond the expected one that removes waiting requests.
+    `first` is the initial fleet, a floor until `first_until_s`.
     `held` says why this tick plans nothing (rule, sentence). `flips` of its decode workers were prefill workers
     (negative: the other way).
     """
@@ -120,7 +80,6 @@ class SloState:
     means: Means = Means()
     factors: Factors = Factors()  # noqa: RUF009 - frozen
     served: tuple[Served, ...] = ()
-    kept: Kept = Kept()
     past: Hindsight | None = None
     fixed: tuple[FixedFleet, ...] = ()
     turn: Turn | None = None

@@ -13,6 +13,7 @@ from dynamo_local.planner.policies.slo.hindsight import (
     FIRST_HOLD,
     HOLDS_S,
     REQUESTS_MAX,
+    SETTLES_S,
     STRETCH_MAX_S,
     TURN_STRETCHES,
     TURNED_EVERY_S,
@@ -22,6 +23,7 @@ from dynamo_local.planner.policies.slo.hindsight import (
     Record,
     Stretch,
     fixed_fleet,
+    settled,
     turn,
 )
 from dynamo_local.planner.queueing import Misses
@@ -106,7 +108,7 @@ def past_of(ranks: Ranks, requests: float = 20_000.0) -> Hindsight:
 
 def test_the_price_is_the_dearest_at_which_the_past_keeps_the_target() -> None:
     past = past_of(bursts(Ranks.of(2), 36, 6.0))
-    strict, lax = (past.factor((1, 1), target, 8.0, 1.0) for target in (0.9995, 0.9))
+    strict, lax = (past.factor((1, 1), target, 8.0) for target in (0.9995, 0.9))
     assert FACTORS[-1] <= strict < lax <= FACTORS[0]
     for found, target in ((strict, 0.9995), (lax, 0.9)):
         missed = past.roles[0].avoidable(past.roles[0].leaders(8.0 * found))
@@ -114,7 +116,20 @@ def test_the_price_is_the_dearest_at_which_the_past_keeps_the_target() -> None:
 
 
 def test_before_much_is_judged_the_price_is_that_of_a_mean_gpu() -> None:
-    assert past_of(Ranks.of(2), 10.0).factor((1, 1), 0.99, PRICE, 1.0) == 1.0
+    assert past_of(Ranks.of(2), 10.0).factor((1, 1), 0.99, PRICE) == 1.0
+
+
+def test_the_price_goes_to_the_wanted_one_step_by_step_and_not_beyond() -> None:
+    price, steps = 1.0, [1.0]
+    for _ in range(30):
+        price = settled(price, 0.1, SETTLES_S / 10)
+        steps.append(price)
+    assert steps == sorted(steps, reverse=True)
+    assert steps[1] > 0.75
+    assert steps[10] == pytest.approx(0.1 * 10 ** math.exp(-1))
+    assert 0.1 < steps[-1] < 0.12
+    assert settled(0.1, 1.0, SETTLES_S) > 0.1
+    assert settled(0.1, 1.0, 0.0) == pytest.approx(0.1)
 
 
 def test_misses_of_easy_intervals_are_hopeless() -> None:

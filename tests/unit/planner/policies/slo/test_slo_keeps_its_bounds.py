@@ -13,7 +13,6 @@ from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.forecasting.answers import InlineForecaster
 from dynamo_local.planner.policies.slo import forecast as lengths
-from dynamo_local.planner.policies.slo.state import STRICT_MIN, Kept
 from dynamo_local.planner.values import Decision, Ended, Observation, Pool, Reading, Requests, WorkerPools
 from dynamo_local.profile.interpolation import ProfileModel
 from dynamo_local.profile.reading import DEFAULT_PROFILE
@@ -170,28 +169,6 @@ def test_what_waits_is_cleared_beside_what_comes() -> None:
     pressed.queue = 0
     pressed.run(900, lambda at_s: 10.0)
     assert sum(pressed.fleet) <= sum(calm.fleet) + 1
-
-
-def kept(missed: int, of: int, hopeless: float = 0.0) -> Kept:
-    """So many of these answers were late; any fleet would have missed that share."""
-    late, fine = Ended(1.0, 100, 10, 9.0, 0.01), Ended(1.0, 100, 10, 0.1, 0.01)
-    return Kept().after([late] * missed + [fine] * (of - missed), hopeless, 5.0, 1.0, 0.05)
-
-
-def test_more_misses_than_the_target_allows_make_the_aim_stricter() -> None:
-    assert kept(0, 10_000).strict(0.99) == kept(100, 10_000).strict(0.99) == 1.0
-    assert kept(130, 10_000).strict(0.99) == pytest.approx(1 / 1.3, abs=0.05)
-    assert kept(1_000, 10_000).strict(0.99) == STRICT_MIN
-
-
-def test_misses_that_no_fleet_could_avoid_make_it_no_stricter() -> None:
-    assert kept(400, 10_000).strict(0.99) == STRICT_MIN
-    assert kept(400, 10_000, hopeless=0.03).strict(0.99) == 1.0
-
-
-def test_answers_without_latencies_say_nothing_of_what_was_kept() -> None:
-    unknown = [Ended(1.0, 100, 10)] * 10_000
-    assert Kept().after(unknown, 0.0, 5.0, 1.0, 0.05) == Kept()
 
 
 @pytest.mark.parametrize("rate", [60.0, 120.0])
