@@ -172,7 +172,7 @@ class ReplayPolicy:
         if needs.requests:
             requests = Requests(self._pulled_s, now_s, tuple(self._began), tuple(self._ended))
         self._began, self._ended, self._pulled_s = [], [], now_s
-        # All prompts wait at workers here. Who is shown the passes finds them there, and would count them twice.
+        # All prompts wait at workers here. A policy that is shown the passes would count them twice.
         queued = (0 if needs.passes else _queued(each).num_prefill_requests for each in engines["prefill"].values())
         loads = {engine.worker_id: _load(each) for engine, each in engines["decode"].items()}
         seen = engines["prefill"] | engines["decode"]
@@ -191,7 +191,7 @@ class ReplayPolicy:
 
 
 def _queued(engine: EngineSeen) -> PassRequests:
-    """What waits there, by its last pass; nothing at a worker that has ended none."""
+    """The requests that wait there, by its last pass; none at a worker that has ended none."""
     return PassRequests() if isinstance(engine.last, Missing) else engine.last.queued
 
 

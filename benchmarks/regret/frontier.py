@@ -66,7 +66,7 @@ Maker = Callable[[], Policy[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run made of a load. `kept`: arrivals (seconds) of requests within both targets. `gpu_s`: GPU-seconds held
+    """The outcome of a run. `kept`: arrivals (seconds) of requests within both targets. `gpu_s`: GPU-seconds held
     in each window."""
 
     kept: Sequence[float]

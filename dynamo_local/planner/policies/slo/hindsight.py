@@ -206,8 +206,8 @@ SETTLES_S = 1800.0
 def settled(before: float, wanted: float, lasted_s: float) -> float:
     """The price after so long. Both are in prices of a mean GPU.
 
-    A price that jumps after a burst holds too many GPUs after it, and too few before the next one. What a GPU saves
-    should be worth the same at all times, as a fixed fleet has it.
+    A price that jumps after a burst holds too many GPUs after it, and too few before the next one. The requests that a
+    GPU saves should be worth the same at all times, as in a fixed fleet.
     """
     return wanted * (before / wanted) ** math.exp(-lasted_s / SETTLES_S)
 
