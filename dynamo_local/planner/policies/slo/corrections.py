@@ -125,7 +125,8 @@ class Learning:
     def alone_s(self, isl: int) -> float:
         """TTFT of a prompt that never waits, by the profile."""
         full, rest = divmod(isl, self.batched_tokens)
-        return full * self.passes.ttft_s(self.batched_tokens) + (self.passes.ttft_s(rest) if rest else 0.0)
+        rest_s = self.passes.ttft_s(rest) if rest else 0.0
+        return rest_s + full * self.passes.ttft_s(self.batched_tokens) if full else rest_s
 
 
 def learned(before: Factors, ended: Sequence[Ended], served: Sequence[Served], by: Learning) -> Factors:

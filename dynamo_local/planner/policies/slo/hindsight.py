@@ -278,14 +278,12 @@ class Record:
         known = [each for each in ended if each.ttft_s is not None]
         if not known:
             return self
+        rows = [(each.at_s, each.isl, max(1, each.osl), each.ttft_s, each.itl_s or 0.0) for each in known]
         # Columns, because a decision may have a thousand answers.
-        at_s = np.array([each.at_s for each in known])
-        osl = np.maximum(np.array([each.osl for each in known]), 1)
-        first_s = np.array([each.ttft_s for each in known], dtype=float)
-        gap_s = np.array([each.itl_s or 0.0 for each in known])
+        at_s, isl, osl, first_s, gap_s = np.array(rows, dtype=float).T
         came_s = at_s - (first_s + gap_s * (osl - 1))
         missed = (first_s > ttft_s) | (gap_s > itl_s)
-        new = np.column_stack((came_s, [each.isl for each in known], osl, missed))
+        new = np.column_stack((came_s, isl, osl, missed))
         return replace(self, requests=np.concatenate((self.requests, new))[-RECORDED_MAX:])
 
     def decided(self, now_s: float, wanted: tuple[int, int], ready: tuple[int, int]) -> Record:

@@ -121,12 +121,13 @@ class Moment:
         return known
 
     def _served(self, fleet: Fleet) -> float:
-        prefill, decode = fleet
-        return sum(
-            weight * min(shares.prefill[min(prefill, len(shares.prefill) - 1)],
-                         shares.decode[min(decode, len(shares.decode) - 1)])
-            for weight, shares in self.scenarios
-        )  # fmt: skip
+        (prefill, decode), served = fleet, 0.0
+        for weight, shares in self.scenarios:
+            of_prefill, of_decode = shares.prefill, shares.decode
+            one = of_prefill[prefill] if prefill < len(of_prefill) else of_prefill[-1]
+            other = of_decode[decode] if decode < len(of_decode) else of_decode[-1]
+            served += weight * (one if one < other else other)
+        return served
 
 
 @dataclass(frozen=True, slots=True)
