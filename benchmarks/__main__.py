@@ -33,6 +33,7 @@ NAMES = (
     "simulate",
     "arbiter_idle",
     "dashboard",
+    "large",
     "planner_loop",
     "status_command",
     "planner_tick",

@@ -85,7 +85,12 @@ class Running:
 
 @contextmanager
 def served(
-    graph: str | None, config: Mapping[str, Any], *, cwd: Path = EXAMPLE, env: Mapping[str, str] | None = None
+    graph: str | None,
+    config: Mapping[str, Any],
+    *,
+    cwd: Path = EXAMPLE,
+    env: Mapping[str, str] | None = None,
+    start_timeout_s: float = START_TIMEOUT_S,
 ) -> Iterator[Running]:
     """The graph (None: the configuration's own commands), detached, from ready to down.
 
@@ -96,7 +101,7 @@ def served(
         file.write_text(yaml.safe_dump(dict(config)))
         try:
             words = (*(() if graph is None else (graph,)), "-f", str(file), "--detach")
-            run(place, "serve", *words, cwd=cwd, timeout_s=START_TIMEOUT_S)
+            run(place, "serve", *words, cwd=cwd, timeout_s=start_timeout_s)
             status = json.loads(run(place, "status", "--json"))
             yield Running(status["frontend_url"], place, status)
         finally:
