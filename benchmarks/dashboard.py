@@ -92,15 +92,11 @@ def _add(report: Report, seen: dict[str, Seen], memory: float) -> None:
 def _window(seen: Seen, paths: Paths, arbiter: int, page: int | None, window_s: float) -> None:
     """Ask the arbiter for so long, and take the CPU time of both."""
     client = ControlClient(paths)
-    answers: list[float] = []
     try:
         client.ask("numwatchers")
         began_s = time.perf_counter()
         before = {pid: cpu_s(pid) for pid in (arbiter, page) if pid is not None}
-        while (now_s := time.perf_counter()) - began_s < window_s:
-            client.ask("numwatchers")
-            answers.append(1_000 * (time.perf_counter() - now_s))
-            time.sleep(ASK_EVERY_S)
+        answers = answers_ms(client, window_s)
         took_s = time.perf_counter() - began_s
         used = {pid: 100 * (cpu_s(pid) - value) / took_s for pid, value in before.items()}
     finally:
@@ -110,6 +106,16 @@ def _window(seen: Seen, paths: Paths, arbiter: int, page: int | None, window_s: 
         seen.page.append(used[page])
     seen.p50_ms.append(statistics.median(answers))
     seen.p99_ms.append(percentile(answers, 0.99))
+
+
+def answers_ms(client: ControlClient, window_s: float) -> list[float]:
+    """How long the arbiter's answers take that need nothing, asked for so many seconds."""
+    found, began_s = list[float](), time.perf_counter()
+    while (now_s := time.perf_counter()) - began_s < window_s:
+        client.ask("numwatchers")
+        found.append(1_000 * (time.perf_counter() - now_s))
+        time.sleep(ASK_EVERY_S)
+    return found
 
 
 @contextmanager

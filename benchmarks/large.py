@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.arbiter_idle import window
-from benchmarks.dashboard import ASK_EVERY_S
+from benchmarks.dashboard import answers_ms
 from benchmarks.deployment import Running, served
 from benchmarks.frontend import ONE_CHARACTER
 from benchmarks.harness import Report, at_most, percentile
@@ -71,14 +71,10 @@ def _window(running: Running, count: int) -> dict[str, float]:
 def _asked(running: Running) -> dict[str, float]:
     """The arbiter's CPU while nobody asks; then its answers."""
     used = window({"arbiter": running.status["arbiter_pid"]}, WINDOW_S)["arbiter"]
-    client, answers = ControlClient(Paths.of(running.status["namespace"], running.folders.env)), list[float]()
+    client = ControlClient(Paths.of(running.status["namespace"], running.folders.env))
     try:
         client.ask("numwatchers")
-        began_s = time.perf_counter()
-        while (now_s := time.perf_counter()) - began_s < WINDOW_S:
-            client.ask("numwatchers")
-            answers.append(1_000 * (time.perf_counter() - now_s))
-            time.sleep(ASK_EVERY_S)
+        answers = answers_ms(client, WINDOW_S)
         scaled = {f"scale {step}": _scaled(client, step) for step in STEPS}
     finally:
         client.close()

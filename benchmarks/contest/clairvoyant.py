@@ -201,5 +201,5 @@ def clairvoyant(
     speed: float = 1.0,
     engine: EngineOptions | None = None,
 ) -> Clairvoyant:
-    """For these requests; its start-up is the options'."""
+    """For these requests, on engines as our simulator has them (`engine`: on others)."""
     return Clairvoyant(options, schedule(requests, options, speed, engine or EngineOptions()), start_up_s)

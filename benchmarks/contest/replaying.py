@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -92,6 +93,7 @@ def replayed(
 
     `profile` is the NPZ of passes that Dynamo's mocker goes by. `each`: the report has each request.
     """
+    os.environ.setdefault("DYN_LOG", "warn")  # else each engine writes a line to stdout
     from dynamo._core import _normalize_mocker_config, run_mocker_trace_replay
 
     def engine(role: str) -> Any:
@@ -191,7 +193,7 @@ class _PassModelConfig:
 
 
 def _aisimulate() -> None:
-    """Stand in for `aisimulate_core` 0.13, which Dynamo's planner imports, and of which registries have a stub.
+    """Let Dynamo's planner import `aisimulate_core` 0.13, of which registries have only a placeholder.
 
     The planner takes its regression over passes from there. `aiconfigurator_core` 0.12 has it under the former name.
     """

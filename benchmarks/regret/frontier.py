@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from dynamo_local.components.dispatcher import sim_picker
 from dynamo_local.core.routing.estimates import Targets
 from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.planner.policies.protocol import Policy
-from dynamo_local.simulator.fleet import FleetPoint
 from dynamo_local.simulator.metrics import gpu_seconds, within
 from dynamo_local.simulator.options import FleetShape, SimulationOptions
 from dynamo_local.simulator.simulation import Case, Run, run_case
@@ -159,13 +159,17 @@ def ours(load: Load, fleet: Fleet, policy: Maker | None) -> Outcome:
     """Our simulator (a `Simulator`)."""
     run = simulated(load, fleet, policy)
     kept = [job.request.at_s for job in run.jobs if within(job, load.slo)]
-    return Outcome(kept, _held(run.points, window_ends(load)))
+    return Outcome(kept, by_window(partial(gpu_seconds, run.points), load))
 
 
-def window_ends(load: Load) -> tuple[float, ...]:
-    """Seconds. The last window ends with the last arrival."""
+def by_window(gpu_s: Callable[[float], float], load: Load) -> tuple[float, ...]:
+    """GPU-seconds of each window, by those that were held until a time (seconds).
+
+    The last window ends with the last arrival.
+    """
     end_s = load.requests[-1].at_s
-    return tuple(min(end_s, WINDOW_S * (number + 1)) for number in range(max(1, math.ceil(end_s / WINDOW_S))))
+    ends = [min(end_s, WINDOW_S * (number + 1)) for number in range(max(1, math.ceil(end_s / WINDOW_S)))]
+    return tuple(round(after - before, 3) for before, after in pairwise([0.0, *map(gpu_s, ends)]))
 
 
 def measured(policy: str, fleet: Fleet, code: str, load: Load, outcome: Outcome, took_s: float) -> Row:
@@ -179,15 +183,6 @@ def _by_window(times: Iterable[float], windows: int) -> tuple[int, ...]:
     found = [0] * windows
     for at_s in times:
         found[min(windows - 1, int(at_s / WINDOW_S))] += 1
-    return tuple(found)
-
-
-def _held(points: Sequence[FleetPoint], ends_s: Iterable[float]) -> tuple[float, ...]:
-    found, before = list[float](), 0.0
-    for end_s in ends_s:
-        until = gpu_seconds(points, end_s)
-        found.append(round(until - before, 3))
-        before = until
     return tuple(found)
 
 

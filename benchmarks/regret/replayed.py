@@ -6,8 +6,7 @@ It runs where Dynamo's wheels are installed (tests/dynamo1x/install.sh).
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,8 +14,8 @@ from typing import Any, Protocol
 from benchmarks.contest.replay_policy import ReplayPolicy
 from benchmarks.contest.replaying import replayed
 from benchmarks.contest.trials import Fleet
-from benchmarks.regret.families import CAP, Load
-from benchmarks.regret.frontier import Maker, Outcome, window_ends
+from benchmarks.regret.families import Load
+from benchmarks.regret.frontier import Maker, Outcome, by_window
 from dynamo_local.profile.reading import DEFAULT_PROFILE, read_profile
 
 ROLES = ("prefill", "decode")
@@ -29,8 +28,7 @@ def in_replay(load: Load, fleet: Fleet, policy: Maker | None) -> Outcome:
     held = None if policy is None else Held(ReplayPolicy(policy()), sum(fleet))
     report = replayed(load, fleet, load.requests, profile, held, each=True)
     kept = [each["arrival_time_ms"] / 1000 for each in report.per_request if _within(load, each)]
-    ends_s = window_ends(load)
-    return Outcome(kept, _constant(sum(fleet), ends_s) if held is None else held.gpu_s(ends_s))
+    return Outcome(kept, by_window((lambda end_s: sum(fleet) * end_s) if held is None else held.gpu_s, load))
 
 
 def _within(load: Load, told: Mapping[str, Any]) -> bool:
@@ -42,10 +40,6 @@ def _within(load: Load, told: Mapping[str, Any]) -> bool:
         and (slo.ttft_ms is None or ttft_ms <= slo.ttft_ms)
         and (slo.itl_ms is None or itl_ms is None or itl_ms <= slo.itl_ms)
     )
-
-
-def _constant(gpus: int, ends_s: Sequence[float]) -> tuple[float, ...]:
-    return tuple(gpus * (end_s - began_s) for began_s, end_s in zip((0.0, *ends_s), ends_s, strict=False))
 
 
 class Scaling(Protocol):
@@ -84,20 +78,7 @@ class Held:
         self._steps.append((snapshot["now_ms"] / 1000, held))
         return {**answer, "next_tick_ms": min(answer["next_tick_ms"] or math.inf, snapshot["now_ms"] + LOOK_MS)}
 
-    def gpu_s(self, ends_s: Sequence[float]) -> tuple[float, ...]:
-        """GPU-seconds of each window."""
-        found, began_s = list[float](), 0.0
-        for end_s in ends_s:
-            found.append(_between(self._steps, began_s, end_s))
-            began_s = end_s
-        return tuple(found)
-
-
-def _between(steps: Sequence[tuple[float, int]], began_s: float, end_s: float) -> float:
-    """GPU-seconds from one time to the other, of steps (when, GPUs since then)."""
-    first = bisect_right(steps, (began_s, CAP + 1)) - 1
-    last = bisect_right(steps, (end_s, 0))
-    edges = [began_s, *(at_s for at_s, _ in steps[first + 1 : last]), end_s]
-    return sum(
-        gpus * (until - since) for (_, gpus), (since, until) in zip(steps[first:last], pairwise(edges), strict=True)
-    )
+    def gpu_s(self, end_s: float) -> float:
+        """GPU-seconds until then."""
+        steps = [*((min(at_s, end_s), gpus) for at_s, gpus in self._steps), (end_s, 0)]
+        return sum(gpus * (until_s - at_s) for (at_s, gpus), (until_s, _) in pairwise(steps))

@@ -30,7 +30,6 @@ from benchmarks.traces import Requests
 from dynamo_local.core.routing.estimates import Timing
 from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.policies.protocol import Policy
-from dynamo_local.planner.queueing import EngineOptions
 from dynamo_local.profile.interpolation import ProfileModel
 from dynamo_local.profile.reading import DEFAULT_PROFILE
 
@@ -72,8 +71,9 @@ def judged(
         if policy == FIXED:
             rows.append(_yardstick(runs, fleets))
         else:
-            code = sources(policy)
-            maker, first = maker_of(load, policy, replay=runs.simulator is in_replay)
+            replay = runs.simulator is in_replay
+            code = sources(policy, replay=replay)
+            maker, first = maker_of(load, policy, replay=replay)
             rows.append(runs.kept(policy, first, code, maker))
         say(f"{load.name}: {policy} keeps {rows[-1].share():.2%} at {rows[-1].gpu_hours():.2f} GPU-hours")
     return [verdict(load, row, fleets, since) for row in rows for since in _sinces(load, warm_up_s)]
@@ -119,7 +119,7 @@ def maker_of(load: Load, policy: str, *, replay: bool = False) -> tuple[Maker, F
     """The maker of that policy, and the fleet that it begins with. `replay`: for the engines of Dynamo's replay."""
     trial = trial_of(load)
     if policy == CLAIRVOYANT:
-        engine = ENGINE if replay else EngineOptions()
+        engine = ENGINE if replay else None
         knows = clairvoyant(load.requests, slo_of(trial), load.start_up_s, load.speed, engine)
         return (lambda: knows), knows.start
     if policy in RIVALS:
@@ -143,12 +143,13 @@ def trial_of(load: Load) -> Trial:
 
 
 @lru_cache
-def sources(policy: str) -> str:
+def sources(policy: str, *, replay: bool = False) -> str:
     """The hash of the code that makes that policy's decisions: a run is made again where it has changed."""
     here = Path(__file__).parent
     clairvoyant = here.parent / "contest" / "clairvoyant.py"
     planner = sorted((Path(dynamo_local.__file__).parent / "planner").rglob("*.py"))
     files = planner if policy in PLANNERS else [clairvoyant, here / "rivals.py"]
+    files += [clairvoyant.with_name("replay_policy.py")] if replay else []
     told = hashlib.sha256()
     for file in files:
         told.update(file.read_bytes())

@@ -153,4 +153,5 @@ def test_in_dynamos_replay_a_worker_is_held_from_its_order_to_the_end_of_its_dra
         counts |= {"non_draining_decode_count": staying, "total_decode_count": total}
         answer = held.on_tick({"now_ms": now_s * 1000.0, **counts})
         assert answer["next_tick_ms"] == (now_s + 1) * 1000
-    assert held.gpu_s((60.0, 100.0)) == pytest.approx((4 * 10 + 5 * 50, 5 * 20 + 4 * 20))
+    assert held.gpu_s(60.0) == pytest.approx(4 * 10 + 5 * 50)
+    assert held.gpu_s(100.0) == pytest.approx(4 * 10 + 5 * 70 + 4 * 20)
