@@ -131,6 +131,8 @@ ASK_TIMEOUT_S = 0.5
 absent."""
 START_LOCK_S = 20.0
 SIBLING_BACKLOG = 64
+ACCEPT_AGAIN_S = 1.0
+"""After a connection that could not be taken, as when no descriptors are left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +184,7 @@ class Siblings:
             listening.close()
             raise
         self._listening = listening
-        self._keep(asyncio.create_task(self._accept(listening, reply), name="siblings"))
+        self._listen(listening, reply)
 
     async def ask(self, what: str) -> dict[str, Reply]:
         """The answer of each of the others, by name. A worker that is gone, or does not answer in time, is left out."""
@@ -199,11 +201,11 @@ class Siblings:
         listening, self._listening = self._listening, None
         if listening is not None:
             (self._short / f"{self.name}{SUFFIX}").unlink(missing_ok=True)
+            asyncio.get_running_loop().remove_reader(listening)
+            listening.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if listening is not None:
-            listening.close()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -221,19 +223,31 @@ class Siblings:
                 return None
         return Reply(facts, tuple(fds))
 
-    async def _accept(self, listening: socket.socket, reply: Callable[[str], Awaitable[Reply]]) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            connection, _ = await loop.sock_accept(listening)
-            self._keep(asyncio.create_task(_answered(connection, reply), name="answer to a sibling"))
+    def _listen(self, listening: socket.socket, reply: Callable[[str], Awaitable[Reply]]) -> None:
+        if self._listening is listening:
+            asyncio.get_running_loop().add_reader(listening, self._accept, listening, reply)
 
-    def _keep(self, task: asyncio.Task[None]) -> None:
+    def _accept(self, listening: socket.socket, reply: Callable[[str], Awaitable[Reply]]) -> None:
+        """A connection waits. (Awaiting `sock_accept` would lose it if `close` came just then.)"""
+        try:
+            connection, _ = listening.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            logger.warning("siblings get no answer for %g s: a connection cannot be taken: %s", ACCEPT_AGAIN_S, error)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(listening)
+            loop.call_later(ACCEPT_AGAIN_S, self._listen, listening, reply)
+            return
+        connection.setblocking(False)
+        task = asyncio.create_task(_answered(connection, reply), name="answer to a sibling")
+        task.add_done_callback(lambda _: connection.close())  # also if it was cancelled before it began
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
 
 async def _answered(connection: socket.socket, reply: Callable[[str], Awaitable[Reply]]) -> None:
-    with connection, contextlib.suppress(OSError, TimeoutError):  # who asked has gone: there is nobody to tell
+    with contextlib.suppress(OSError, TimeoutError):  # who asked has gone: there is nobody to tell
         async with asyncio.timeout(ASK_TIMEOUT_S):
             what = await fd_messages.areceive(connection)
             answer = await reply(str(what))

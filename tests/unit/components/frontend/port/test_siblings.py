@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import resource
 import socket
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from dynamo_local.components.openai import port as module
 from dynamo_local.components.openai.port import Reply, Siblings
 from dynamo_local.errors import StartTimedOut
+from dynamo_local.system import fd_messages
 
 
 async def test_each_hears_what_the_others_say(short_folder: Path):
@@ -54,6 +57,50 @@ async def test_who_is_gone_or_hung_is_left_out(short_folder: Path, monkeypatch: 
         assert await a.ask("x") == {"killed": Reply("here")}
     await again.close()
     assert await a.ask("x") == {}
+    await a.close()
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_connection_taken_just_before_the_end_is_closed(short_folder: Path, turns: int):
+    """So many turns of the loop before the end. A lost socket would fail this test with a ResourceWarning."""
+    a = Siblings(short_folder, "a")
+
+    async def says(_: str) -> Reply:
+        return Reply("here")
+
+    a.answer(says)
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.connect(str(short_folder / "a.sock"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await a.close()
+        with contextlib.suppress(ConnectionError):
+            assert asking.recv(1) == b""
+
+
+async def test_without_descriptors_it_answers_later(
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(module, "ACCEPT_AGAIN_S", 0.01)
+    a = Siblings(short_folder, "a")
+
+    async def says(_: str) -> Reply:
+        return Reply("here")
+
+    a.answer(says)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.connect(str(short_folder / "a.sock"))
+        fd_messages.send(asking, "x")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+        try:
+            async with asyncio.timeout(5):
+                while "cannot be taken" not in caplog.text:
+                    await asyncio.sleep(0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        asking.settimeout(5)
+        assert (await asyncio.to_thread(fd_messages.receive, asking))[0] == "here"
     await a.close()
 
 
