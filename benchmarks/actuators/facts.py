@@ -15,10 +15,12 @@ Seconds = dict[OptionKind, list[float]]
 
 @dataclass(slots=True)
 class OfEngine:
-    """`stages` of each start, by scaling option: its worker's own line, stage by stage."""
+    """`stages` of each start, by scaling option: its worker's own line, stage by stage. `by_hand` are seconds of the
+    engine's own server, started by hand, to its first token."""
 
     seconds: Seconds = field(default_factory=dict)
     stages: dict[OptionKind, list[dict[str, float]]] = field(default_factory=dict)
+    by_hand: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -38,6 +40,7 @@ class Facts:
             name: OfEngine(
                 {OptionKind(rung): seconds for rung, seconds in of["seconds"].items()},
                 {OptionKind(rung): stages for rung, stages in of["stages"].items()},
+                of.get("by_hand", []),
             )
             for name, of in raw["engines"].items()
         }

@@ -19,6 +19,8 @@ COLD_SHARE_TARGET = 1 / 3
 FLIP_TARGET_S = 0.5
 WAKE_BEYOND_TARGET_S = 0.05
 """Beyond what the engine is configured to take."""
+COLD_BEYOND_TARGET_S = 0.2
+"""Beyond the engine's own server, started by hand."""
 FLIPS = (OptionKind.FLIP_TO_DECODE, OptionKind.FLIP_TO_PREFILL)
 WORDS = {
     OptionKind.FLIP_TO_DECODE: "flip to decode",
@@ -39,6 +41,10 @@ def report(facts: Facts) -> Report:
     told = Report("actuators", notes=list(facts.absent))
     for engine, of in facts.engines.items():
         cold_s = statistics.median(of.seconds[OptionKind.COLD])
+        if of.by_hand:
+            told.add(f"{engine}, by hand: command to first token", "s", of.by_hand)
+            beyond = [cold - own for cold, own in zip(of.seconds[OptionKind.COLD], of.by_hand, strict=True)]
+            told.add(f"{engine}, {OptionKind.COLD}: beyond by hand", "s", beyond, at_most(COLD_BEYOND_TARGET_S))
         for rung, seconds in of.seconds.items():
             told.add(f"{engine}, {rung}: command to first token", "s", seconds)
             if rung in FLIPS:
@@ -83,6 +89,9 @@ def _ways(engine: str, of: OfEngine) -> Iterable[str]:
         share = "" if rung is OptionKind.COLD else f"1/{cold_s / median_s:.0f}"
         cells = (f"{median_s:.2f} s", f"{p99(seconds):.2f} s", f"{max(seconds):.2f} s", share)
         yield f"| {WORDS[rung]} ({len(seconds)}) | {' | '.join(cells)} |"
+    if of.by_hand:
+        cells = (f"{each(of.by_hand):.2f} s" for each in (statistics.median, p99, max))
+        yield f"| `vllm serve` by hand ({len(of.by_hand)}) | {' | '.join(cells)} | |"
 
 
 def _stages(engine: str, of: OfEngine) -> Iterable[str]:

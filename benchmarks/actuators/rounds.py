@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
 
 from benchmarks.actuators.facts import Facts, OfEngine
 from benchmarks.actuators.page import report
@@ -22,10 +29,15 @@ from dynamo_local.ports import SamplingParams
 from tests.drivers.endpoint_client import endpoint_client
 from tests.drivers.scaled import PATIENCE_S, names, settled
 from tests.drivers.served import ROOT, Served, auntil
+from tests.tools.free_port import free_port
+
+if TYPE_CHECKING:
+    from tests.vllm.hosts import VllmHost
 
 STAGES = re.compile(r"the start took [\d.]+ s: (.*)$", re.MULTILINE)
 TOKEN_IDS = [300, 301, 302, 303, 304, 305, 306, 307]
 FIRST_TOKEN_TIMEOUT_S = 600.0
+BY_HAND_ASKED_EVERY_S = 0.02
 
 MakeServed = Callable[[Way], Served]
 
@@ -41,12 +53,14 @@ def measure(short: bool) -> Facts:
     facts = Facts(machine(), (load, load))
     facts.engines["simulated engine"] = asyncio.run(_measure(_on_sim, rounds))
     if is_installed():
+        from tests.vllm.hosts import cpu_host
         from tests.vllm.make_tiny_model import make
 
         with tempfile.TemporaryDirectory(prefix="ba-") as folder:
             model = make(Path(folder) / "tiny", sorted((ROOT / "docs").glob("*.md")))
             ways = [way for way in WAYS if way.on_vllm]
-            found = asyncio.run(_measure(lambda way: _on_vllm(model, way), 1 if short else 5, ways))
+            by_hand = partial(_by_hand, cpu_host(model))
+            found = asyncio.run(_measure(lambda way: _on_vllm(model, way), 1 if short else 5, ways, by_hand))
         facts.engines["vLLM, CPU build, a tiny model"] = found
     else:
         facts.absent.append("vLLM was not installed there (tests/vllm/install.sh VENV installs its CPU build).")
@@ -66,7 +80,37 @@ def _on_vllm(model: Path, way: Way) -> Served:
     return cpu_host(model).aggregated(folder, words=way.words)
 
 
-async def _measure(make: MakeServed, rounds: int, ways: Sequence[Way] = WAYS) -> OfEngine:
+def _by_hand(host: VllmHost) -> float:
+    """Seconds from the start of `vllm serve`, with the same options, to its first token."""
+    port = free_port()
+    given = {"{model}": str(host.model), "{port:http}": str(port)}
+    words = [given.get(word, word) for word in host.vllm_serve("tiny")]
+    asked = {"model": "tiny", "prompt": TOKEN_IDS, "max_tokens": 2, "ignore_eos": True, "stream": True}
+    program = str(Path(sys.executable).with_name("vllm"))
+    with subprocess.Popen(
+        [program, *words[1:]], env={**os.environ, **host.env}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        try:
+            began_s = time.perf_counter()
+            while time.perf_counter() < began_s + FIRST_TOKEN_TIMEOUT_S:
+                if process.poll() is not None:
+                    raise RuntimeError(f"{program} serve ended with exit code {process.returncode}")
+                with (
+                    contextlib.suppress(httpx.ConnectError),
+                    httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=asked, timeout=60) as answer,
+                ):
+                    answer.raise_for_status()
+                    next(line for line in answer.iter_lines() if line.startswith("data:"))
+                    return time.perf_counter() - began_s
+                time.sleep(BY_HAND_ASKED_EVERY_S)
+            raise TimeoutError(f"{program} serve has given no token within {FIRST_TOKEN_TIMEOUT_S:g} s")
+        finally:
+            process.terminate()
+
+
+async def _measure(
+    make: MakeServed, rounds: int, ways: Sequence[Way] = WAYS, by_hand: Callable[[], float] | None = None
+) -> OfEngine:
     """Each way in turn, in every round. The first worker of a name fills caches: a round before is not counted."""
     found = OfEngine({way.rung: [] for way in ways}, {way.rung: [] for way in ways})
     with ExitStack() as stack:
@@ -88,6 +132,10 @@ async def _measure(make: MakeServed, rounds: int, ways: Sequence[Way] = WAYS) ->
                     if n:
                         found.seconds[way.rung].append(seconds)
                         found.stages[way.rung] += stages
+            if by_hand is not None:
+                seconds = await asyncio.to_thread(by_hand)
+                if n:
+                    found.by_hand.append(seconds)
     return found
 
 

@@ -126,8 +126,9 @@ class EngineDirectory:
             self._loaded[engine_id] = asyncio.Event()
             self._watches[engine_id] = asyncio.create_task(self._follow(engine_id), name=f"engine {engine_id}")
         try:
-            async with asyncio.timeout(LOAD_TIMEOUT_S):
-                await self._loaded[engine_id].wait()
+            if not (loaded := self._loaded[engine_id]).is_set():
+                async with asyncio.timeout(LOAD_TIMEOUT_S):
+                    await loaded.wait()
         except TimeoutError:
             log.warning("etcd does not say who engine %s is; its KV is pulled all the same", engine_id)
         return self._cards.get(engine_id)

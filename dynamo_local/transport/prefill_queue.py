@@ -409,7 +409,7 @@ class JetStreamPrefillQueue:
         """JetStream's name of the queue."""
         self._late_stream = f"{namespace}_prefill_late{own}"
         self._dead_stream = f"{namespace}_prefill_dead{own}"
-        self._run_id = run_id
+        self._run_id = quote(run_id)
         self._run = subject_token(run_id)
         self.ack_wait_s = ack_wait_s
         self.max_deliver = max_deliver
@@ -468,7 +468,7 @@ class JetStreamPrefillQueue:
         subject = f"{self.stream}.{self._run}.{subject_token(request_id)}"
         headers = {
             MSG_ID: subject,
-            RUN: quote(self._run_id),
+            RUN: self._run_id,
             ID: quote(request_id),
             EXPIRES: repr(self._clock.now_s() + deadline_s),
         }
@@ -596,7 +596,7 @@ class JetStreamPrefillQueue:
         attempt = int(number_of(headers.get(BEFORE)) or 0) + msg.count
         late = msg.stream == self._late_stream
         self._deadlines = self._deadlines or late or START_BY in headers
-        if unquote(headers.get(RUN, "")) != self._run_id:
+        if headers.get(RUN, "") != self._run_id:
             await self._drop(msg, f"prefill entry {request_id} belongs to another run")
             return None
         expires_at_s = number_of(headers.get(EXPIRES))

@@ -18,7 +18,7 @@ from dynamo_local.core.routing.kv_events import AllBlocksCleared, KvEvent
 from dynamo_local.core.types import Load
 from dynamo_local.engines.base import EngineBase
 from dynamo_local.engines.sim.facts import load_of, shape_of
-from dynamo_local.engines.sim.options import SimOptions, answer_of, faults_here
+from dynamo_local.engines.sim.options import INSTANT_S, SimOptions, answer_of, faults_here
 from dynamo_local.engines.sim.requests import Event, Finished, HandoffExpired, PullReady, SimRequest, Started, Tokens
 from dynamo_local.engines.sim.scheduler import PassDone, SimScheduler
 from dynamo_local.engines.sim.tokens import OutputKeys, plan_output, prompt_digest
@@ -458,6 +458,7 @@ class SimEngine(EngineBase):
         if scheduler is None:
             return None
         now_s = self._now_s() if due_s is None else max(due_s, self._now_s())
+        ahead = False
         while True:
             events = scheduler.advance(now_s)
             if events:
@@ -466,8 +467,12 @@ class SimEngine(EngineBase):
             if self._told is not None:
                 self._told.tell()
             at_s = scheduler.next_event_at(quiet=self.options.coalesce_passes)
-            if at_s is None or at_s > now_s:
-                return at_s
+            if at_s is None:
+                return None
+            if at_s > now_s:
+                if ahead or at_s - now_s > INSTANT_S:
+                    return at_s
+                now_s, ahead = at_s, True  # once per call: others have their turn, too
 
     def _dispatch(self, events: list[Event]) -> None:
         streams = self._streams

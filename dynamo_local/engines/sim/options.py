@@ -23,6 +23,10 @@ from dynamo_local.errors import ConfigError
 from dynamo_local.ports import SamplingParams, TokenLogprobs
 from dynamo_local.profile.reading import DEFAULT_PROFILE
 
+INSTANT_S = 1e-6
+"""A pass or a transfer of at most so long is over at once (`speed` may be a million). A task that sleeps for it would
+cost thirty times as much, and the clock of uvloop shows milliseconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class SimOptions:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from dynamo_local.clock import Clock
-from dynamo_local.engines.sim.options import SimOptions, logprobs_of
+from dynamo_local.engines.sim.options import INSTANT_S, SimOptions, logprobs_of
 from dynamo_local.engines.sim.requests import Handoff, PullReady
 from dynamo_local.engines.sim.scheduler import SimScheduler
 from dynamo_local.engines.sim.tokens import TokenStream
@@ -489,8 +489,10 @@ class KvTransfers:
             raise KvTransferError(f"the KV of request {pull.request_id} is that of another prompt; nothing was pulled")
         started_s = self._clock.now_s()
         self._pin(scheduler, pull, started_s)
+        over_s = started_s + self._options.transfer_s(pull.num_tokens)
         try:
-            await self._clock.sleep_until(started_s + self._options.transfer_s(pull.num_tokens))
+            if over_s - started_s > INSTANT_S:
+                await self._clock.sleep_until(over_s)
         except asyncio.CancelledError:
             scheduler.unpin(pull.request_id, self._clock.now_s())
             self._kick()

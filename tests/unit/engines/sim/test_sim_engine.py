@@ -55,6 +55,28 @@ def with_engine(body: Callable[[SimEngine], Awaitable[Any]], **options: Any) -> 
     return run_virtual(main())
 
 
+async def test_no_task_sleeps_for_a_pass_of_less_than_a_microsecond() -> None:
+    """It would cost more than the rest of a fast engine. uvloop's clock shows milliseconds, so it stands still here."""
+
+    class StandingClock(AsyncioClock):
+        sleeps = 0
+
+        def now_s(self) -> float:
+            return 1.0
+
+        async def sleep_until(self, deadline_s: float) -> None:
+            self.sleeps += 1
+
+    clock = StandingClock()
+    sim = SimEngine(SimOptions(speed=1e6), clock=clock, transport=InMemoryTransport(), perf_model=PERF)
+    await sim.start()
+    clock.sleeps = 0
+    async with asyncio.timeout(5):
+        assert len(tokens_of(await collect(sim, request([1, 2, 3], 1)))) == 1
+    assert clock.sleeps == 0
+    await sim.close()
+
+
 def test_tokens_come_one_pass_at_a_time_and_are_the_expected_ones() -> None:
     """20 prompt tokens: first token after 20 ms, then one every 10 ms; the last output says why it is the last."""
 
