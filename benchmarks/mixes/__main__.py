@@ -12,11 +12,12 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from pathlib import Path
 
 from benchmarks.mixes.judge import POLICIES, Row, judged, table
 from benchmarks.mixes.made import FAMILIES, RECORDED, SIZES, mix_of, recorded
+from dynamo_local.system.executors import process_pool
 
 UNFINISHED = 3
 SEEDS = {"even": tuple(range(2, 21, 2)), "odd": tuple(range(1, 20, 2))}
@@ -55,7 +56,7 @@ Task = tuple[str, str, int, float | None]
 def _measured(tasks: Sequence[Task], processes: int, minutes: float | None, kept: Path | None) -> tuple[list[Row], int]:
     """The rows, and how many mixes are left. The rows so far are written to the file `kept`."""
     began_s, rows, done = time.monotonic(), list[Row](), 0
-    with ProcessPoolExecutor(processes) as pool:
+    with process_pool(processes) as pool:
         running = [pool.submit(_judged, task) for task in tasks]
         for future in as_completed(running):
             if future.cancelled():

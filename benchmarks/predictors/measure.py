@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,6 +19,7 @@ from dynamo_local.errors import ConfigError
 from dynamo_local.planner.forecasting.process import ForecastProcess
 from dynamo_local.planner.predictors import answer, check_installed, forecast_task
 from dynamo_local.planner.values import Forecasts, ForecastTask, Series
+from dynamo_local.system.executors import process_pool
 
 AHEAD = (1, 3)
 """How many windows ahead: the next one, and as far as a worker of three windows' start-up needs it."""
@@ -110,7 +108,7 @@ def measure(short: bool) -> Facts:
             absent.append(str(error))
     origins = ORIGINS_SHORT if short else ORIGINS
     facts = Facts(origins, {}, [], [], absent, {})
-    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+    with process_pool() as pool:
         for case in cases(short):
             facts.sources[case.title] = f"{case.source}, windows of {case.window_s:g} s"
             facts.curves[case.title] = {}

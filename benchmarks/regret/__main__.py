@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from pathlib import Path
 
 from benchmarks.contest.replaying import installed
 from benchmarks.regret.families import EVEN, FAMILIES, ODD, RECORDED, recorded
 from benchmarks.regret.report import POLICIES, WARM_UP_S, Task, Verdict, as_json, run_task, say, table
 from dynamo_local.errors import BadInput
+from dynamo_local.system.executors import process_pool
 
 FOLDER = Path(__file__).parents[2] / "build" / "regret"
 TOO_HIGH, UNFINISHED = 1, 3
@@ -91,8 +91,7 @@ def _measure(tasks: Sequence[Task], options: argparse.Namespace) -> tuple[list[V
     """The verdicts on the loads that were judged, and how many loads are left."""
     began_s, found, done = time.monotonic(), list[Verdict](), 0
     until_s = None if options.minutes is None else began_s + options.minutes * 60
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.processes, mp_context=context) as pool:
+    with process_pool(options.processes) as pool:
         running = {pool.submit(run_task, task): task for task in tasks}
         for future in as_completed(running):
             if future.cancelled():

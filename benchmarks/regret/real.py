@@ -13,7 +13,6 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,7 @@ from benchmarks.regret.report import maker_of, say
 from dynamo_local.simulator.options import Slo
 from dynamo_local.simulator.trace import TraceRequest
 from dynamo_local.state.store import load as load_state
+from dynamo_local.system.executors import process_pool
 from dynamo_local.system.paths import Paths
 
 RUNS = 10
@@ -183,7 +183,7 @@ def main(words: Sequence[str] | None = None) -> int:
         told, hours = asyncio.run(_played(running, load))
     share = sum(each.within(load.slo) for each in told) / len(told)
     failed = [each for each in told if each.error]
-    with ProcessPoolExecutor(2) as pool:
+    with process_pool(2) as pool:
         rows = list(pool.map(partial(simulated_row, load), range(options.runs)))
     shares, held = sorted(row.share() for row in rows), sorted(row.gpu_hours() for row in rows)
     print(f"real: {share:.2%} @ {hours:.2f} GPU-hours, {len(failed)} of {len(told)} failed")

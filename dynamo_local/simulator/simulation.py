@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -29,6 +27,7 @@ from dynamo_local.simulator.observed import capabilities
 from dynamo_local.simulator.options import DECODE, PREFILL, SimulationOptions
 from dynamo_local.simulator.process import Agenda, Job, What
 from dynamo_local.simulator.trace import TraceRequest
+from dynamo_local.system.executors import process_pool
 
 
 def observed(flow: Flow, needs: Needs, observation: Observation) -> Observation:
@@ -273,6 +272,5 @@ def run_cases(
     if workers < 2:
         yield from (run_case(trace, case, on_ended) for case in cases)
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with process_pool(workers) as pool:
         yield from pool.map(partial(run_case, trace), cases)

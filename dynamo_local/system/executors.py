@@ -17,15 +17,19 @@ import itertools
 import logging
 import os
 import queue
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from dynamo_local.errors import DynamoError
+
+if TYPE_CHECKING:
+    from concurrent.futures import ProcessPoolExecutor
 
 T = TypeVar("T")
 
@@ -256,6 +260,19 @@ async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+def process_pool(processes: int | None = None) -> ProcessPoolExecutor:
+    """Fresh processes for work that computes (None: one for each core). They end with this process, also if it is
+    killed. To be called in a thread that outlives the pool: the kernel takes its end for that of the process."""
+    import multiprocessing  # most processes never need it
+    from concurrent.futures import ProcessPoolExecutor
+
+    from dynamo_local.system.prctl import set_parent_death_signal
+
+    killed = signal.SIGKILL, os.getpid()
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(processes, context, initializer=set_parent_death_signal, initargs=killed)
 
 
 # The end of a process that has done everything, whatever Python still waits for.

@@ -7,8 +7,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from dynamo_local.clock import run_virtual
@@ -255,3 +257,25 @@ def test_the_first_failure_is_raised_as_it_is_and_nothing_goes_on() -> None:
 
     assert run_virtual(main()) == 1.5
     assert ended == ["slow"]
+
+
+POOL_OWNER = f"""
+import os, time
+from dynamo_local.system.executors import process_pool
+
+if __name__ == "__main__":
+    with process_pool(1) as pool:
+        print(pool.submit(os.getpid).result(), flush=True)
+        pool.submit(time.sleep, {LONG_S}).result()
+"""
+
+
+def test_a_pool_of_processes_ends_with_its_owner_though_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "owner.py").write_text(POOL_OWNER)
+    with subprocess.Popen([sys.executable, str(tmp_path / "owner.py")], stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        computing = psutil.Process(int(owner.stdout.readline()))
+        assert computing.is_running()
+        owner.kill()
+        _, left = psutil.wait_procs([computing], LONG_S / 3)
+    assert left == []
