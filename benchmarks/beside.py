@@ -40,7 +40,7 @@ class Side:
     graph: Running
     model: str
 
-    def asked(self, count: int, tokens: int, concurrency: int, words: int = 0) -> dict[str, Any]:
+    def asked(self, count: int, tokens: int, concurrency: int, words: int = 0, shared: bool = False) -> dict[str, Any]:
         """As `load.beside`; `frontend_s` and `all_s` are CPU seconds. Dynamo's are children of our runners."""
         pids = {
             f"{part}/{n}": each
@@ -49,7 +49,7 @@ class Side:
             if n == 0 or part != "arbiter"
         }
         plan = {"kind": "beside", "port": self.graph.port, "model": self.model, "count": count, "tokens": tokens}
-        found = generate({**plan, "concurrency": concurrency, "words": words, "pids": pids})
+        found = generate({**plan, "concurrency": concurrency, "words": words, "shared": shared, "pids": pids})
         frontend_s = sum(spent_s for part, spent_s in found["cpu_s"].items() if part.startswith("Frontend/"))
         return {**found, "frontend_s": frontend_s, "all_s": sum(found["cpu_s"].values())}
 

@@ -51,17 +51,28 @@ def generate(plan: Mapping[str, Any]) -> dict[str, Any]:
 # --- HTTP --------------------------------------------------------------------------------------
 
 
+PREFIXES = 16
+"""Kinds of prefixes that prompts may share."""
+
+
 def chat(
-    number: int, max_tokens: int, *, stream: bool, model: str = "sim-tiny", usage: bool = False, words: int = 0
+    number: int,
+    max_tokens: int,
+    *,
+    stream: bool,
+    model: str = "sim-tiny",
+    usage: bool = False,
+    words: int = 0,
+    shared: bool = False,
 ) -> bytes:
     """One request, whole; each number gives another prompt, longer by `words`. With `usage` a stream ends with its
-    numbers of tokens."""
-    more = "".join(f" word{(number + n) % 997}" for n in range(words))
+    numbers of tokens. With `shared`, prompts begin with these words, in `PREFIXES` kinds."""
+    kind = number % PREFIXES * 61 if shared else number
+    more = "".join(f" word{(kind + n) % 997}" for n in range(words))
+    own = f"Request {number}: tell me a story of a worker and its arbiter."
     body: dict[str, Any] = {
         "model": model,
-        "messages": [
-            {"role": "user", "content": f"Request {number}: tell me a story of a worker and its arbiter.{more}"}
-        ],
+        "messages": [{"role": "user", "content": f"{more} {own}" if shared else f"{own}{more}"}],
         "max_tokens": max_tokens,
         "ignore_eos": True,
         "stream": stream,
@@ -291,7 +302,14 @@ class Timed(asyncio.Protocol):
 
 
 async def beside(
-    port: int, model: str, count: int, tokens: int, concurrency: int, pids: dict[str, int], words: int = 0
+    port: int,
+    model: str,
+    count: int,
+    tokens: int,
+    concurrency: int,
+    pids: dict[str, int],
+    words: int = 0,
+    shared: bool = False,
 ) -> dict[str, Any]:
     """`count` requests of so many tokens, `concurrency` at a time: first tokens, requests per second, CPU of each
     process. Each is streamed on a connection of its own. Those of one token are not streamed, and their connections are
@@ -305,7 +323,7 @@ async def beside(
         loop = asyncio.get_running_loop()
         for number in numbers:
             done: asyncio.Future[None] = loop.create_future()
-            request = chat(number, tokens, stream=True, model=model, usage=True, words=words)
+            request = chat(number, tokens, stream=True, model=model, usage=True, words=words, shared=shared)
             sent_s = time.monotonic()
             _, answer = await loop.create_connection(lambda: Timed(request, done), "127.0.0.1", port)  # noqa: B023
             await done
@@ -318,7 +336,7 @@ async def beside(
         nonlocal read
         connection = await Unary.connect(port)
         for number in numbers:
-            request = chat(number, tokens, stream=False, model=model, words=words)
+            request = chat(number, tokens, stream=False, model=model, words=words, shared=shared)
             sent_s = time.monotonic()
             await connection.ask(request)
             first_s.append(time.monotonic() - sent_s)

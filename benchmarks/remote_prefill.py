@@ -5,6 +5,7 @@ asked at a time, by the same load generator, for the same prompts. The time to t
 answer. CPU is that of all processes of a graph; arbiter, etcd and NATS count.
 
 `DYN_BENCH_BEFORE` names the checkout of an earlier version. `DYN_BENCH_WORDS` lengthens each prompt by so many words.
+With `DYN_BENCH_ROUTER=kv` all have a KV router and two decode workers, and the words are a prefix that prompts share.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from benchmarks.processes import ROOT
 
 BEFORE = "before"
 AT_ONCE = (1, 64, 256)
+DECODE_WORKERS = 2
+"""Where there is a router."""
 PARTS = ("Frontend", "VllmWorker", "PrefillWorker", "Decode", "Prefill", "nats", "etcd", "arbiter")
 
 Values = dict[str, float]
@@ -55,6 +58,10 @@ def run(short: bool) -> Report:
     return report
 
 
+def _routed() -> bool:
+    return os.environ.get("DYN_BENCH_ROUTER") == "kv"
+
+
 def _rounds(all_sides: Mapping[str, Side], rounds: int, requests: int) -> list[dict[str, Values]]:
     """The rounds of all, in turn; the first one only warms."""
     found = []
@@ -68,7 +75,7 @@ def _asked(side: Side, requests: int) -> Values:
     values: Values = {}
     for at_once in AT_ONCE:
         count = max(requests // 5, 50) if at_once == 1 else max(requests, 2 * at_once)
-        found = side.asked(count, 1, at_once, words=int(os.environ.get("DYN_BENCH_WORDS", "0")))
+        found = side.asked(count, 1, at_once, int(os.environ.get("DYN_BENCH_WORDS", "0")), shared=_routed())
         values[f"requests/s, {at_once} at once"] = found["per_s"]
         values[f"first token, {at_once} at once, p50"] = median(found["first_s"]) * 1e3
         values[f"first token, {at_once} at once, p99"] = percentile(found["first_s"], 0.99) * 1e3
@@ -81,7 +88,8 @@ def _asked(side: Side, requests: int) -> Values:
 
 
 def _of(part: str, cpu_s: Mapping[str, float]) -> float:
-    return sum(spent_s for name, spent_s in cpu_s.items() if name.partition("/")[0] == part)
+    """`cpu_s` of `VllmWorker/0`, `VllmWorker_1/0` and so on."""
+    return sum(spent_s for name, spent_s in cpu_s.items() if name.partition("/")[0].partition("_")[0] == part)
 
 
 @contextmanager
@@ -92,8 +100,13 @@ def sides() -> Iterator[dict[str, Side]]:
         def ours(root: Path) -> Side:
             env = {"PYTHONPATH": str(root)}
             cwd = root / EXAMPLE.relative_to(ROOT)
-            graph = served("graphs.disagg:Frontend", config(FAST, {}, prefill=True), cwd=cwd, env=env)
-            return Side(stack.enter_context(graph), "sim-tiny")
+            graph, sections = "graphs.disagg:Frontend", config(FAST, {}, prefill=True)
+            if _routed():
+                graph, routing = "graphs.disagg_router:Frontend", {"common-configs": ["router"]}
+                sections |= {"Common": {"router": "kv"}, "Processor": routing, "Router": routing}
+                sections["Host"]["gpus"] = f"sim:{DECODE_WORKERS + 1}"
+                sections["VllmWorker"]["ServiceArgs"]["workers"] = DECODE_WORKERS
+            return Side(stack.enter_context(served(graph, sections, cwd=cwd, env=env)), "sim-tiny")
 
         found = {OURS: ours(ROOT)}
         if before := os.environ.get("DYN_BENCH_BEFORE"):
@@ -106,9 +119,11 @@ def sides() -> Iterator[dict[str, Side]]:
 def _dynamos() -> dict[str, Any]:
     parsed: dict[str, Any] = yaml.safe_load((DYNAMO_EXAMPLE / "disagg.yaml").read_text())
     parsed["Frontend"]["ports"]["http"] = 0
-    parsed["Frontend"]["command"] = parsed["Frontend"]["command"].replace(
-        "--router-mode kv", "--router-mode round-robin"
-    )
+    if _routed():
+        parsed["Decode"]["ServiceArgs"]["workers"] = DECODE_WORKERS
+    else:
+        command = parsed["Frontend"]["command"].replace("--router-mode kv", "--router-mode round-robin")
+        parsed["Frontend"]["command"] = command
     for role in ("Decode", "Prefill"):
         parsed[role]["command"] += f" --speedup-ratio {MOCKER_FAST}"
     return parsed
