@@ -31,7 +31,7 @@ BEFORE = "before"
 AT_ONCE = (1, 64, 256)
 DECODE_WORKERS = 2
 """Where there is a router."""
-PARTS = ("Frontend", "VllmWorker", "PrefillWorker", "Decode", "Prefill", "nats", "etcd", "arbiter")
+PARTS = ("Frontend", "Router", "VllmWorker", "PrefillWorker", "Decode", "Prefill", "nats", "etcd", "arbiter")
 
 Values = dict[str, float]
 
@@ -88,8 +88,7 @@ def _asked(side: Side, requests: int) -> Values:
 
 
 def _of(part: str, cpu_s: Mapping[str, float]) -> float:
-    """`cpu_s` of `VllmWorker/0`, `VllmWorker_1/0` and so on."""
-    return sum(spent_s for name, spent_s in cpu_s.items() if name.partition("/")[0].partition("_")[0] == part)
+    return sum(spent_s for name, spent_s in cpu_s.items() if name.partition("/")[0] == part)
 
 
 @contextmanager

@@ -87,9 +87,12 @@ def _by_hand(host: VllmHost) -> float:
     words = [given.get(word, word) for word in host.vllm_serve("tiny")]
     asked = {"model": "tiny", "prompt": TOKEN_IDS, "max_tokens": 2, "ignore_eos": True, "stream": True}
     program = str(Path(sys.executable).with_name("vllm"))
-    with subprocess.Popen(
-        [program, *words[1:]], env={**os.environ, **host.env}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as process:
+    with (
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, verify=False) as client,
+        subprocess.Popen(
+            [program, *words[1:]], env={**os.environ, **host.env}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as process,
+    ):
         try:
             began_s = time.perf_counter()
             while time.perf_counter() < began_s + FIRST_TOKEN_TIMEOUT_S:
@@ -97,7 +100,7 @@ def _by_hand(host: VllmHost) -> float:
                     raise RuntimeError(f"{program} serve ended with exit code {process.returncode}")
                 with (
                     contextlib.suppress(httpx.ConnectError),
-                    httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=asked, timeout=60) as answer,
+                    client.stream("POST", "/v1/completions", json=asked) as answer,
                 ):
                     answer.raise_for_status()
                     next(line for line in answer.iter_lines() if line.startswith("data:"))
@@ -106,6 +109,9 @@ def _by_hand(host: VllmHost) -> float:
             raise TimeoutError(f"{program} serve has given no token within {FIRST_TOKEN_TIMEOUT_S:g} s")
         finally:
             process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(PATIENCE_S)
+            process.kill()
 
 
 async def _measure(

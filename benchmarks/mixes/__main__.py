@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from concurrent.futures import as_completed
 from pathlib import Path
 
-from benchmarks.mixes.judge import POLICIES, Row, judged, table
-from benchmarks.mixes.made import FAMILIES, RECORDED, SIZES, mix_of, recorded
+from benchmarks.mixes.judge import Row, Task, judged_task, table
+from benchmarks.mixes.made import FAMILIES, RECORDED, SIZES, recorded
 from dynamo_local.system.executors import process_pool
 
 UNFINISHED = 3
@@ -50,14 +50,11 @@ def main() -> int:
     return UNFINISHED if left else 0
 
 
-Task = tuple[str, str, int, float | None]
-
-
 def _measured(tasks: Sequence[Task], processes: int, minutes: float | None, kept: Path | None) -> tuple[list[Row], int]:
     """The rows, and how many mixes are left. The rows so far are written to the file `kept`."""
     began_s, rows, done = time.monotonic(), list[Row](), 0
     with process_pool(processes) as pool:
-        running = [pool.submit(_judged, task) for task in tasks]
+        running = [pool.submit(judged_task, task) for task in tasks]
         for future in as_completed(running):
             if future.cancelled():
                 continue
@@ -72,11 +69,6 @@ def _measured(tasks: Sequence[Task], processes: int, minutes: float | None, kept
                 for waiting in running:
                     waiting.cancel()
     return rows, len(tasks) - done
-
-
-def _judged(task: Task) -> list[Row]:
-    family, size, seed, at = task
-    return judged(mix_of(family, size, seed), POLICIES, at)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from functools import partial
 from statistics import fmean
 
 from benchmarks.harness import percentile
-from benchmarks.mixes.made import LOAD_MAX, MadeMix
+from benchmarks.mixes.made import LOAD_MAX, MadeMix, mix_of
 from benchmarks.mixes.policies import Swap, kept_by_halves, mux
 from dynamo_local.simulator.mix import Mix, Policy, Request, Result, Shared, World, within
 from dynamo_local.simulator.mix_plans import most_kept
@@ -90,6 +90,16 @@ def share_with(mix: Mix, policy: str, requests: Sequence[Request]) -> float:
     if policy == "mux":
         return max(share_of(mix, requests, fixed)[0] for fixed in mux(mix, requests))
     return share_of(mix, requests, Shared() if policy == "ours" else Swap())[0]
+
+
+Task = tuple[str, str, int, float | None]
+"""Family, size and seed of a mix, and the load factor to judge it at; None: look for the largest."""
+
+
+def judged_task(task: Task) -> list[Row]:
+    """All policies on that mix. Here, not in `__main__`, because a fresh process imports it."""
+    family, size, seed, at = task
+    return judged(mix_of(family, size, seed), POLICIES, at)
 
 
 def judged(mix: MadeMix, policies: Sequence[str] = POLICIES, at: float | None = None) -> list[Row]:

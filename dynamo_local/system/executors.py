@@ -264,7 +264,7 @@ async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
 
 def process_pool(processes: int | None = None) -> ProcessPoolExecutor:
     """Fresh processes for work that computes (None: one for each core). They end with this process, also if it is
-    killed. To be called in a thread that outlives the pool: the kernel takes its end for that of the process."""
+    killed. Submit work in a thread that outlives the pool: the kernel takes its end for that of the process."""
     import multiprocessing  # most processes never need it
     from concurrent.futures import ProcessPoolExecutor
 

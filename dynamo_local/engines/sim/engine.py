@@ -457,7 +457,8 @@ class SimEngine(EngineBase):
         scheduler = self._scheduler
         if scheduler is None:
             return None
-        now_s = self._now_s() if due_s is None else max(due_s, self._now_s())
+        # The schedule may be ahead of the clock by short passes.
+        now_s = max(self._now_s() if due_s is None else max(due_s, self._now_s()), scheduler.now_s)
         ahead = False
         while True:
             events = scheduler.advance(now_s)

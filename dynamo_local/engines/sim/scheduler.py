@@ -418,6 +418,11 @@ class SimScheduler:
         self._roll(now_s)
         return self._cache.pool.clear()
 
+    @property
+    def now_s(self) -> float:
+        """The time that it has come to; -inf before the first call that took one."""
+        return self._now_s
+
     def advance(self, now_s: float) -> list[Event]:
         """Events since the last call, up to and including `now_s`, in order."""
         self._roll(now_s)
