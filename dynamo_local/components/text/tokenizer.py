@@ -27,6 +27,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from dynamo_local.components.limits import nested_deeper, shortened
 from dynamo_local.components.text.detokenizer import Detokenizer, TokenTable
 from dynamo_local.components.text.model import TINY_FOLDER, TINY_MODEL
+from dynamo_local.components.text.segments import SegmentCache
 from dynamo_local.errors import ConfigError, InvalidRequest
 
 _PIECE = 64 * 1024
@@ -134,6 +135,7 @@ class Tokenizer:
         self._template = template
         self._specials = dict(specials)
         self.eos_token_ids: tuple[int, ...] = ()
+        self._segments = SegmentCache(rust)
         self._table = TokenTable(rust)
         self._whole_table: TokenTable | None = None
 
@@ -161,7 +163,9 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of the text. Other threads run meanwhile: of the library's calls, those for a batch let them."""
-        return list(self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        if not add_special_tokens:
+            return self._segments.encode(text)
+        return list(self._rust.encode_batch_fast([text])[0].ids)
 
     def surely_exceeds(self, text: str, tokens: int) -> bool:
         """Whether the text is longer than this many tokens. A text that is far too long is not tokenised as a whole:
