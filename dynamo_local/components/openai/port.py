@@ -18,6 +18,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from dynamo_local.components.models_view import ModelsView
 from dynamo_local.components.openai import access
 from dynamo_local.components.openai.recorder import PageFeed, Recorder, follow_fleet
 from dynamo_local.components.openai.route import Activity, HttpDeps
-from dynamo_local.components.openai.server import BACKLOG, HttpServer
+from dynamo_local.components.openai.server import BACKLOG, Acceptor, HttpServer
 from dynamo_local.components.openai.settings import FrontendConfig
 from dynamo_local.core.gpu_shares import LET_GO
 from dynamo_local.errors import ConfigError, StartTimedOut
@@ -131,8 +132,6 @@ ASK_TIMEOUT_S = 0.5
 absent."""
 START_LOCK_S = 20.0
 SIBLING_BACKLOG = 64
-ACCEPT_AGAIN_S = 1.0
-"""After a connection that could not be taken, as when no descriptors are left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +152,7 @@ class Siblings:
         # A socket's path has 107 bytes at most, and a run's folder may have as many: this one is short.
         self._fd = os.open(folder, os.O_PATH | os.O_DIRECTORY)
         self._short = Path(f"/proc/self/fd/{self._fd}")
-        self._listening: socket.socket | None = None
+        self._acceptor: Acceptor | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
@@ -183,8 +182,8 @@ class Siblings:
         except OSError:
             listening.close()
             raise
-        self._listening = listening
-        self._listen(listening, reply)
+        self._acceptor = Acceptor(listening)
+        self._acceptor.begin(partial(self._taken, reply))
 
     async def ask(self, what: str) -> dict[str, Reply]:
         """The answer of each of the others, by name. A worker that is gone, or does not answer in time, is left out."""
@@ -198,11 +197,11 @@ class Siblings:
 
     async def close(self) -> None:
         """Answer nothing more."""
-        listening, self._listening = self._listening, None
-        if listening is not None:
+        acceptor, self._acceptor = self._acceptor, None
+        if acceptor is not None:
             (self._short / f"{self.name}{SUFFIX}").unlink(missing_ok=True)
-            asyncio.get_running_loop().remove_reader(listening)
-            listening.close()
+            acceptor.close()
+            acceptor.sock.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -223,23 +222,7 @@ class Siblings:
                 return None
         return Reply(facts, tuple(fds))
 
-    def _listen(self, listening: socket.socket, reply: Callable[[str], Awaitable[Reply]]) -> None:
-        if self._listening is listening:
-            asyncio.get_running_loop().add_reader(listening, self._accept, listening, reply)
-
-    def _accept(self, listening: socket.socket, reply: Callable[[str], Awaitable[Reply]]) -> None:
-        """A connection waits. (Awaiting `sock_accept` would lose it if `close` came just then.)"""
-        try:
-            connection, _ = listening.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return
-        except OSError as error:
-            logger.warning("siblings get no answer for %g s: a connection cannot be taken: %s", ACCEPT_AGAIN_S, error)
-            loop = asyncio.get_running_loop()
-            loop.remove_reader(listening)
-            loop.call_later(ACCEPT_AGAIN_S, self._listen, listening, reply)
-            return
-        connection.setblocking(False)
+    def _taken(self, reply: Callable[[str], Awaitable[Reply]], connection: socket.socket) -> None:
         task = asyncio.create_task(_answered(connection, reply), name="answer to a sibling")
         task.add_done_callback(lambda _: connection.close())  # also if it was cancelled before it began
         self._tasks.add(task)

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import logging
 import socket
-import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Generator
@@ -418,18 +417,16 @@ class Acceptor:
     """Between `begin` and `close`. The socket must not block. It stays open, because other processes use it, too."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._make: Callable[[], asyncio.Protocol] | None = None
-        self._tls: ssl.SSLContext | None = None
+        self.sock = sock
+        self._taken: Callable[[socket.socket], None] | None = None
         self._wanted = True
         self._reading = False
         self._retry: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
         self.shared = False
 
-    def begin(self, make: Callable[[], asyncio.Protocol], tls: ssl.SSLContext | None) -> None:
-        """Each connection gets a protocol that `make` makes; with `tls` after its handshake."""
-        self._make, self._tls = make, tls
+    def begin(self, taken: Callable[[socket.socket], None]) -> None:
+        """`taken` gets each connection, which does not block, and has to close it."""
+        self._taken = taken
         self._follow()
 
     def accept(self) -> None:
@@ -447,55 +444,48 @@ class Acceptor:
         """Whether it takes connections now."""
         return self._reading
 
+    @property
+    def closed(self) -> bool:
+        """It has not begun, or takes nothing more."""
+        return self._taken is None
+
     def close(self) -> None:
         """Take nothing more, for good."""
-        self._make = None
+        self._taken = None
         self._follow()
 
     def _follow(self) -> None:
         if self._retry is not None:
             self._retry.cancel()
             self._retry = None
-        wanted = self._wanted and self._make is not None
+        wanted = self._wanted and not self.closed
         if wanted == self._reading:
             return
         loop = asyncio.get_running_loop()
         # The kernel forgets a watched socket only with its last descriptor, which others have: so take it out.
         if wanted:
-            loop.add_reader(self._sock, self._take)
+            loop.add_reader(self.sock, self._take)
         else:
-            loop.remove_reader(self._sock)
+            loop.remove_reader(self.sock)
         self._reading = wanted
 
     def _take(self) -> None:
+        taken = self._taken
+        assert taken is not None  # else nobody reads
         for _ in range(AT_ONCE_SHARED if self.shared else AT_ONCE_ALONE):
             try:
-                connection, _ = self._sock.accept()
+                connection, _ = self.sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return  # another process has it, or the client has left
             except OSError as error:
                 logger.error("no connection can be taken for %g s: %s", RETRY_S, error)
                 loop = asyncio.get_running_loop()
-                loop.remove_reader(self._sock)
+                loop.remove_reader(self.sock)
                 self._reading = False
                 self._retry = loop.call_later(RETRY_S, self._follow)
                 return
             connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            task = asyncio.create_task(self._connected(connection))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _connected(self, connection: socket.socket) -> None:
-        make = self._make
-        if make is None:
-            connection.close()
-            return
-        try:
-            await asyncio.get_running_loop().connect_accepted_socket(make, connection, ssl=self._tls)
-        except (OSError, TimeoutError) as error:  # a handshake that failed, a client that left
-            logger.debug("a connection came to nothing: %s", error)
-            connection.close()
+            taken(connection)
 
 
 BACKLOG = 2048
@@ -612,6 +602,7 @@ class _Server(uvicorn.Server):
         self.server_state: FrontendState = FrontendState()
         self.open_connections = self.server_state.connections = _Connections()
         self._acceptor = acceptor
+        self._connecting: set[asyncio.Task[None]] = set()
         self._idle = idle
         self._leave = asyncio.Event()
 
@@ -635,13 +626,30 @@ class _Server(uvicorn.Server):
             await super().startup(sockets)
         else:
             await super().startup([])
-            self._acceptor.begin(self._protocol, self.config.ssl)
+            self._acceptor.begin(self._taken)
         self.listening.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._acceptor is not None:
             self._acceptor.close()
         await super().shutdown(sockets)
+
+    def _taken(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        task = asyncio.create_task(self._connected(connection))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    async def _connected(self, connection: socket.socket) -> None:
+        if self._acceptor is None or self._acceptor.closed:
+            connection.close()
+            return
+        try:
+            loop = asyncio.get_running_loop()
+            await loop.connect_accepted_socket(self._protocol, connection, ssl=self.config.ssl)
+        except (OSError, TimeoutError) as error:  # a handshake that failed, a client that left
+            logger.debug("a connection came to nothing: %s", error)
+            connection.close()
 
     def set_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
         """Those of every answer that begins from now on, beside its date."""

@@ -24,6 +24,11 @@ SHORT = 512
 PROBES = ("word", " word", "\nword", "  two  words ", "1,024\n\n", "é", "")
 
 
+def token_ids(rust: RustTokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    """The ids of the whole text. Other threads run meanwhile: of the library's calls, those for a batch let them."""
+    return list(rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+
 class SegmentCache:
     """The ids of texts, segment by segment. Safe to use from several threads."""
 
@@ -41,11 +46,10 @@ class SegmentCache:
         """Token ids that are kept now."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of the text, without special tokens that it does not have. Other threads run while new segments are
-        tokenised: of the library's calls, those for a batch let them."""
+        """The ids of the text, without special tokens that it does not have."""
         segments = self._segments(text) if len(text) >= self._short else [text]
         if len(segments) < 2:
-            return self._tokenised(text)
+            return token_ids(self._rust, text)
         keys = [blake2b(segment.encode("utf-8", "surrogatepass"), digest_size=16).digest() for segment in segments]
         whole: list[int] = []
         # Neighbours that are new are one text for the tokenizer: a call for each would cost more.
@@ -55,7 +59,7 @@ class SegmentCache:
                 whole += chain.from_iterable(ids for _, _, ids in group if ids is not None)
             else:
                 new = [(key, segment) for key, segment, _ in group]
-                ids = self._tokenised("".join(segment for _, segment in new))
+                ids = token_ids(self._rust, "".join(segment for _, segment in new))
                 self._keep([key for key, _ in new], ids)
                 whole += ids
         return whole
@@ -65,9 +69,6 @@ class SegmentCache:
             return [text]
         ends = [match.end() for match in self._cut.finditer(text) if match.group() in self._special]
         return [text[begin:end] for begin, end in pairwise([0, *ends, len(text)]) if begin < end] or [text]
-
-    def _tokenised(self, text: str) -> list[int]:
-        return list(self._rust.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def _known(self, keys: Sequence[bytes]) -> list[array[int] | None]:
         with self._lock:
@@ -107,8 +108,10 @@ def _taken_out(rust: RustTokenizer) -> tuple[set[str], set[str]]:
 
 def _alike(rust: RustTokenizer, special: str) -> bool:
     """Whether texts behind that token have the ids that they have by themselves."""
-
-    def ids(*texts: str) -> list[int]:
-        return [one for each in rust.encode_batch_fast(list(texts), add_special_tokens=False) for one in each.ids]
-
-    return all(ids(f"{a}{special}{b}") == ids(f"{a}{special}", b) for a in PROBES for b in (*PROBES, special))
+    tails = {tail: token_ids(rust, tail) for tail in (*PROBES, special)}
+    for probe in PROBES:
+        head = f"{probe}{special}"
+        ids = token_ids(rust, head)
+        if any(token_ids(rust, head + tail) != ids + tail_ids for tail, tail_ids in tails.items()):
+            return False
+    return True

@@ -27,7 +27,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from dynamo_local.components.limits import nested_deeper, shortened
 from dynamo_local.components.text.detokenizer import Detokenizer, TokenTable
 from dynamo_local.components.text.model import TINY_FOLDER, TINY_MODEL
-from dynamo_local.components.text.segments import SegmentCache
+from dynamo_local.components.text.segments import SegmentCache, token_ids
 from dynamo_local.errors import ConfigError, InvalidRequest
 
 _PIECE = 64 * 1024
@@ -162,10 +162,10 @@ class Tokenizer:
         return str(self._rust.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of the text. Other threads run meanwhile: of the library's calls, those for a batch let them."""
-        if not add_special_tokens:
-            return self._segments.encode(text)
-        return list(self._rust.encode_batch_fast([text])[0].ids)
+        """Token ids of the text. Other threads run while something new is tokenised."""
+        return (
+            token_ids(self._rust, text, add_special_tokens=True) if add_special_tokens else self._segments.encode(text)
+        )
 
     def surely_exceeds(self, text: str, tokens: int) -> bool:
         """Whether the text is longer than this many tokens. A text that is far too long is not tokenised as a whole:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
@@ -452,13 +453,13 @@ class SimEngine(EngineBase):
             stream.wake()
         self._notify()
 
-    def _pump(self, due_s: float | None = None) -> float | None:
+    def _pump(self, due_s: float = -math.inf) -> float | None:
         """Advance the schedule to now and pass its events on. Returns when to do so again."""
         scheduler = self._scheduler
         if scheduler is None:
             return None
         # The schedule may be ahead of the clock by short passes.
-        now_s = max(self._now_s() if due_s is None else max(due_s, self._now_s()), scheduler.now_s)
+        now_s = max(self._now_s(), due_s, scheduler.now_s)
         ahead = False
         while True:
             events = scheduler.advance(now_s)

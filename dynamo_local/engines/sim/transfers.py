@@ -489,10 +489,10 @@ class KvTransfers:
             raise KvTransferError(f"the KV of request {pull.request_id} is that of another prompt; nothing was pulled")
         started_s = self._clock.now_s()
         self._pin(scheduler, pull, started_s)
-        over_s = started_s + self._options.transfer_s(pull.num_tokens)
+        takes_s = self._options.transfer_s(pull.num_tokens)
         try:
-            if over_s - started_s > INSTANT_S:
-                await self._clock.sleep_until(over_s)
+            if takes_s > INSTANT_S:
+                await self._clock.sleep_until(started_s + takes_s)
         except asyncio.CancelledError:
             scheduler.unpin(pull.request_id, self._clock.now_s())
             self._kick()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_local.components.openai import port as module
+from dynamo_local.components.openai import server
 from dynamo_local.components.openai.port import Reply, Siblings
 from dynamo_local.errors import StartTimedOut
 from dynamo_local.system import fd_messages
@@ -81,7 +82,7 @@ async def test_a_connection_taken_just_before_the_end_is_closed(short_folder: Pa
 async def test_without_descriptors_it_answers_later(
     short_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(module, "ACCEPT_AGAIN_S", 0.01)
+    monkeypatch.setattr(server, "RETRY_S", 0.01)
     a = Siblings(short_folder, "a")
 
     async def says(_: str) -> Reply:
@@ -95,7 +96,7 @@ async def test_without_descriptors_it_answers_later(
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
         try:
             async with asyncio.timeout(5):
-                while "cannot be taken" not in caplog.text:
+                while "no connection can be taken" not in caplog.text:
                     await asyncio.sleep(0)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
