@@ -1,12 +1,16 @@
-"""The plan of a chaos run: a pure function of its seed and its length, so that a seed replays the same plan.
+"""The plan of a chaos run: a pure function of its kind, its seed and its length, so that a seed replays the same plan.
 
-Rounds of a *storm*, in which things are killed and stopped beside commands, and a *calm*, in which there are commands
-alone: there nothing at all may fail. Which worker an action hits is drawn too (`unit`), among those there are then.
+`storms`: rounds of a *storm*, in which things are killed and stopped beside commands, and a *calm*, in which there are
+commands alone: there nothing at all may fail. `steady`: a command every second, and every minute a worker dies; servers
+and arbiter live, so their memory can be watched for hours. Which worker an action hits is drawn too (`unit`), among
+those there are then.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -22,6 +26,8 @@ GAP_S = 2.0
 """Between two actions, on average."""
 LONG_S = 300.0
 """From this length on the manager dies more than once."""
+COMMAND_EVERY_S, KILL_EVERY_S = 1.0, 60.0
+"""Of a steady plan."""
 
 
 class Kind(StrEnum):
@@ -89,7 +95,7 @@ class Action:
         return " ".join(word for word in words if word) + (f" ({self.seconds:.2f} s)" if self.seconds else "")
 
 
-def make_plan(seed: int, seconds: float) -> tuple[Action, ...]:
+def storms_plan(seed: int, seconds: float) -> tuple[Action, ...]:
     """The plan of a run. Every kind of action is in it once a run is long enough for that."""
     rng = random.Random(seed)
     owed = [*FAULTS, *COMMANDS]
@@ -108,6 +114,24 @@ def make_plan(seed: int, seconds: float) -> tuple[Action, ...]:
     deaths = (0.5,) if seconds < LONG_S else (0.25, 0.5, 0.8)
     actions += [Action(seconds * (part + rng.uniform(-0.1, 0.1)), Kind.ADOPT) for part in deaths]
     return tuple(sorted(actions, key=lambda action: action.at_s))
+
+
+def steady_plan(seed: int, seconds: float) -> tuple[Action, ...]:
+    """A command every second, of each kind, and every minute a worker of those that do not face clients dies."""
+    rng = random.Random(seed)
+    kill_s = rng.uniform(0.0, KILL_EVERY_S)
+    actions = [_action(rng, at_s, _drawn(rng, COMMANDS)) for at_s in _every(COMMAND_EVERY_S, rng.random(), seconds)]
+    actions += [
+        Action(at_s, Kind.KILL, rng.choice(list(BASE)), rng.random()) for at_s in _every(KILL_EVERY_S, kill_s, seconds)
+    ]
+    return tuple(sorted(actions, key=lambda action: action.at_s))
+
+
+def _every(period_s: float, first_s: float, end_s: float) -> Iterator[float]:
+    return itertools.takewhile(lambda at_s: at_s < end_s, itertools.count(first_s, period_s))
+
+
+PLANS = {"storms": storms_plan, "steady": steady_plan}
 
 
 def _drawn(rng: random.Random, weights: dict[Kind, int]) -> Kind:

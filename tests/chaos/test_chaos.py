@@ -1,7 +1,8 @@
 """The whole product on real processes under chaos and load: nothing is lost that a retry could save.
 
 `tox -e chaos` runs it for DYN_CHAOS_SECONDS (900), `tox -e chaos-short` for 120. The seed is printed; the same
-DYN_CHAOS_SEED and DYN_CHAOS_SECONDS replay the same plan. docs/chaos.md says what is done and what must hold.
+DYN_CHAOS_PLAN, DYN_CHAOS_SEED and DYN_CHAOS_SECONDS replay the same plan. docs/chaos.md says what is done and what must
+hold.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,23 +22,25 @@ from benchmarks.drain.client import ANSWER_S
 from benchmarks.traces import conversation
 from dynamo_local.arbiter.marks import marked
 from tests.chaos.checks import unexplained
+from tests.chaos.growth import EVERY_S, Watched, trends_of
 from tests.chaos.load import Clients, Tally
-from tests.chaos.plan import BASE, DECODE, FRONTEND, PREFILL, Kind, make_plan
+from tests.chaos.plan import BASE, COMMANDS, DECODE, FRONTEND, PLANS, PREFILL, Kind, steady_plan, storms_plan
 from tests.chaos.world import Chaos
-from tests.drivers.scaled import events
 from tests.drivers.served import Served
 from tests.tools.free_port import free_port
 from tests.tools.host_faults import small_disk
 
 pytestmark = [pytest.mark.infra]
 
+PLAN = os.environ.get("DYN_CHAOS_PLAN") or "storms"
 SECONDS = float(os.environ.get("DYN_CHAOS_SECONDS") or 120)
 SEED = int(os.environ.get("DYN_CHAOS_SEED") or random.SystemRandom().randrange(10**6))
+AGAIN = f"DYN_CHAOS_PLAN={PLAN} DYN_CHAOS_SEED={SEED} DYN_CHAOS_SECONDS={SECONDS:g}"
 SPARE_S = 300.0
 """For the start, the end, and whatever takes its full bound on the way."""
 SHOWN = 20
-DISK_BYTES = 64 * 1024 * 1024
-"""The disk with the statefile and the logs: more than an hour writes, little enough to be filled in a moment."""
+DISK_BYTES = 64 * 1024 * 1024 * (1 + int(SECONDS / 3600))
+"""The disk with the statefile and the logs: more than is written, little enough to be filled in a moment."""
 WORDS = (
     *(f"--{name}.ServiceArgs.workers={count}" for name, count in BASE.items()),
     *(f"--{name}.ServiceArgs.standby=0" for name in (DECODE, PREFILL)),  # each may be put to sleep
@@ -53,9 +57,9 @@ WORDS = (
 
 @pytest.mark.timeout(SECONDS + SPARE_S)
 async def test_nothing_is_lost_that_a_retry_could_save(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    plan = make_plan(SEED, SECONDS)
+    plan = PLANS[PLAN](SEED, SECONDS)
     with capsys.disabled():
-        print(f"\nchaos: DYN_CHAOS_SEED={SEED} DYN_CHAOS_SECONDS={SECONDS:g}, {len(plan)} actions", flush=True)
+        print(f"\nchaos: {AGAIN}, {len(plan)} actions", flush=True)
         print(f"chaos: {conversation(1).told}", flush=True)
     # Chosen here, not by the Frontend: one that is started again must be found where it was.
     port, tally = free_port(), Tally()
@@ -75,9 +79,12 @@ async def test_nothing_is_lost_that_a_retry_could_save(capsys: pytest.CaptureFix
             await asyncio.wait({load}, timeout=0 if chaos.wrong else 2 * ANSWER_S)
             chaos.wrong += [] if load.done() else [f"requests that never end: {tally.under_way}"]
             load.cancel()
-        chaos.wrong += tally.lost + unexplained(events(served), chaos.hurt, chaos.outage)
+        chaos.read_events()
+        trends = chaos.growth.trends()
+        chaos.wrong += tally.lost + unexplained(chaos.events, chaos.hurt, chaos.outage)
+        chaos.wrong += [f"it grows: {trend}" for trend in trends if trend.grows]
         with capsys.disabled():
-            print(f"chaos: {tally}; refused commands {chaos.refused}", flush=True)
+            print(f"chaos: {tally}; refused commands {chaos.refused}", *trends, sep="\n", flush=True)
         if chaos.wrong:
             pytest.fail(_report(chaos))
         assert tally.right > SECONDS, "too little load to mean anything"
@@ -87,9 +94,32 @@ async def test_nothing_is_lost_that_a_retry_could_save(capsys: pytest.CaptureFix
 
 def test_a_seed_replays_its_plan_and_every_kind_of_action_is_in_it() -> None:
     for seed in range(20):
-        plan = make_plan(seed, 120)
-        assert plan == make_plan(seed, 120) != make_plan(seed + 1, 120)
+        plan = storms_plan(seed, 120)
+        assert plan == storms_plan(seed, 120) != storms_plan(seed + 1, 120)
         assert {action.kind for action in plan} == set(Kind), seed
+
+
+def test_a_steady_plan_has_a_command_each_second_and_a_death_each_minute() -> None:
+    plan = steady_plan(1, 3600)
+    assert plan == steady_plan(1, 3600) != steady_plan(2, 3600)
+    kinds = Counter(action.kind for action in plan)
+    assert kinds.pop(Kind.KILL) == 60
+    assert set(kinds) == set(COMMANDS)
+    assert kinds.total() == 3600
+
+
+@pytest.mark.parametrize(("per_hour", "grows"), [(0.0, False), (0.005, False), (0.02, True), (-0.02, False)])
+def test_growth_is_told_from_noise(per_hour: float, grows: bool) -> None:
+    rng = random.Random(1)
+    watched = Watched("arbiter")
+    for number in range(360):
+        hours = number * EVERY_S / 3600
+        watched.at_s.append(hours * 3600)
+        watched.values["MiB"].append(100 * (1 + per_hour * hours) + rng.uniform(-0.3, 0.3) + 50 * (number < 30))
+        watched.values["descriptors"].append(50 + rng.randrange(3))
+    memory, descriptors = trends_of(watched)
+    assert memory.per_hour == pytest.approx(per_hour, abs=0.002)
+    assert (memory.grows, descriptors.grows) == (grows, False)
 
 
 @asynccontextmanager
@@ -109,7 +139,7 @@ def _report(chaos: Chaos) -> str:
     more = f"\n… and {len(chaos.wrong) - SHOWN} more" if len(chaos.wrong) > SHOWN else ""
     return "\n".join(
         [
-            f"DYN_CHAOS_SEED={SEED} DYN_CHAOS_SECONDS={SECONDS:g}: {len(chaos.wrong)} things are wrong:",
+            f"{AGAIN}: {len(chaos.wrong)} things are wrong:",
             *chaos.wrong[:SHOWN],
             more,
             "--- what was done last",

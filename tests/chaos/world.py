@@ -5,26 +5,32 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from dynamo_local.arbiter.event_log import event_log_path, read
+from dynamo_local.arbiter.marks import marked
 from dynamo_local.cli.common import ArbiterRefused
 from dynamo_local.errors import NotRunning
 from dynamo_local.system.processes import is_alive
 from tests.chaos.checks import process_faults, statefile_faults
 from tests.chaos.faults import Fault, Status, chosen, during, ready, replaced, send_signal
+from tests.chaos.growth import EVERY_S, Growth
 from tests.chaos.load import Attempt
 from tests.chaos.plan import BASE, Action, Kind
-from tests.drivers.scaled import command, events
+from tests.drivers.scaled import command
 from tests.drivers.served import Served
 from tests.tools.host_faults import full_disk, no_descriptors
 
 STATEFILE_EVERY_S = 0.05
 PROCESSES_EVERY_S = 0.5
 LOOK_EVERY_S = 0.2
+EVENTS_EVERY_S = 20.0
+"""The log of events is read so often: it keeps the last 32 MiB only."""
 GRACE_S = 3.0
 """After all is whole again: until every client of etcd and NATS has connected anew."""
 HEAL_TIMEOUT_S = 90.0
@@ -41,7 +47,7 @@ BUGS = ("illegal_transition", "error", None)
 
 
 class Chaos:
-    """One run. `story` says what was done, `wrong` what must not have been.
+    """One run. `story` says what was done, `wrong` what must not have been, `events` are those of the event log.
 
     `disk` is where the statefile and the logs are, on a small disk of their own; None where there could be none.
     """
@@ -52,6 +58,9 @@ class Chaos:
         self._room = asyncio.Lock()
         self.story: list[str] = []
         self.wrong: list[str] = []
+        self.events: list[Mapping[str, Any]] = []
+        self.growth = Growth()
+        self._reading = threading.Lock()
         self.faults: list[Fault] = []
         self.hurt: set[int] = set()
         self.refused: dict[str, int] = {}
@@ -109,7 +118,7 @@ class Chaos:
 
     @property
     def watches(self) -> tuple[Callable[[], Awaitable[None]], ...]:
-        return (self.watch_statefile, self.watch_processes, self.watch_status)
+        return (self.watch_statefile, self.watch_processes, self.watch_status, self.watch_events, self.watch_growth)
 
     async def guarded(self, watch: Callable[[], Awaitable[None]]) -> None:
         """Run it; its own failure is a failure of the run."""
@@ -127,6 +136,26 @@ class Chaos:
         while True:
             self._wrong(await asyncio.to_thread(process_faults, self.served.paths))
             await asyncio.sleep(PROCESSES_EVERY_S)
+
+    async def watch_events(self) -> None:
+        while True:
+            await asyncio.to_thread(self.read_events)
+            await asyncio.sleep(EVENTS_EVERY_S)
+
+    def read_events(self) -> None:
+        """Those since the last call."""
+        with self._reading:
+            last = self.events[-1]["seq"] if self.events else 0
+            self.events += read(event_log_path(self.served.paths.logs), since_seq=last)
+
+    async def watch_growth(self) -> None:
+        while True:
+            await asyncio.to_thread(self._sample)
+            await asyncio.sleep(EVERY_S)
+
+    def _sample(self) -> None:
+        names = {found.pid: found.name for found in marked(self.served.paths)}
+        self.growth.sample({**names, self._arbiter_pid: "arbiter"}, time.monotonic())
 
     async def watch_status(self) -> None:
         """Note what has healed, and that the arbiter is the one that we know; until cancelled."""
@@ -369,5 +398,5 @@ class Chaos:
         return [
             f"{time.strftime('%H:%M:%S', time.localtime(r['time']))} {r['seq']} {r['watcher_name']} {r['event']} "
             f"{r['from']}->{r['to']} {r['stimulus_id']}"
-            for r in events(self.served)[-count:]
+            for r in self.events[-count:]
         ]
