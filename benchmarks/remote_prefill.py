@@ -4,8 +4,9 @@ Requests of one token, engines without a pace, one prefill and one decode worker
 asked at a time, by the same load generator, for the same prompts. The time to the first token is that of the whole
 answer. CPU is that of all processes of a graph; arbiter, etcd and NATS count.
 
-`DYN_BENCH_BEFORE` names the checkout of an earlier version. `DYN_BENCH_WORDS` lengthens each prompt by so many words.
-With `DYN_BENCH_ROUTER=kv` all have a KV router and two decode workers, and the words are a prefix that prompts share.
+`DYN_BENCH_BEFORE` names the checkout of an earlier version. `DYN_BENCH_WORDS` lengthens each prompt by so many words
+(of five tokens each). There are fewer requests then, and no more at once than there are. With `DYN_BENCH_ROUTER=kv` all
+have a KV router and two decode workers, and the words are a prefix that prompts share.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ from benchmarks.processes import ROOT
 
 BEFORE = "before"
 AT_ONCE = (1, 64, 256)
+LEAST = 64
+"""Requests, however long their prompts are."""
+SHORT_WORDS = 300
+"""With so many words there are half as many requests."""
 DECODE_WORKERS = 2
 """Where there is a router."""
 PARTS = ("Frontend", "Router", "VllmWorker", "PrefillWorker", "Decode", "Prefill", "nats", "etcd", "arbiter")
@@ -73,9 +78,11 @@ def _rounds(all_sides: Mapping[str, Side], rounds: int, requests: int) -> list[d
 
 def _asked(side: Side, requests: int) -> Values:
     values: Values = {}
-    for at_once in AT_ONCE:
+    words = int(os.environ.get("DYN_BENCH_WORDS", "0"))
+    requests = max(LEAST, requests * SHORT_WORDS // (SHORT_WORDS + words))
+    for at_once in (each for each in AT_ONCE if each <= requests):
         count = max(requests // 5, 50) if at_once == 1 else max(requests, 2 * at_once)
-        found = side.asked(count, 1, at_once, int(os.environ.get("DYN_BENCH_WORDS", "0")), shared=_routed())
+        found = side.asked(count, 1, at_once, words, shared=_routed())
         values[f"requests/s, {at_once} at once"] = found["per_s"]
         values[f"first token, {at_once} at once, p50"] = median(found["first_s"]) * 1e3
         values[f"first token, {at_once} at once, p99"] = percentile(found["first_s"], 0.99) * 1e3

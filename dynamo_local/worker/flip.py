@@ -198,10 +198,8 @@ class Flipping:
         stages.passed("lease")
         await new.begin(connections)
         stages.passed("start hooks")
-        await new.serve()
-        stages.passed("endpoints")
-        await new.component.try_out()
-        stages.passed("try-out")
+        await together(new.serve(), new.component.try_out())  # nobody knows the endpoints before they are registered
+        stages.passed("endpoints and try-out")
 
     async def _say_so(self, new: ServedRole) -> None:
         """Put the key by which the arbiter sees it. With etcd away it may have been put, and seen: there is no way back

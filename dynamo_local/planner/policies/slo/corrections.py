@@ -140,21 +140,26 @@ def learned(before: Factors, ended: Sequence[Ended], served: Sequence[Served], b
     fast_s = _quantile([each.ttft_s for each in sample if each.ttft_s is not None], LOW_QUANTILE)
     decode = None if by.mixed or fast_s > by.ttft_s else _decode(seen, served, by.passes)
     isl = sum(each.isl for each in sample) // len(sample)
+    alone_s = [by.alone_s(each.isl) for each in seen.answers]
+    waits = _waits(sample, alone_s[-SAMPLE:], before.prefill)
     reachable = REACHABLE * by.itl_s / by.passes.itl_s(isl, isl)
     return Factors(
-        _towards(before.prefill_raw, _prefill(seen, served, by), REACHABLE * by.ttft_s / max(by.alone_s(isl), 1e-9)),
+        _towards(
+            before.prefill_raw, _prefill(seen, served, alone_s), REACHABLE * by.ttft_s / max(by.alone_s(isl), 1e-9)
+        ),
         _towards(before.decode_raw, decode, reachable),
-        _towards(before.judged_raw, None if _waits(sample, by, before.prefill) else decode, reachable),
+        _towards(before.judged_raw, None if waits else decode, reachable),
     )
 
 
-def _waits(sample: Sequence[Ended], by: Learning, prefill: float) -> bool:
-    """Whether more than `WAITED` of these answers waited for longer than their prefill takes.
+def _waits(sample: Sequence[Ended], alone_s: Sequence[float], prefill: float) -> bool:
+    """Whether more than `WAITED` of these answers waited for longer than their prefill takes. `alone_s`: the TTFT of
+    each by the profile, if it never waits.
 
     The dispatch sends a prompt to a decode worker only for a longer wait than that.
     """
-    alone = [(each.ttft_s, by.alone_s(each.isl) * prefill) for each in sample if each.ttft_s is not None]
-    return sum(ttft_s > 2 * alone_s for ttft_s, alone_s in alone) > WAITED * len(alone)
+    known = [(each.ttft_s, one_s) for each, one_s in zip(sample, alone_s, strict=True) if each.ttft_s is not None]
+    return sum(ttft_s > 2 * prefill * one_s for ttft_s, one_s in known) > WAITED * len(known)
 
 
 def _seen(ended: Sequence[Ended], served: Sequence[Served]) -> _Seen:
@@ -173,18 +178,18 @@ def _towards(before: float, ratio: float | None, reachable: float) -> float:
     return before + SLOWLY * (min(max(ratio, LEAST), MOST, max(1.0, reachable)) - before)
 
 
-def _prefill(seen: _Seen, served: Sequence[Served], by: Learning) -> float | None:
+def _prefill(seen: _Seen, served: Sequence[Served], alone_s: Sequence[float]) -> float | None:
     ratios = []
     busy_s = took_s = expected_s = 0.0  # busy and expected: by the profile
-    for each in seen.answers:
+    for each, one_s in zip(seen.answers, alone_s, strict=True):
         if each.ttft_s is None or each.isl <= 0:
             continue
-        alone_s = by.alone_s(each.isl)
-        ratios.append(each.ttft_s / (alone_s + (each.itl_s or 0.0)))
+        first_s = one_s + (each.itl_s or 0.0)
+        ratios.append(each.ttft_s / first_s)
         took_s += each.ttft_s
-        expected_s += alone_s + (each.itl_s or 0.0)
+        expected_s += first_s
         if seen.from_s < each.at_s - each.lasted_s + each.ttft_s <= seen.until_s:
-            busy_s += alone_s * seen.stride
+            busy_s += one_s * seen.stride
     if len(ratios) < ENDED_MIN:
         return None
     fast = _quantile(ratios[-SAMPLE:], LOW_QUANTILE)

@@ -25,6 +25,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -235,6 +236,8 @@ LASTED_QUANTILE = 0.98
 LASTED_SAMPLE = 500
 DECISIONS_MAX = 400
 
+_ROW = attrgetter("at_s", "isl", "osl", "ttft_s", "itl_s")
+
 
 @dataclass(frozen=True, slots=True)
 class Ruled:
@@ -275,12 +278,12 @@ class Record:
 
     def after(self, ended: Sequence[Ended], ttft_s: float, itl_s: float) -> Record:
         """With these answers. One of which no latency is known is left out: nobody knows when it came."""
-        known = [each for each in ended if each.ttft_s is not None]
-        if not known:
+        if not ended:
             return self
-        rows = [(each.at_s, each.isl, max(1, each.osl), each.ttft_s, each.itl_s or 0.0) for each in known]
-        # Columns, because a decision may have a thousand answers.
-        at_s, isl, osl, first_s, gap_s = np.array(rows, dtype=float).T
+        # Columns, because a decision may have a thousand answers. An unknown latency becomes NaN.
+        rows = np.array(list(map(_ROW, ended)), dtype=float)
+        at_s, isl, osl, first_s, gap_s = rows[~np.isnan(rows[:, 3])].T
+        osl, gap_s = np.maximum(osl, 1), np.nan_to_num(gap_s)
         came_s = at_s - (first_s + gap_s * (osl - 1))
         missed = (first_s > ttft_s) | (gap_s > itl_s)
         new = np.column_stack((came_s, isl, osl, missed))
