@@ -225,6 +225,8 @@ class SloPolicy:
             if any(each.name == FLIP for each in state.scaling_options):
                 held = _kept(ruled, held, sum(now))
             fleet = within(held, now, bounds)
+            if bounds.held(fleet) < bounds.min_gpus:  # so many stay in total: the rule chooses their split
+                fleet = ruled
         fleet = self._not_below_the_first(state, observation, fleet, now, flips)
         if fleet == now and all(scaling_option.name != FLIP for scaling_option in state.scaling_options):
             fleet = swapped(

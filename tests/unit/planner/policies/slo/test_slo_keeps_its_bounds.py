@@ -188,3 +188,9 @@ def test_a_reason_tells_forecast_band_price_and_who_binds() -> None:
     assert "requests/s expected in 30 s (" in why
     assert "binds" in why
     assert "one less would miss" in why
+
+
+def test_a_fleet_that_is_held_in_total_stays_whole_once_the_past_is_judged() -> None:
+    world = World(OPTIONS.model_copy(update={"min_gpu_budget": 8}), (4, 4))
+    world.run(900.0, lambda at_s: 2.0)
+    assert {sum(decision.targets.values()) for decision in world.decisions} == {8}
