@@ -8,6 +8,8 @@ from statistics import linear_regression, mean
 
 import psutil
 
+from benchmarks.processes import rss_mib
+
 EVERY_S = 10.0
 WARM_UP_S = 600.0
 """A process is judged from so long after it was first seen: until then its caches fill."""
@@ -16,7 +18,6 @@ LEAST_S = 2400.0
 PER_HOUR_MAX = 0.01
 SLACK = {"MiB": 1.0, "descriptors": 2.0}
 """Less than that over the whole stretch is no growth."""
-MIB = 2**20
 
 
 @dataclass(slots=True)
@@ -59,11 +60,10 @@ class Growth:
         self._watched: dict[int, Watched] = {}
 
     def sample(self, processes: Mapping[int, str], now_s: float) -> None:
-        """Note memory and descriptors of these processes, by pid, at a time (seconds). Who has gone is left out."""
+        """Note memory and descriptors of these processes, by pid, at a time (seconds). Ended ones are left out."""
         for pid, name in processes.items():
             try:
-                process = psutil.Process(pid)
-                found = {"MiB": process.memory_info().rss / MIB, "descriptors": float(process.num_fds())}
+                found = {"MiB": rss_mib(pid), "descriptors": float(psutil.Process(pid).num_fds())}
             except psutil.NoSuchProcess:
                 continue
             watched = self._watched.setdefault(pid, Watched(name))
@@ -72,12 +72,12 @@ class Growth:
                 watched.values[what].append(value)
 
     def trends(self) -> list[Trend]:
-        """Of each process that lived long enough."""
+        """The trends of each process that lived for `WARM_UP_S` and `LEAST_S`."""
         return [trend for watched in self._watched.values() for trend in trends_of(watched)]
 
 
 def trends_of(watched: Watched) -> Iterable[Trend]:
-    """Of one process; nothing if it did not live long enough."""
+    """The trends of one process. There are none if it lived for less than `WARM_UP_S` and `LEAST_S`."""
     begin_s = watched.at_s[0] + WARM_UP_S
     kept = [number for number, at_s in enumerate(watched.at_s) if at_s >= begin_s]
     hours = [(watched.at_s[number] - begin_s) / 3600 for number in kept]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from dynamo_local.arbiter.event_log import event_log_path, read
+from dynamo_local.arbiter.event_log import EventTail, event_log_path, is_aside
 from dynamo_local.arbiter.marks import marked
 from dynamo_local.cli.common import ArbiterRefused
 from dynamo_local.errors import NotRunning
@@ -60,7 +59,7 @@ class Chaos:
         self.wrong: list[str] = []
         self.events: list[Mapping[str, Any]] = []
         self.growth = Growth()
-        self._reading = threading.Lock()
+        self._tail = EventTail(event_log_path(served.paths.logs), 0)
         self.faults: list[Fault] = []
         self.hurt: set[int] = set()
         self.refused: dict[str, int] = {}
@@ -139,14 +138,12 @@ class Chaos:
 
     async def watch_events(self) -> None:
         while True:
-            await asyncio.to_thread(self.read_events)
+            self.read_events()
             await asyncio.sleep(EVENTS_EVERY_S)
 
     def read_events(self) -> None:
-        """Those since the last call."""
-        with self._reading:
-            last = self.events[-1]["seq"] if self.events else 0
-            self.events += read(event_log_path(self.served.paths.logs), since_seq=last)
+        """Add the events since the last call."""
+        self.events += (record for record in self._tail.poll() if not is_aside(record))
 
     async def watch_growth(self) -> None:
         while True:
