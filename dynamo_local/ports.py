@@ -273,6 +273,10 @@ class Engine(Protocol):
         found), `drafts` and `accepted` (speculation: drafts, and their accepted tokens). The unknown is absent."""
         ...
 
+    def death(self) -> str | None:
+        """Why the engine has ended by itself; None: it has not."""
+        ...
+
     async def wait_failed(self) -> None:
         """Raise `EngineDead` as soon as the engine has ended by itself; return once it was closed."""
         ...

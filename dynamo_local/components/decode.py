@@ -16,7 +16,7 @@ from dynamo_local.components.remote_prefill import DispatchCounts, RemotePrefill
 from dynamo_local.core.routing.estimates import Timing, Why
 from dynamo_local.core.routing.prefill_choice import DecodeSide
 from dynamo_local.core.served import Served
-from dynamo_local.errors import KvTransferError, NotContinuable, WorkerBusy
+from dynamo_local.errors import KvTransferError, NotContinuable, WorkerBusy, WorkerDraining
 from dynamo_local.ports import Engine, EngineOutput, EngineRequest
 from dynamo_local.system import tracing
 
@@ -55,12 +55,11 @@ class DecodeService:
     async def generate(self, payload: Any) -> AsyncGenerator[dict[str, Any], None]:
         """Wire items; the first is empty and says that the request was taken.
 
-        Raises `InvalidRequest`, `WorkerBusy` (before the first item), `NotContinuable` (before tokens), `EngineError`,
-        `KvTransferError` (after tokens).
+        Raises `InvalidRequest`, `WorkerBusy`, `WorkerDraining` (before the first item), `NotContinuable` (before
+        tokens), `EngineError`, `KvTransferError` (after tokens).
         """
         message = messages.parse_generate_request(payload)
-        if not message.generated:  # the client has a part of the answer: it must not be refused now
-            self._refuse_if_full()
+        self._refuse_if_dead_or_full(begun=bool(message.generated))
         hit_rate = message.prefix_hit_rate
         yield {"token_ids": ()} if hit_rate is None else {"token_ids": (), "kv_hit_rate": hit_rate}
         # A client may send the same request id twice, and a retry does: the engine needs one of its own.
@@ -138,7 +137,12 @@ class DecodeService:
         alone_s = self._timing.prefill_s(len(request.prompt_token_ids), output.num_cached_tokens or 0)
         return min(engine_s, alone_s), 0.0, None
 
-    def _refuse_if_full(self) -> None:
+    def _refuse_if_dead_or_full(self, *, begun: bool) -> None:
+        """`begun`: the client has a part of the answer, so that a full worker takes it."""
+        if (death := self._engine.death()) is not None:
+            raise WorkerDraining(f"the engine of this worker has ended, and the worker leaves: {death}")
+        if begun:
+            return
         waiting = self._engine.load().num_requests_waiting + (self._remote.waiting if self._remote else 0)
         if waiting < self._max_num_waiting:
             return

@@ -7,6 +7,7 @@ caller can say how. Each other error after tokens is the client's.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import random
@@ -169,8 +170,11 @@ gets no other."""
 NEW_WORKER_S: Final = 60.0
 """How long a request whose worker was lost waits for another worker that takes it."""
 
-FULL_AGAIN_S: Final = 0.2
-"""A full worker is asked again after so long by a request that waits."""
+AGAIN_S: Final = 0.2
+"""A request that waits asks a full worker again after so long, or one that NATS could not reach."""
+
+LOST: Final = "lost"
+"""`details` of an error: how many workers were lost one after the other with the request. A repetition begins there."""
 
 TRIED: Final = "tried"
 """`details` of what the last worker failed with: how many have failed the request. The Frontend then asks no more."""
@@ -234,11 +238,12 @@ class Dispatcher:
         max_tries: int | None = None,
         chosen: Callable[[int], None] = lambda worker: None,
         resume: Resume = lambda: None,
+        lost: int = 0,
     ) -> None:
         """Calls `take` with the worker's items as they arrive. `tokens` bounds what the request may generate.
 
         `max_tries` is for this request alone. `chosen` gets each worker that is asked. `resume` is asked if a worker
-        was lost after tokens.
+        was lost after tokens. `lost` workers were lost with this request before, when it was asked first (`LOST`).
 
         Raises `NoWorkers`, `WorkerBusy` (every worker refused;
         `details["retry_after_s"]` is the shortest that one of them named), what the last worker failed with, or what
@@ -246,7 +251,7 @@ class Dispatcher:
         """
         deadline_s = None if timeout_s is None else self._clock.now_s() + timeout_s
         limits = max_tries or self._max_tries, self._migration_limit
-        request = _PendingRequest(payload, request_id, tokens, deadline_s, *limits, resume)
+        request = _PendingRequest(payload, request_id, tokens, deadline_s, *limits, resume, lost)
         while (routed := await self._choose(request)) is not None:
             attempt = _Attempt(self._produced, take)
             async with self._trying(request, routed.worker, attempt):
@@ -257,7 +262,7 @@ class Dispatcher:
                 finally:
                     await stream.aclose()
                 return
-        raise request.lost or _verdict(request.failures, self._client)
+        raise request.final(request.lost or _verdict(request.failures, self._client))
 
     async def _call(self, request: _PendingRequest, routed: Routed) -> ResponseStream:
         now_s = self._clock.now_s()
@@ -281,7 +286,9 @@ class Dispatcher:
             return
         finally:
             self._picker.finished(worker, request.request_id, self._clock.now_s())
-        if isinstance(request.failures[worker], WorkerDraining):
+        if worker not in request.failures:
+            await asyncio.sleep(AGAIN_S)
+        elif isinstance(request.failures[worker], WorkerDraining):
             await self._client.wait_for_others(request.failures, late_news_s(request.deadline_s, self._clock.now_s()))
 
     async def _choose(self, request: _PendingRequest) -> Routed | None:
@@ -296,30 +303,29 @@ class Dispatcher:
 
     async def _chosen(self, request: _PendingRequest) -> Routed | None:
         payload, failures = request.payload, request.failures
-        untried = self._untried(failures)
-        if not untried and request.lost is not None:
-            await self._wait_for_room(request)
-            untried = self._untried(failures)
-        if self._router is not None and untried:
-            lora_id = payload.get("lora_id", 0)
-            routed = await self._router.choose(
-                payload["token_ids"], request.request_id, request.tokens, tuple(failures), lora_id
-            )
-            untried = self._untried(failures)
-            if routed is not None and routed.worker in untried:
-                return routed
-        if not untried:
-            return None
-        return Routed(self._picker.pick(untried, self._loads(untried), prompt_tokens=len(payload.get("token_ids", ()))))
+        tokens = payload.get("token_ids", ())
+        while untried := self._untried(failures) or await self._with_room(request):
+            if self._router is not None:
+                lora_id = payload.get("lora_id", 0)
+                routed = await self._router.choose(tokens, request.request_id, request.tokens, tuple(failures), lora_id)
+                untried = self._untried(failures)
+                if routed is not None and routed.worker in untried:
+                    return routed
+            if untried:
+                return Routed(self._picker.pick(untried, self._loads(untried), prompt_tokens=len(tokens)))
+        return None
 
-    async def _wait_for_room(self, request: _PendingRequest) -> None:
-        """Until a worker comes that may have a request whose worker was lost, or one that was full may have room."""
-        left_s = request.lost_at_s + NEW_WORKER_S - self._clock.now_s()
-        full = [worker for worker, error in request.failures.items() if isinstance(error, WorkerBusy)]
-        await self._client.wait_for_others(request.failures, min(FULL_AGAIN_S, left_s) if full else left_s)
-        if left_s > 0:
+    async def _with_room(self, request: _PendingRequest) -> list[int]:
+        """Workers that a request may ask whose worker was lost: new ones, or full ones once more. None: its time is
+        over."""
+        while (left_s := request.left_s(self._clock.now_s())) > 0:
+            full = [worker for worker, error in request.failures.items() if isinstance(error, WorkerBusy)]
+            await self._client.wait_for_others(request.failures, min(AGAIN_S, left_s) if full else left_s)
             for worker in full:
                 del request.failures[worker]
+            if untried := self._untried(request.failures):
+                return untried
+        return []
 
     def _untried(self, failures: Mapping[int, DynamoError]) -> list[int]:
         return [i.instance_id for i in self._client.instances() if i.instance_id not in failures]
@@ -336,24 +342,41 @@ class _PendingRequest:
     max_tries: int
     migration_limit: int
     resume: Resume
+    lost_before: int
     failures: dict[int, DynamoError] = field(default_factory=dict)
     lost: DynamoError | None = None
     """With what the last worker was lost that had the request. It is the client's if nobody else takes it."""
     lost_at_s: float = 0.0
     migrations: int = 0
-    lost_in_row: int = 0
+    lost_in_row: int = field(init=False)
     """Workers that were lost with this request since its last token."""
+
+    def __post_init__(self) -> None:
+        self.lost_in_row = self.lost_before
+
+    def left_s(self, now_s: float) -> float:
+        """How long it may still wait for another worker, after its own was lost."""
+        return 0.0 if self.lost is None else self.lost_at_s + NEW_WORKER_S - now_s
+
+    def final(self, error: DynamoError) -> DynamoError:
+        """An error that the caller gets, with the count of lost workers."""
+        if self.lost_in_row:
+            error.details[LOST] = self.lost_in_row
+        return error
 
     def failed(self, worker: int, error: DynamoError, attempt: _Attempt, now_s: float) -> None:
         """Remember it; raises it where the request cannot be repeated or continued."""
+        if isinstance(error, InfraUnavailable) and not attempt.taken and self.left_s(now_s) > 0:
+            log.info("request %s waits to go on: %s", self.request_id, error)
+            return
         self.failures[worker] = error
         if isinstance(error, NotContinuable):
             log.warning("request %s cannot be continued: %s", self.request_id, error)
-            raise self.lost or error
+            raise self.final(self.lost or error)
         if attempt.of_taker or not error.retryable or isinstance(error, InfraUnavailable):
             raise error
         gone = isinstance(error, WorkerLost | StreamGap)
-        self.lost_in_row = (not attempt.produced) * self.lost_in_row + (gone and attempt.taken)
+        self.lost_in_row = (self.lost_before if attempt.produced else self.lost_in_row) + (gone and attempt.taken)
         if gone and attempt.taken:
             self.lost, self.lost_at_s = error, now_s
         if attempt.produced:
@@ -368,7 +391,7 @@ class _PendingRequest:
             raise WorkerLost(
                 f"{self.lost_in_row} workers were lost one after the other while they had this request, the last with: "
                 f"{error}. The request may be what kills them, so no other worker gets it.",
-                **{TRIED: len(self.failures)},
+                **{LOST: self.lost_in_row},
             )
 
     def _resume(self, worker: int, error: DynamoError) -> None:
@@ -377,7 +400,7 @@ class _PendingRequest:
             log.warning("request %s ends with worker %x, and is not continued: %s", self.request_id, worker, error)
             if exhausted and self.migrations:
                 error.details[TRIED] = len(self.failures)
-            raise error
+            raise self.final(error)
         count = len(payload["token_ids"]) - len(self.payload["token_ids"])
         self.payload, self.tokens = payload, self.tokens - count
         self.migrations += 1

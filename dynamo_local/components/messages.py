@@ -75,6 +75,8 @@ class TextRequest(msgspec.Struct, frozen=True):
     extras: Extras | None = None
     trace_block_size: Annotated[int, Meta(ge=0, le=4096)] = 0
     """The last item names the prompt's blocks of so many tokens, and the worker; 0: it does not."""
+    lost: int = 0
+    """How many workers were lost with this request before, one after the other."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
@@ -276,3 +278,5 @@ class ApiRequest(msgspec.Struct, frozen=True):
     body: bytes
     method: str = "POST"
     query: str = ""
+    lost: int = 0
+    """As in `TextRequest`."""

@@ -18,7 +18,7 @@ from dynamo_local.components.dispatcher import Batch, Dispatcher
 from dynamo_local.components.limits import run_beside, run_by_size
 from dynamo_local.components.models_view import ModelsView
 from dynamo_local.components.text.prepare import Answer, Kind, prepare
-from dynamo_local.errors import EngineError, NoWorkers
+from dynamo_local.errors import EngineError, NoWorkers, StreamGap, WorkerLost
 from dynamo_local.system import tracing
 from dynamo_local.transport.requests.stream import Enough, Take, batches_of
 
@@ -88,15 +88,18 @@ class Pipeline:
                 choices = await run_beside(prepare_choices, *work)
             else:
                 choices = await run_by_size(messages.size_of(request), prepare_choices, *work)
-            generate = partial(self._generate, timeout_s)
+            generate = partial(self._generate, timeout_s, request.lost)
             await Choices(choices, extras, request_id, self._tokenizer, generate).pump(take)
             return
         prepared = await run_by_size(messages.size_of(request), prepare, *work)
         detokenizer = self._tokenizer.detokenizer(prepared.stop, prepared.sampling.min_tokens)
         generate_request = messages.generate_request(request_id, prepared.token_ids, prepared.sampling)
-        await self._generate(timeout_s, generate_request, Answer(prepared, detokenizer, request.trace_block_size), take)
+        answer = Answer(prepared, detokenizer, request.trace_block_size)
+        await self._generate(timeout_s, request.lost, generate_request, answer, take)
 
-    async def _generate(self, timeout_s: float | None, generate: dict[str, Any], answer: Answer, take: Take) -> None:
+    async def _generate(
+        self, timeout_s: float | None, lost: int, generate: dict[str, Any], answer: Answer, take: Take
+    ) -> None:
         """One generation: a worker's tokens become text in the callback in which they arrive."""
 
         def taken(batch: Batch) -> Awaitable[None] | None:
@@ -110,7 +113,7 @@ class Pipeline:
             return _and_enough(until_free)
 
         request_id, began_s = generate["request_id"], self._clock.now_s()
-        with contextlib.suppress(Enough):
+        try:
             await self._dispatcher.pump(
                 generate,
                 taken,
@@ -119,7 +122,13 @@ class Pipeline:
                 timeout_s=timeout_s,
                 chosen=lambda worker: answer.chosen(worker, self._clock.now_s() - began_s),
                 resume=partial(answer.continued, generate),
+                lost=lost,
             )
+        except Enough:
+            pass
+        except (WorkerLost, StreamGap):
+            if answer.finish_reason is None:  # else only the end of the stream is missing
+                raise
         if answer.finish_reason is None:
             raise EngineError(f"the worker's answer to {request_id} ended without a finish reason")
 

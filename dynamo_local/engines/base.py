@@ -60,6 +60,9 @@ class EngineBase:
         """The answer of an engine without a sleep mode (`engines.sleep.CanSleep`)."""
         return f"the engine {self.info.engine} has no sleep mode"
 
+    def death(self) -> str | None:
+        return self._death
+
     async def sleep(self, level: int) -> None:
         raise EngineError(f"the engine {self.info.engine} has no sleep mode")
 

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 from starlette.types import Scope
 
 from dynamo_local.clock import Clock, reader
-from dynamo_local.components.dispatcher import TRIED
+from dynamo_local.components.dispatcher import LOST, MAX_LOST_IN_ROW, TRIED
 from dynamo_local.components.http_metrics import Endpoint, RequestObserver
 from dynamo_local.components.openai.http_io import Reply, Whole
 from dynamo_local.components.openai.recorder import BLOCK_TOKENS
@@ -121,20 +121,23 @@ class GenerationRoute(ModelRoute[ParsedRequest]):
         return await Generation(self._api, self._client, request, request_id, observer, self._deps).run(reply)
 
 
-async def until_answered(once: Callable[[], Awaitable[Whole | None]], reply: Reply, request_id: str) -> Whole | None:
+async def until_answered(once: Callable[[int], Awaitable[Whole | None]], reply: Reply, request_id: str) -> Whole | None:
     """The result of `once`. It is tried again if a worker or a Processor was lost and the client has got nothing.
 
     So a request that is not streamed may be repeated after its first token. The Processor cannot know that nobody
-    has seen it. If several workers failed before their first token, the Dispatcher has tried enough of them.
+    has seen it. If several workers failed before their first token, the Dispatcher has tried enough of them. `once`
+    gets how many workers were lost with the request (`LOST`): it may be what kills them.
     """
+    lost = 0
     for _ in range(MAX_ATTEMPTS - 1):
         try:
-            return await once()
+            return await once(lost)
         except REPEATABLE as error:
-            if reply.has_content or TRIED in error.details:
+            lost = max(lost, error.details.get(LOST, 0))
+            if reply.has_content or TRIED in error.details or lost >= MAX_LOST_IN_ROW:
                 raise
             logger.info("request %s: nothing was sent yet, so it is asked again: %s", request_id, error)
-    return await once()
+    return await once(lost)
 
 
 async def close(stream: ResponseStream, request_id: str) -> None:
@@ -176,7 +179,7 @@ class Generation:
         """As `ModelRoute.answer`. The Processor's stream is closed whatever happens, which cancels its work."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await until_answered(lambda: self._once(reply), reply, self._request_id)
+                return await until_answered(lambda lost: self._once(reply, lost), reply, self._request_id)
         except TimeoutError as error:
             message = f"The request did not end within {self._timeout_s:g} s, this Frontend's `request_timeout_s`."
             raise DeadlineExceeded(message) from error
@@ -187,8 +190,10 @@ class Generation:
             return RichAnswer(progress, self._api.rich(self._head, self._request))
         return PlainAnswer(progress, self._api.format(self._head))
 
-    async def _once(self, reply: Reply) -> Whole | None:
+    async def _once(self, reply: Reply, lost: int) -> Whole | None:
         payload = {**self._request.payload, "request_id": self._request_id, **self._traced}
+        if lost:
+            payload[LOST] = lost
         stream = await self._client.call(payload, request_id=self._request_id, timeout_s=self._timeout_s)
         answer = self._answer()
 

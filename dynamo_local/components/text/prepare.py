@@ -198,8 +198,9 @@ class Answer:
         return items
 
     def continued(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The generate request that goes on after the tokens so far, at another worker; None: it cannot."""
-        found = continued(request, self._given)
+        """The generate request that goes on after the tokens so far, at another worker; None: it cannot, or is
+        complete."""
+        found = continued(request, self._given) if self.finish_reason is None else None
         self._migrations += found is not None
         return found
 

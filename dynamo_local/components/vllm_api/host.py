@@ -40,8 +40,9 @@ MAX_UNREAD: Final = 256
 class Exchange:
     """One HTTP request, as the task that answers it and those that ask workers know it."""
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, lost: int = 0) -> None:
         self.request_id = request_id
+        self.lost = lost
         self.failure: DynamoError | None = None
         self._calls = 0
         self._tokens = 0
@@ -202,7 +203,7 @@ class ApiHost:
     async def run(self, request: ApiRequest) -> AsyncGenerator[dict[str, Any], None]:
         """The items of `vllm_api.messages`. Raises `NoWorkers`, `ConfigError`, or what `answer` raises."""
         app = await self._app()
-        async with contextlib.aclosing(answer(app, request, Exchange(request.request_id))) as items:
+        async with contextlib.aclosing(answer(app, request, Exchange(request.request_id, request.lost))) as items:
             async for item in items:
                 yield item
 
@@ -279,6 +280,7 @@ class ApiHost:
                 tokens=tokens,
                 timeout_s=timeout_s,
                 resume=resume,
+                lost=exchange.lost,
             )
 
         try:

@@ -177,9 +177,10 @@ class EngineApiRoute(ModelRoute[RawRequest | ParsedRequest]):
     ) -> Whole | None:
         assert isinstance(request, RawRequest)
         timeout_s = self._deps.settings.request_timeout_s
-        payload = ApiRequest(request_id, request.path, request.headers, request.body, request.method, request.query)
+        asked = ApiRequest(request_id, request.path, request.headers, request.body, request.method, request.query)
 
-        async def once() -> Whole | None:
+        async def once(lost: int) -> Whole | None:
+            payload = msgspec.structs.replace(asked, lost=lost)
             stream = await self._client.call(payload, request_id=request_id, timeout_s=timeout_s)
             try:
                 return await self._relay(stream, observer, reply)

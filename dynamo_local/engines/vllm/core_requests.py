@@ -92,7 +92,8 @@ def core_continued(request: EngineCoreRequest, given: Sequence[int]) -> EngineCo
         return None
     if params.structured_outputs is not None or params.presence_penalty or params.frequency_penalty:
         return None
-    if any(getattr(params, name, None) for name in _OF_GENERATED) or getattr(request, "resumable", False):
+    looks_back = any(getattr(params, name, None) not in (None, []) for name in _OF_GENERATED)
+    if looks_back or getattr(request, "resumable", False):
         return None
     left = (params.max_tokens or 0) - len(given)
     if left < 1:

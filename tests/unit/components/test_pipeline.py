@@ -339,6 +339,20 @@ async def test_an_answer_goes_on_at_another_worker(cluster: FakeCluster, remote:
     assert items[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] <= 40
 
 
+async def test_an_answer_of_which_only_the_end_is_lost_is_complete(cluster: FakeCluster) -> None:
+    async def without_end(_payload: Any, _context: Any) -> AsyncIterator[Any]:
+        yield {"token_ids": []}
+        yield {"token_ids": [400, 401], "finish_reason": "stop"}
+        raise WorkerLost("gone")
+
+    await start_decode(cluster)
+    await start_processor(cluster)
+    workers = cluster.client("VllmWorker", "generate")
+    workers.add_instance(workers.instances()[0].instance_id, without_end)
+    assert answer(await ask(cluster, prompt=[300], max_tokens=9)) == (TINY.decode([400, 401]), "stop", 2)
+    assert len(workers.calls) == 1
+
+
 async def test_stop_string_ends_the_request_in_the_engine(cluster: FakeCluster) -> None:
     worker = await start_decode(cluster)
     await start_processor(cluster)

@@ -172,6 +172,7 @@ async def test_an_answer_that_nobody_has_seen_is_asked_for_again(house: Make, pa
     [
         (errors.WorkerLost("gone"), 3),
         (errors.WorkerLost("gone", tried=3), 1),
+        (errors.WorkerLost("gone", lost=2), 1),
         (errors.EngineError("broken"), 1),
         (errors.NoWorkers("none"), 1),
     ],
@@ -182,6 +183,13 @@ async def test_what_no_worker_can_do_is_not_asked_for_ever(house: Make, error: E
     async with made.served() as server, httpx.AsyncClient(base_url=server.url) as client:
         assert (await client.post(CHAT_URL, json=CHAT)).status_code >= 500
     assert len(made.endpoint.calls) == calls
+
+
+async def test_a_repetition_says_how_many_workers_were_lost_with_the_request(house: Make):
+    made = house(FakeEndpoint([errors.WorkerLost("gone", lost=1)], answer("Hello")))
+    async with made.served() as server, httpx.AsyncClient(base_url=server.url) as client:
+        assert (await client.post(CHAT_URL, json=CHAT)).status_code == 200
+    assert [payload.get("lost") for payload in made.endpoint.payloads] == [None, 1]
 
 
 async def test_the_deadline_in_mid_stream_is_an_error_event(house: Make):

@@ -16,7 +16,7 @@ from dynamo_local.core.routing.disagg import DisaggSettings
 from dynamo_local.core.routing.estimates import Targets, Timing, Why
 from dynamo_local.core.routing.prefill_choice import DecodeSide
 from dynamo_local.core.types import Load
-from dynamo_local.errors import KvTransferError, WorkerBusy
+from dynamo_local.errors import KvTransferError, WorkerBusy, WorkerDraining
 from dynamo_local.ports import EngineOutput, EngineRequest, SamplingParams
 from dynamo_local.profile.interpolation import FixedModel
 from tests.fakes.data_plane.worker_context import FakePrefillReplies
@@ -35,10 +35,14 @@ class Engine:
         self.gate.set()
         self.fails = 0
         self.waiting = 0
+        self.dead: str | None = None
         self.asked: list[EngineRequest] = []
 
     def load(self) -> Load:
         return Load(num_requests_waiting=self.waiting)
+
+    def death(self) -> str | None:
+        return self.dead
 
     def prefix_hit_rate(self, prompt_token_ids: Any) -> float:
         return 0.0
@@ -98,6 +102,13 @@ async def worker() -> AsyncIterator[Worker]:
     yield made
     made.engine.gate.set()
     await made.remote.finish()
+
+
+async def test_a_dead_engine_refuses(worker: Worker) -> None:
+    """As a worker that leaves: what comes then has not killed it."""
+    worker.engine.dead = "out of memory"
+    with pytest.raises(WorkerDraining, match="out of memory"):
+        await worker.ask()
 
 
 async def test_alone_a_prompt_is_prefilled_where_it_is_sooner(worker: Worker) -> None:

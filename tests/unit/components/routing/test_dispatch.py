@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.components.dispatcher import Dispatcher, Routed
+from dynamo_local.components.dispatcher import AGAIN_S, Dispatcher, Routed
 from dynamo_local.core.routing.choice import LeastLoaded, RoundRobin
 from dynamo_local.errors import (
     DeadlineExceeded,
@@ -100,7 +100,7 @@ def counting(first: int, until: int | None = None, then: DynamoError | None = No
     return handle
 
 
-async def counted(client: FakeEndpointClient, migration_limit: int = 3) -> list[int]:
+async def counted(client: FakeEndpointClient, migration_limit: int = 3, lost: int = 0) -> list[int]:
     """The answer of `counting` workers, as the client gets it."""
     tokens: list[int] = []
     subject = Dispatcher(client, RoundRobin(), lambda ids: {}, migration_limit=migration_limit)
@@ -112,7 +112,7 @@ async def counted(client: FakeEndpointClient, migration_limit: int = 3) -> list[
     def resume() -> dict[str, Any]:
         return {"token_ids": [0, *tokens], "generated": len(tokens)}
 
-    await subject.pump({"token_ids": [0]}, take, request_id="r", tokens=6, timeout_s=5, resume=resume)
+    await subject.pump({"token_ids": [0]}, take, request_id="r", tokens=6, timeout_s=5, resume=resume, lost=lost)
     return tokens
 
 
@@ -148,6 +148,27 @@ async def test_a_full_worker_is_asked_again_by_an_answer_that_has_begun() -> Non
     assert [call.instance_id for call in client.calls] == [1, 2, 2]
 
 
+async def test_a_request_waits_on_while_a_full_worker_leaves() -> None:
+    client = FakeEndpointClient({1: counting(1, 3, LOST), 2: failing(WorkerBusy("full"))})
+    asked = asyncio.create_task(counted(client))
+    while len(client.calls) < 2:
+        await asyncio.sleep(0)
+    client.remove_instance(2)
+    await asyncio.sleep(2 * AGAIN_S)
+    client.add_instance(3, counting(3))
+    assert await asked == [1, 2, 3, 4, 5, 6]
+
+
+async def test_a_request_waits_for_nats_to_go_on() -> None:
+    client = FakeEndpointClient({1: counting(1, 3, LOST), 2: counting(3)})
+    client.refuse(2, NatsUnavailable("away"))
+    asked = asyncio.create_task(counted(client))
+    while len(client.calls) < 3:
+        await asyncio.sleep(0)
+    client.refuse(2, None)
+    assert await asked == [1, 2, 3, 4, 5, 6]
+
+
 async def test_migrations_are_bounded() -> None:
     client = FakeEndpointClient({n: counting(n, n + 1, WorkerLost(f"gone {n}")) for n in range(1, 6)})
     with pytest.raises(WorkerLost, match="gone 3"):
@@ -160,6 +181,16 @@ async def test_a_request_that_two_workers_die_of_gets_no_third() -> None:
     with pytest.raises(WorkerLost, match="2 workers were lost one after the other"):
         await counted(client)
     assert [call.instance_id for call in client.calls] == [1, 2]
+
+
+@pytest.mark.parametrize("first", [1, 3], ids=["before its first token", "after tokens"])
+async def test_a_worker_that_was_lost_before_a_repetition_counts(first: int) -> None:
+    """An answer that cannot go on is repeated from its beginning."""
+    client = FakeEndpointClient({1: counting(1, first, LOST), 2: failing(NotContinuable("a grammar")), 3: counting(1)})
+    with pytest.raises(WorkerLost) as caught:
+        await counted(client, lost=1)
+    assert caught.value.details["lost"] == 2
+    assert 3 not in [call.instance_id for call in client.calls]
 
 
 @pytest.mark.parametrize("refusal", [NotContinuable("a grammar"), EngineError("broken")])
