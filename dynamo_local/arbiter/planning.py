@@ -186,7 +186,7 @@ class ArbiterPlanner:
         async with self._changing:
             loop = self._running("resume")
             if loop.state is not PlannerState.RUNNING:
-                loop.resume()
+                loop.resume(await self.prepared(self.options, begins=True))
                 await self._keep()
             return self.status()
 
@@ -211,15 +211,18 @@ class ArbiterPlanner:
             return self.status()
 
     async def prepared(self, options: PlannerConfig, *, begins: bool = False) -> Policy[Any]:
-        """The policy of these options. One that begins knows the recorded requests. Raises `ConfigError`."""
+        """The policy of these options. One that begins, or that judges otherwise than the present one, knows the
+        recorded requests. Raises `ConfigError`."""
         by_name = {spec.name: spec.resources.gpu for spec in self._graph.services}
         prefill, decode = planned_components(self._graph)
         gpus = (0 if prefill is None else max(1, by_name[prefill]), max(1, by_name[decode]))
         starts_s = [
             self._times.start_up_s(component) or 0.0 for component in (prefill, decode) if component is not None
         ]
-        ticks = tick_log_path(self._log_path.parent) if begins else None
-        return await asyncio.to_thread(_policy_of, options, gpus, max(starts_s), ticks)
+        if self._ticks is not None:
+            await self._ticks.written()
+        before, ticks = None if begins else self.options, tick_log_path(self._log_path.parent)
+        return await asyncio.to_thread(_policy_of, options, before, gpus, max(starts_s), ticks)
 
     def reconfigure(
         self, graph: GraphSpec, options: PlannerConfig | None = None, policy: Policy[Any] | None = None
@@ -487,15 +490,19 @@ class PlannerPlugins:
         return Counters() if self._service is None else self._service.registry.counters
 
 
-def _policy_of(options: PlannerConfig, gpus: tuple[int, int], start_up_s: float, ticks: Path | None) -> Policy[Any]:
+def _policy_of(
+    options: PlannerConfig, before: PlannerConfig | None, gpus: tuple[int, int], start_up_s: float, ticks: Path
+) -> Policy[Any]:
     """`choosing.policy_of`. The first call imports all policies, and some of them read files: call it in a thread.
 
-    Without `history` the policy `slo` begins with the requests of the tick log, as far as they can be read.
+    Without `history` the policy `slo` begins with the requests of the tick log, as far as they can be read. It begins
+    without options `before`, and with others by which it judges.
     """
     from dynamo_local.planner import choosing
 
     recorded: Recorded = []
-    if ticks is not None and options.policy == "slo" and options.history is None:
+    begins = before is None or choosing.begins_anew(before, options)
+    if begins and options.policy == "slo" and options.history is None:
         skipped = Skipped()
         try:
             recorded = recorded_requests(ticks, skipped)
@@ -505,4 +512,4 @@ def _policy_of(options: PlannerConfig, gpus: tuple[int, int], start_up_s: float,
             log.warning("%s", warning)
         if recorded:
             log.info("the planner begins with %d requests of its last %.1f h", len(recorded), -recorded[0][0] / 3600)
-    return choosing.policy_of(options, start_up_s=start_up_s, gpus=gpus, recorded=recorded)
+    return choosing.policy_of(options, start_up_s=start_up_s, gpus=gpus, recorded=recorded, begins=begins)

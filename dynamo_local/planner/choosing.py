@@ -237,12 +237,13 @@ def policy_of(
     speed: float = 1.0,
     gpus: tuple[int, int] | None = None,
     recorded: Sequence[Request] = (),
+    begins: bool = True,
 ) -> Policy[Any]:
     """A new policy with these options. Raises `ConfigError` if a file or a library that they name cannot be used.
 
     `slo` takes `start_up_s` for the lead time until it has observed a start (None or 0: unknown, so `START_UP_S`). Its
-    engines are `speed` times as fast as their profile says. It begins with the `recorded` requests if there is no
-    `history`. That takes seconds.
+    engines are `speed` times as fast as their profile says. Where it `begins`, it does so with the requests of its
+    `history`, or with the `recorded` ones. That takes seconds.
     `gpus` are those of a prefill worker (0: the graph is aggregated) and of a decode worker; by default the options'.
     """
     check_installed(options)
@@ -253,12 +254,20 @@ def policy_of(
             return _sla(options)
         case "slo":
             each = gpus or (options.prefill_engine_num_gpu or 1, options.decode_engine_num_gpu or 1)
-            requests, warning = history_of(options)
+            requests, warning = history_of(options) if begins else ((), None)
             if warning is not None:
                 log.warning("%s", warning)
             return _slo(options, start_up_s or START_UP_S, speed, each, requests or recorded)
         case "throughput-load":
             return _throughput_load(options)
+
+
+def begins_anew(before: PlannerConfig, after: PlannerConfig) -> bool:
+    """Whether other options make the recorded requests be judged anew: another policy, or other targets."""
+    return any(
+        getattr(before, name) != getattr(after, name)
+        for name in ("policy", "ttft_ms", "itl_ms", "profile_results_dir", "history")
+    )
 
 
 def _slo(

@@ -118,6 +118,11 @@ class PolicyDriver:
             recorder.began(policy.options, now_s)
 
     @property
+    def options(self) -> PlannerConfig:
+        """Those of its policy."""
+        return self._policy.options
+
+    @property
     def next_at_s(self) -> float:
         """When the next observation is due."""
         return self._policy.next_at_s(self._state)

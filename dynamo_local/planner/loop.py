@@ -195,8 +195,9 @@ class PlannerLoop:
         """Observe only."""
         self._set_state(PlannerState.PAUSED)
 
-    def resume(self) -> None:
-        """Plan again, from the present state: the policy begins anew."""
+    def resume(self, policy: Policy[Any] | None = None) -> None:
+        """Plan again, from the present state: the policy begins anew, or this one does."""
+        self._policy = policy or self._policy
         self._set_state(PlannerState.RUNNING)
 
     def on_manual_change(self) -> None:

@@ -165,7 +165,7 @@ class Streams:
     def of(cls, demand: Demand, times: Sequence[float]) -> Streams:
         """Those of this demand, each from its time (seconds) on: a burst of prompts is no burst of streams."""
         rows = sorted(zip(times, demand.isl, demand.osl, strict=True))
-        return cls(tuple((at_s, isl, max(1, osl - 1)) for at_s, isl, osl in rows), int(len(rows) * WARM_UP))
+        return cls(tuple((at_s, isl, max(0, osl - 1)) for at_s, isl, osl in rows), int(len(rows) * WARM_UP))
 
     @property
     def judged(self) -> int:
@@ -449,6 +449,11 @@ class _Mixed(_Worker):
             if number >= 0 and self.now_s - at_s > self._ttft_s:
                 self._tally.miss(number)
                 number = -1
+            if not tokens:  # the answer is this one token
+                self.kv -= isl
+                self.load -= isl
+                self._tally.kept += number >= 0
+                continue
             heappush(streams, (self.passes + tokens, self.now_s, isl, tokens, number))
         self._took_s = None
 
@@ -659,7 +664,7 @@ def misses(past: Past, workers_max: int, engine: Engine, ttft_s: float, itl_s: f
     requests = _counted(bins, range(len(times)), past.bins)
     if engine.options.mixed:
         came = zip(times, past.isl, past.osl, strict=True)
-        streams = Streams(tuple((at_s, isl, max(1, osl - 1)) for at_s, isl, osl in came), 0)
+        streams = Streams(tuple((at_s, isl, max(0, osl - 1)) for at_s, isl, osl in came), 0)
 
         def aggregated(workers: int) -> tuple[int, ...]:
             run = Run(streams, workers, engine, itl_s, ttft_s)
@@ -679,7 +684,7 @@ def misses(past: Past, workers_max: int, engine: Engine, ttft_s: float, itl_s: f
     enough = next(n for n, missed in enumerate(of_prefill) if sum(missed) <= sum(of_prefill[-1]) + FULL * len(times))
     first_s = done.get(enough) or done_at(times, past.isl, max(1, enough), engine)
     rows = sorted(zip(first_s, past.isl, past.osl, bins, strict=True))
-    streams = Streams(tuple((at_s, isl, max(1, osl - 1)) for at_s, isl, osl, _ in rows), 0)
+    streams = Streams(tuple((at_s, isl, max(0, osl - 1)) for at_s, isl, osl, _ in rows), 0)
     of_stream = [each[3] for each in rows]
 
     def decode(workers: int) -> tuple[int, ...]:

@@ -178,6 +178,11 @@ class WorkerPools:
         return prefill, max(1, self.decode.gpus_per_worker)
 
     @property
+    def gpus_held(self) -> int:
+        """GPUs of all processes of both components."""
+        return sum(pool.gpus_held for pool in self.all)
+
+    @property
     def adjusting(self) -> bool:
         """Whether an adjustment is under way, by the planner or a person."""
         return self.pending or any(pool.adjusting for pool in self.all)

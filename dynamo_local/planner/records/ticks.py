@@ -559,7 +559,7 @@ class Replay:
             elif kind == CHANGED and self._begins is not None:
                 self._begins = {**self._begins, "options": record["options"], "policy": record["policy"]}
             elif kind == CHANGED and self._driver is not None:
-                self._driver.change(self._policy(record), at_s)
+                self._driver.change(self._policy(self._driver.options, record), at_s)
             elif kind != GOES_ON:
                 raise BadInput(f"record {record['seq']} of the log of ticks is a {kind[:40]!r}: not known here")
 
@@ -571,17 +571,19 @@ class Replay:
 
     def _begun(self, began: Record) -> PolicyDriver:
         """A planner that begins. As the arbiter's does, it knows the requests that were recorded before."""
-        recorded = joined(reversed(self._seen))
         self._begins = None
-        return PolicyDriver(self._policy(began, recorded), float(began["at_s"]), forecaster=InlineForecaster())
+        return PolicyDriver(self._policy(None, began), float(began["at_s"]), forecaster=InlineForecaster())
 
-    def _policy(self, record: Record, recorded: Recorded | None = None) -> Policy[Any]:
-        from dynamo_local.planner.choosing import policy_of  # imports all policies, which a log's writer does not need
+    def _policy(self, before: PlannerConfig | None, record: Record) -> Policy[Any]:
+        from dynamo_local.planner import choosing  # imports all policies, which a log's writer does not need
 
         options, pools = self._chosen(record), self._pools
+        begins = before is None or choosing.begins_anew(before, options)
+        recorded = joined(reversed(self._seen)) if begins else ()
         if pools is None:
-            return policy_of(options, recorded=recorded or ())
-        return policy_of(options, start_up_s=start_up_s(pools), gpus=pools.gpus, recorded=recorded or ())
+            return choosing.policy_of(options, recorded=recorded, begins=begins)
+        start_s = start_up_s(pools)
+        return choosing.policy_of(options, start_up_s=start_s, gpus=pools.gpus, recorded=recorded, begins=begins)
 
     def _tick(self, record: Record) -> Iterator[Replayed]:
         if self._driver is None and self._begins is None:  # the options of its time have gone with the log's beginning

@@ -48,6 +48,14 @@ def requests(seed: int, count: int = 240) -> Demand:
     )
 
 
+@pytest.mark.parametrize("mixed", [False, True], ids=["apart", "aggregated"])
+def test_an_answer_of_one_token_has_no_gap(mixed: bool) -> None:
+    demand = replace(requests(0), osl=(1,) * 240)
+    engine = Engine(PASSES, EngineOptions(mixed=mixed))
+    streams = Streams.of(demand, demand.times(20.0))
+    assert Run(streams, 4, engine, 1e-9, 5.0 if mixed else None).share() == 1.0
+
+
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("seed", range(3))
 def test_all_shares_are_those_of_the_plain_one(use: str, seed: int) -> None:

@@ -28,7 +28,7 @@ from dynamo_local.planner.queueing import Passes
 from dynamo_local.planner.values import Ended
 
 WINDOW_S = 60.0
-SERVED_S = 300.0
+SERVED_S = 660.0
 """So long it is remembered how many workers served."""
 ENDED_MIN = 30
 ANSWERS = 250

@@ -221,7 +221,7 @@ STRETCH_MAX_S = 180.0
 """and of at most so long."""
 TURNED_EVERY_S = 600.0
 """A stretch is judged for the other shape of the graph as well, once in so long: that takes four times as long."""
-FILL_S = 120.0
+FILL_S = 900.0
 """Requests of so long before fill the workers first, if answers take that long."""
 FILL_MIN_S = 20.0
 REQUESTS_MAX = 6000
@@ -234,18 +234,30 @@ REQUESTS_PER_S = 60.0
 LASTED_QUANTILE = 0.98
 """A moment is judged once this share of the answers takes less time than has passed since."""
 LASTED_SAMPLE = 500
-DECISIONS_MAX = 400
+DECISIONS_MAX = 1440
+"""Two hours of decisions: a moment is judged when its answers have ended."""
+STALE_S = 3600.0
+"""A past of which nothing was judged for so long, beside the longest answers, rules no more: requests may be only
+counted now."""
+
+
+def filling_s(lasted_s: float) -> float:
+    """For how long requests fill the workers of a stretch, where answers take `lasted_s` at most. In seconds."""
+    return min(max(lasted_s, FILL_MIN_S), FILL_S)
+
 
 _ROW = attrgetter("at_s", "isl", "osl", "ttft_s", "itl_s")
 
 
 @dataclass(frozen=True, slots=True)
 class Ruled:
-    """A decision of the rule: the workers of each role that it wanted, and those that served then."""
+    """A decision of the rule: the workers of each role that it wanted, and those that served then. `gpus` are those of
+    all processes, also of starting and leaving workers."""
 
     at_s: float
     wanted: tuple[int, int]
     ready: tuple[int, int]
+    gpus: int
 
 
 def past_of(came: Floats, judged_from_s: float, bin_s: float, bins: int, *, turned: bool = False) -> Past:
@@ -289,9 +301,9 @@ class Record:
         new = np.column_stack((came_s, isl, osl, missed))
         return replace(self, requests=np.concatenate((self.requests, new))[-RECORDED_MAX:])
 
-    def decided(self, now_s: float, wanted: tuple[int, int], ready: tuple[int, int]) -> Record:
-        """The rule wants so many workers of each role, while so many serve."""
-        return replace(self, decisions=(*self.decisions, Ruled(now_s, wanted, ready))[-DECISIONS_MAX:])
+    def decided(self, now_s: float, wanted: tuple[int, int], ready: tuple[int, int], gpus: int) -> Record:
+        """The rule wants so many workers of each role, while so many serve, and so many GPUs are held."""
+        return replace(self, decisions=(*self.decisions, Ruled(now_s, wanted, ready, gpus))[-DECISIONS_MAX:])
 
     def due(self, now_s: float, bin_s: float) -> bool:
         """Whether a stretch ended by `now_s` that is long enough to be judged."""
@@ -303,7 +315,7 @@ class Record:
         from_s = max(self.judged_until_s, until_s - STRETCH_MAX_S)
         if now_s < self.due_s or until_s - from_s < STRETCH_S - bin_s:
             return replace(self, asked=None)
-        fill_s = min(max(lasted_s, FILL_MIN_S), FILL_S)
+        fill_s = filling_s(lasted_s)
         bins = int((until_s - from_s) // bin_s)
         until_s = from_s + bins * bin_s
         times = self.requests[:, 0]
@@ -320,7 +332,7 @@ class Record:
         return replace(
             self,
             turned_s=now_s if turned else self.turned_s,
-            requests=self.requests[times >= until_s - FILL_S],
+            requests=self.requests[times >= until_s - min(2 * fill_s, FILL_S)],
             judged_until_s=until_s,
             due_s=now_s + len(came) / REQUESTS_PER_S,
             asked=past_of(came, from_s, bin_s, bins, turned=turned),
@@ -374,9 +386,10 @@ def peak_rate(requests: Sequence[int], bin_s: float) -> float:
 
 
 def fixed_fleet(stretches: Sequence[Stretch], gpus: tuple[int, int], most_gpus: int) -> FixedFleet | None:
-    """Over these stretches; None without requests. If no fleet keeps as much, the one that keeps most."""
+    """Over these stretches; None with fewer than `JUDGED_MIN` requests. If no fleet keeps as much, the one that keeps
+    most."""
     requests = sum(each.requests for each in stretches)
-    if not requests:
+    if requests < JUDGED_MIN:
         return None
     lasted_s = sum(each.lasted_s for each in stretches)
     share = 1.0 - sum(each.missed for each in stretches) / requests
@@ -393,7 +406,8 @@ def _cheapest(
     prefill, decode = (sum((each[role] for each in missed), np.zeros(1)) / requests for role in (0, 1))
     kept = np.outer(1.0 - np.minimum(prefill, 1.0), 1.0 - np.minimum(decode, 1.0))
     held = np.add.outer(np.arange(len(prefill)) * gpus[0], np.arange(len(decode)) * gpus[1])
-    kept = np.where(held <= most_gpus, kept, -1.0)
+    nobody = (np.arange(len(prefill))[:, None] < (gpus[0] > 0)) | (np.arange(len(decode)) < 1)
+    kept = np.where((held <= most_gpus) & ~nobody, kept, -1.0)
     enough = kept >= min(share, float(kept.max()))
     best = int(np.argmin(np.where(enough, held - 1e-6 * kept, np.inf)))
     fleet = divmod(best, kept.shape[1])
@@ -494,17 +508,17 @@ class Hindsight:
         lasted_s = sorted(each.lasted_s for each in lately[-LASTED_SAMPLE:])
         return replace(self, record=self.record.asking(now_s, lasted_s[int(len(lasted_s) * LASTED_QUANTILE)], bin_s))
 
-    def decided(self, wanted: tuple[int, int], ready: tuple[int, int], now_s: float) -> Hindsight:
-        """The rule wants so many workers of each role, while so many serve."""
+    def decided(self, wanted: tuple[int, int], ready: tuple[int, int], gpus: int, now_s: float) -> Hindsight:
+        """The rule wants so many workers of each role, while so many serve, and so many GPUs are held."""
         roles = self.roles[0].wants(wanted[0], now_s), self.roles[1].wants(wanted[1], now_s)
-        return replace(self, roles=roles, record=self.record.decided(now_s, wanted, ready))
+        return replace(self, roles=roles, record=self.record.decided(now_s, wanted, ready, gpus))
 
     def held(
         self, workers: tuple[int, int], bin_price: float, gpus: tuple[int, int], rate: float, now_s: float
     ) -> tuple[int, int]:
-        """The workers to have where the rule wants `workers` for `rate` requests/s. Without a judged past these; and no
-        fewer, if there was no such load yet."""
-        if self.requests < JUDGED_MIN:
+        """The workers to have where the rule wants `workers` for `rate` requests/s. Without a judged past these, or if
+        it is stale; and no fewer, if there was no such load yet."""
+        if self.requests < JUDGED_MIN or now_s - self.record.judged_until_s > STALE_S:
             return workers
         found = [
             max(1, role.held_now(role.leaders(bin_price * each), now_s)) if each else 0
@@ -532,12 +546,11 @@ class Hindsight:
         self,
         misses: Misses,
         lead_bins: tuple[int, int],
-        gpus: tuple[int, int],
         bin_s: float,
         turned: Misses | None = None,
     ) -> Hindsight:
-        """With the stretch that was asked for. `gpus` are those of a worker of each role. `turned` is the other shape.
-        Nobody starts in the first stretch: its workers were there."""
+        """With the stretch that was asked for. `turned` is the other shape. Nobody starts in the first stretch: its
+        workers were there."""
         lead_bins = lead_bins if self.stretches else (0, 0)
         roles, requests, easy, easy_missed = list(self.roles), self.requests, self.easy, self.easy_missed
         fades, gpu_s = Ranks.fades(bin_s), 0.0
@@ -548,7 +561,7 @@ class Hindsight:
             if ruled is None:
                 continue
             requests = fades * requests + count
-            gpu_s += bin_s * (ruled.ready[0] * gpus[0] + ruled.ready[1] * gpus[1])
+            gpu_s += bin_s * ruled.gpus
             is_easy = True
             for role, missed in enumerate(both):
                 one = Bin(ruled.wanted[role], saved[role][:, at], float(missed[-1][at]))

@@ -105,7 +105,14 @@ class SloPolicy:
 
     def first(self, now_s: float) -> SloState:
         """The first decision is due after one interval. A history is the past that ends now."""
-        state = SloState(now_s, now_s + INTERVAL_S, first_until_s=now_s)
+        return self._with_history(SloState(now_s, now_s + INTERVAL_S, first_until_s=now_s), now_s)
+
+    def taking_over(self, state: SloState) -> SloState:
+        """Knowledge of the traffic stays. Results that depend on the targets are computed anew. A history is the past
+        by the new targets."""
+        return self._with_history(replace(state, moments=()), state.began_s)
+
+    def _with_history(self, state: SloState, now_s: float) -> SloState:
         history = self.history
         if history is None:
             return state
@@ -113,11 +120,7 @@ class SloPolicy:
         mean_price = price(self.options.target, self.options.cost_factor, means.rate, means.gpus)
         past = history.past.begun(now_s)
         found = past.factor(history.gpus, self.options.target, mean_price * INTERVAL_S)
-        return replace(state, past=past, means=means, price_factor=found)
-
-    def taking_over(self, state: SloState) -> SloState:
-        """Knowledge of the traffic stays. Results that depend on the targets are computed anew."""
-        return replace(state, moments=())
+        return replace(state, past=past, fixed=(), turn=None, means=means, price_factor=found)
 
     def next_at_s(self, state: SloState) -> float:
         """At the interval's end."""
@@ -180,7 +183,7 @@ class SloPolicy:
             return state
         bounds = self.bounds(pools)
         gpus = bounds.gpus
-        past = past.judged(misses[0], self._lead_bins(state, pools), gpus, INTERVAL_S, *misses[1:])
+        past = past.judged(misses[0], self._lead_bins(state, pools), INTERVAL_S, *misses[1:])
         mean_price = price(self.options.target, self.options.cost_factor, state.means.rate, state.means.gpus)
         wanted = past.factor(gpus, self.options.target, mean_price * INTERVAL_S)
         found = settled(state.price_factor, wanted, past.newest_s)
@@ -218,8 +221,7 @@ class SloPolicy:
         fleet, flips = climbed(now, ahead, quick(observation.pools, observation.reading), gpu_price, bounds)
         ruled, past = fleet, state.past
         if past is not None:
-            ready = _ready(observation.pools)
-            past = past.decided(ruled, ready, observation.at_s)
+            past = past.decided(ruled, _ready(observation.pools), observation.pools.gpus_held, observation.at_s)
             rate = max(state.expected[0].rate, *state.rates[:1])
             held = past.held(ruled, gpu_price * INTERVAL_S, bounds.gpus, rate, observation.at_s)
             if any(each.name == FLIP for each in state.scaling_options):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.policies.slo.corrections import Factors, Served
-from dynamo_local.planner.policies.slo.forecast import REQUESTS, WINDOWS_S, Outlook, Scenario
+from dynamo_local.planner.policies.slo.forecast import ENDED_MIN, REQUESTS, WINDOWS_S, Outlook, Scenario
 from dynamo_local.planner.policies.slo.hindsight import Hindsight, Turn
 from dynamo_local.planner.policies.slo.scaling_options import Fleet, Moment, ScalingOption
 from dynamo_local.planner.queueing import Demand
@@ -135,7 +135,7 @@ def with_requests(state: SloState, seen: Requests, gpus: int) -> SloState:
     rates = state.rates if silent else (rate, *state.rates[: BINS_MAX - 1])
     oldest_s = seen.at_s - WINDOWS_S[-1]
     ended = (*state.ended, *seen.ended)[-ENDED_MAX:]
-    first = min(bisect_right(ended, oldest_s, key=lambda each: each.at_s), max(0, len(ended) - 1))
+    first = min(bisect_right(ended, oldest_s, key=lambda each: each.at_s), max(0, len(ended) - ENDED_MIN))
     return replace(
         state,
         rates=rates,

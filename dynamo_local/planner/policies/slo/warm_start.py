@@ -10,13 +10,15 @@ import numpy as np
 
 from dynamo_local.planner.policies.slo.hindsight import (
     DAY_S,
-    FILL_S,
+    FILL_MIN_S,
+    LASTED_QUANTILE,
     REQUESTS_MAX,
     STRETCH_MAX_S,
     Bin,
     Hindsight,
     Ranks,
     Record,
+    filling_s,
     past_of,
     peak_rate,
     saved_by,
@@ -65,9 +67,10 @@ def warmed(
     from_s = max(came[0][0], until_s - DAY_S)
     came = [each for each in came if each[0] >= from_s]
     lead_bins = max(1, math.ceil(lead_s / bin_s))
+    fill_s = filling_s(sorted(osl for _, _, osl in came)[int(len(came) * LASTED_QUANTILE)] * itl_s)
     roles = [Ranks.of(workers_max), Ranks.of(workers_max)]
     judged, peak, judged_bins, worker_bins = 0.0, 0.0, 0, [0, 0]
-    for past in stretches(came, from_s, until_s, bin_s):
+    for past in stretches(came, from_s, until_s, bin_s, fill_s):
         found = misses(past, workers_max, engine, ttft_s, itl_s)
         judged_bins += past.bins
         peak = max(peak, peak_rate(found.requests, bin_s))
@@ -91,20 +94,21 @@ def warmed(
     )
 
 
-def stretches(came: Sequence[Request], from_s: float, until_s: float, bin_s: float) -> list[Past]:
-    """The time from `from_s` to `until_s` in stretches, each with the requests that fill its workers. `came` is
-    ascending. If there are more requests than `HISTORY_REQUESTS`, most stretches are left out, never the last one."""
+def stretches(came: Sequence[Request], from_s: float, until_s: float, bin_s: float, fill_s: float) -> list[Past]:
+    """The time from `from_s` to `until_s` in stretches, each with the requests of `fill_s` seconds before, which fill
+    its workers. `came` is ascending. If there are more requests than `HISTORY_REQUESTS`, most stretches are left out,
+    never the last one."""
     bins = int(STRETCH_MAX_S // bin_s)
     step_s = bins * bin_s
     times = [each[0] for each in came]
     count = math.ceil((until_s - from_s) / step_s)
     mean = len(came) / count
-    every = max(1, math.ceil(count * min(mean * (1 + FILL_S / step_s), REQUESTS_MAX) / HISTORY_REQUESTS))
+    every = max(1, math.ceil(count * min(mean * (1 + fill_s / step_s), REQUESTS_MAX) / HISTORY_REQUESTS))
     found = []
     for number in range((count - 1) % every, count, every):
         here = bins if number else math.ceil((until_s - from_s) / bin_s) - (count - 1) * bins
         begins_s = until_s - (count - 1 - number) * step_s - here * bin_s
-        low, high = np.searchsorted(times, (begins_s - FILL_S, begins_s + here * bin_s), "left")
+        low, high = np.searchsorted(times, (begins_s - fill_s, begins_s + here * bin_s), "left")
         found.append(_past(came[low:high], begins_s, bin_s, here))
     return found
 
@@ -113,7 +117,7 @@ def _past(came: Sequence[Request], begins_s: float, bin_s: float, bins: int) -> 
     """If there are more than `REQUESTS_MAX` requests, only the last ones, in whole intervals."""
     if len(came) > REQUESTS_MAX:
         came = came[-REQUESTS_MAX:]
-        skipped = math.ceil(max(0.0, came[0][0] + FILL_S / 6 - begins_s) / bin_s)
+        skipped = math.ceil(max(0.0, came[0][0] + FILL_MIN_S - begins_s) / bin_s)
         skipped = min(skipped, bins - 1)
         begins_s, bins = begins_s + skipped * bin_s, bins - skipped
     return past_of(np.array(came, dtype=float).reshape(-1, 3), begins_s, bin_s, bins)

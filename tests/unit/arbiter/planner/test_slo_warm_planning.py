@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,8 +39,13 @@ def recorded(arbiter: Arbiter) -> Path:
     return path
 
 
-async def history_of(arbiter: Arbiter, options: PlannerConfig = SLO, *, begins: bool = True) -> WarmStart | None:
-    policy = await arbiter.planning.prepared(options, begins=begins)
+async def history_of(
+    arbiter: Arbiter, options: PlannerConfig = SLO, before: PlannerConfig | None = None
+) -> WarmStart | None:
+    """With `before`: of a planner that runs with these."""
+    if before is not None:
+        arbiter.planning = arbiter.made(before)
+    policy = await arbiter.planning.prepared(options, begins=before is None)
     assert isinstance(policy, SloPolicy)
     return policy.history
 
@@ -51,7 +57,31 @@ async def test_after_a_restart_it_begins_with_the_tick_log(arbiter: Arbiter) -> 
     assert past is not None
     assert past.rate == pytest.approx(1.0, rel=0.2)
     assert past.gpus == (1, 1)
-    assert await history_of(arbiter, begins=False) is None, "other options of a planner that runs"
+
+
+@pytest.mark.parametrize("change", [{"policy": "load"}, {"ttft_ms": 250}, {"itl_ms": 50}])
+async def test_other_targets_judge_the_tick_log_anew(arbiter: Arbiter, change: dict[str, Any]) -> None:
+    recorded(arbiter)
+    assert await history_of(arbiter, before=SLO.model_copy(update=change)) is not None
+
+
+async def test_other_options_read_no_history(arbiter: Arbiter, tmp_path: Path) -> None:
+    """Its file may be gone by now."""
+    recorded(arbiter)
+    with_file = SLO.model_copy(update={"history": tmp_path / "gone.jsonl"})
+    for before in (SLO, with_file):
+        assert await history_of(arbiter, before.model_copy(update={"max_gpu_budget": 4}), before) is None
+
+
+async def test_a_planner_that_goes_on_knows_what_was_recorded_before_its_pause(
+    arbiter: Arbiter, caplog: pytest.LogCaptureFixture
+) -> None:
+    await arbiter.planning.start({"policy": "slo", "ttft": 500, "itl": 20})
+    await arbiter.planning.pause()
+    recorded(arbiter)
+    with caplog.at_level(logging.INFO, logger="dynamo_local"):
+        await arbiter.planning.resume()
+    assert f"the planner begins with {COUNT} requests" in caplog.text
 
 
 async def test_a_history_file_goes_before_the_tick_log(arbiter: Arbiter, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from dynamo_local.planner.policies.slo.hindsight import (
     HOLDS_S,
     REQUESTS_MAX,
     SETTLES_S,
+    STALE_S,
     STRETCH_MAX_S,
     TURN_STRETCHES,
     TURNED_EVERY_S,
@@ -77,9 +78,17 @@ def test_without_a_past_nobody_is_held_for_longer_than_at_first() -> None:
 def test_a_load_that_was_never_judged_gets_the_workers_that_the_rule_wants() -> None:
     idle = bursts(Ranks.of(2), 18, 0.0)
     past = Hindsight(Record(0.0), (idle, idle), 10_000.0, stretches=(stretch(600, 0, 1.0, [0], [0]),))
-    past = past.decided((2, 2), (1, 1), 100.0)
+    past = past.decided((2, 2), (1, 1), 2, 100.0)
     assert past.held((2, 2), PRICE, (1, 1), 1.0, 100.0) == (1, 1)
     assert past.held((2, 2), PRICE, (1, 1), 1.2, 100.0) == (2, 2)
+
+
+def test_a_past_that_is_stale_gets_the_workers_that_the_rule_wants() -> None:
+    """Requests are only counted now, so that no stretch is judged."""
+    idle = bursts(Ranks.of(2), 18, 0.0)
+    past = Hindsight(Record(0.0), (idle, idle), 10_000.0).decided((2, 2), (1, 1), 2, 100.0)
+    assert past.held((2, 2), PRICE, (1, 1), 0.0, 100.0) == (1, 1)
+    assert past.held((2, 2), PRICE, (1, 1), 0.0, STALE_S + 1) == (2, 2)
 
 
 def test_a_dearer_gpu_is_held_for_no_longer() -> None:
@@ -171,6 +180,12 @@ def test_requests_before_a_stretch_fill_its_workers_first() -> None:
     assert past.bin(past.times[0]) < 0
 
 
+def test_long_answers_fill_the_workers_for_as_long_as_they_take() -> None:
+    past = filled(1000.0).asking(1000.0, 400.0, BIN_S).asked
+    assert past is not None
+    assert past.judged_from_s >= 399.0
+
+
 def test_a_high_rate_is_judged_in_part() -> None:
     record = filled(100.0, every_s=0.005).asking(100.0, 10.0, BIN_S)
     assert record.asked is not None
@@ -204,7 +219,13 @@ def test_within_the_budget_the_best_is_taken_where_none_keeps_as_much() -> None:
     found = fixed_fleet([stretch(1000, 0, 1.0, [1000, 100, 10, 0], [1000, 0, 0, 0])], (1, 1), 3)
     assert found is not None
     assert (found.fleet, found.fixed_share) == ((2, 1), pytest.approx(0.99))
-    assert fixed_fleet([], (1, 1), 3) is None
+    assert fixed_fleet([stretch(299, 0, 1.0, [299, 0], [299, 0])], (1, 1), 3) is None, "too few were judged"
+
+
+def test_a_fixed_fleet_has_a_worker_of_each_role() -> None:
+    found = fixed_fleet([stretch(1000, 1000, 1.0, [1000, 1000], [1000, 1000])], (1, 1), 3)
+    assert found is not None
+    assert found.fleet == (1, 1)
 
 
 def turned(aggregated: list[int]) -> Stretch:
@@ -235,12 +256,12 @@ def test_the_other_shape_is_judged_now_and_then() -> None:
 
 def test_a_judged_stretch_counts_what_really_served() -> None:
     past = Hindsight.of(0.0, 2)
-    record = filled(80.0).decided(0.0, (2, 1), (1, 1)).asking(80.0, 10.0, BIN_S)
+    record = filled(80.0).decided(0.0, (2, 1), (1, 1), 3).asking(80.0, 10.0, BIN_S)
     assert record.asked is not None
     bins = record.asked.bins
     misses = Misses((10,) * bins, ((10,) * bins, (1,) * bins, (0,) * bins), ((10,) * bins, (0,) * bins, (0,) * bins))
-    judged = Hindsight(record, past.roles).judged(misses, (LEAD_BINS, LEAD_BINS), (1, 1), BIN_S)
+    judged = Hindsight(record, past.roles).judged(misses, (LEAD_BINS, LEAD_BINS), BIN_S)
     (only,) = judged.stretches
-    assert (only.requests, only.gpu_s) == (10 * bins, 2 * bins * BIN_S)
+    assert (only.requests, only.gpu_s) == (10 * bins, 3 * bins * BIN_S), "GPUs of leaving workers count"
     assert judged.requests == pytest.approx(10 * bins, rel=0.05)
     assert judged.easy == 0.0, "a second prefill worker would have saved requests"

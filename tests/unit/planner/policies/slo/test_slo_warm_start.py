@@ -83,7 +83,7 @@ def test_another_number_of_workers_keeps_the_ranks_that_both_have(short_lulls: H
 
 def test_a_long_history_is_thinned_and_keeps_its_end() -> None:
     came = [(n / 4, 100, 10) for n in range(4 * 86_400)]
-    found = stretches(came, 0.0, 86_400.0, BIN_S)
+    found = stretches(came, 0.0, 86_400.0, BIN_S, 120.0)
     assert sum(len(each.times) for each in found) <= 1.1 * HISTORY_REQUESTS
     last = found[-1]
     assert last.times[-1] == pytest.approx(last.judged_from_s + last.bins * BIN_S, abs=1.0)
