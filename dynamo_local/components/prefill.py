@@ -176,12 +176,17 @@ class Prefiller:
             await self._give_back(pulled, "an unexpected failure")
 
     async def _compute(self, pulled: PulledTask) -> tuple[messages.PrefillEntry | None, Any]:
-        """The entry and its reply; the reply is an exception if another attempt would fail, too."""
+        """The entry and its reply; the reply is an exception if another attempt would fail, too. No entry: nobody waits
+        for a reply."""
         self.computing += 1
         entry: messages.PrefillEntry | None = None
         began_s = self._clock.now_s()
         try:
             entry = messages.parse_prefill_entry(pulled.task.payload)
+            if await self._replies.is_gone(entry.reply_to):
+                self.counts.unwanted += 1
+                log.info("prefill %s is not computed: its decode worker is gone", pulled.task.request_id)
+                return None, None
             # A redelivered entry may come to a worker that still computes the first delivery.
             request_id = f"{pulled.task.request_id}-{pulled.task.attempt}"
             sampling = replace(entry.sampling, max_tokens=1, min_tokens=0)
@@ -210,7 +215,7 @@ class Prefiller:
             self.counts.refused += 1
             log.warning("prefill %s cannot be done by anybody: %s", request_id, result)
         if entry is None:
-            return  # an unreadable entry has no reply address; the requester's deadline ends its wait
+            return  # of an unreadable one the address is not known; the requester's deadline ends its wait
         try:
             await self._replies.send_reply(entry.reply_to, request_id, result)
         except (WorkerLost, RequestCancelled) as error:

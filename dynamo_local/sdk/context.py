@@ -48,6 +48,10 @@ class PrefillReplies(Protocol):
         """The result of that request, when it comes; to be called before it is asked for."""
         ...
 
+    async def is_gone(self, reply_to: str) -> bool:
+        """Whether nobody takes results there any more."""
+        ...
+
     async def send_reply(self, reply_to: str, request_id: str, result: Any) -> None:
         """Send a result; returns when the decode worker has confirmed it."""
         ...

@@ -184,6 +184,18 @@ class PrefillReplies:
 
     # --- the prefill side ---
 
+    async def is_gone(self, reply_to: str) -> bool:
+        """Whether no decode worker listens there any more. False where that is not known."""
+        if reply_to in self._links:
+            return False
+        try:
+            await self._connect(reply_to)
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            pass
+        return False
+
     async def send_reply(self, reply_to: str, request_id: str, result: Any) -> None:
         """Deliver `result` (what msgpack can carry), or an exception; returns when the decode side has taken it.
 

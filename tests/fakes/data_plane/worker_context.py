@@ -55,6 +55,10 @@ class FakePrefillReplies:
         if self._expected.get(expected.request_id) is expected:
             del self._expected[expected.request_id]
 
+    async def is_gone(self, subject: str) -> bool:
+        await asyncio.sleep(0)
+        return subject not in self._switchboard
+
     async def send_reply(self, subject: str, request_id: str, result: Any) -> None:
         await asyncio.sleep(0)
         target = self._switchboard.get(subject)

@@ -92,6 +92,19 @@ async def test_waiting_has_a_deadline(decode: PrefillReplies) -> None:
         await reply.wait(0.05)
 
 
+async def test_it_is_known_who_takes_no_replies_any_more(decode: PrefillReplies, prefill: PrefillReplies) -> None:
+    address = decode.reply_to
+    assert not await prefill.is_gone(address)
+    with decode.expect("r"):
+        await prefill.send_reply(address, "r", RESULT)
+    assert not await prefill.is_gone(address)
+    await decode.close()
+    async with asyncio.timeout(5):
+        while not await prefill.is_gone(address):
+            await asyncio.sleep(0.01)
+    assert await prefill.is_gone("some-other-socket")
+
+
 async def test_a_late_reply_is_refused(decode: PrefillReplies, prefill: PrefillReplies) -> None:
     with decode.expect("r") as reply, pytest.raises(DeadlineExceeded):
         await reply.wait(0.0)

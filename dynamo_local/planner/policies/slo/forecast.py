@@ -235,7 +235,8 @@ def _repeated(gaps: list[float]) -> list[float]:
 
 
 def _gaps(times: Sequence[float]) -> list[float]:
-    """The times between arrivals, each times the rate around it: one in the mean."""
+    """The times between arrivals, each times the rate around it: one in the mean. A silence counts as `SMOOTH_S`: a
+    night would make one burst of all that came around it."""
     half = SMOOTH_S / 2
     first_s, last_s, count = times[0], times[-1], len(times)
     gaps, low, high = [], 0, 0
@@ -246,7 +247,8 @@ def _gaps(times: Sequence[float]) -> list[float]:
         while high < count and times[high] <= until_s:
             high += 1
         span_s = (until_s if until_s < last_s else last_s) - (from_s if from_s > first_s else first_s)
-        gaps.append((at_s - before) * (high - low) / (span_s if span_s > 1e-3 else 1e-3))
+        gap_s = at_s - before if at_s - before < SMOOTH_S else SMOOTH_S
+        gaps.append(gap_s * (high - low) / (span_s if span_s > 1e-3 else 1e-3))
     mean = sum(gaps) / len(gaps)
     # Rounded: an even load is the same demand again, whose answers are known.
     return [round(gap / mean, 4) for gap in gaps] if mean > 0 else [1.0] * len(gaps)

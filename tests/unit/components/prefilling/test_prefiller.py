@@ -196,6 +196,13 @@ async def test_an_entry_that_cannot_be_read_is_dropped(bench: Bench) -> None:
     assert bench.engine.requests == []
 
 
+async def test_nothing_is_computed_for_a_decode_worker_that_is_gone(bench: Bench) -> None:
+    bench.decode.close()
+    await bench.ask("r")
+    await eventually(lambda: bench.subject.counts.unwanted == 1 and not bench.queue.server.entries)
+    assert bench.engine.requests == []
+
+
 async def test_a_reply_that_nobody_wants_is_acked(bench: Bench) -> None:
     """The decode side has given up: the entry is finished, not repeated, and no drain waits for its KV."""
     await bench.ask("r")
