@@ -19,6 +19,7 @@ pytestmark = pytest.mark.infra
 LONG_PROMPT = "word " * 400
 
 
+@pytest.mark.full
 @pytest.mark.timing
 async def test_a_killed_decode_worker_costs_its_streams_and_nothing_else() -> None:
     with Served("--Processor.migration-limit=0").started() as served:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.policies.slo.corrections import Factors, Served
 from dynamo_local.planner.policies.slo.forecast import ENDED_MIN, REQUESTS, WINDOWS_S, Outlook, Scenario
-from dynamo_local.planner.policies.slo.hindsight import Hindsight, Turn
-from dynamo_local.planner.policies.slo.scaling_options import Fleet, Moment, ScalingOption
+from dynamo_local.planner.policies.slo.hindsight import MEMORY_S, Hindsight, Turn
+from dynamo_local.planner.policies.slo.scaling_options import INTERVAL_S, Fleet, Moment, ScalingOption
 from dynamo_local.planner.queueing import Demand
 from dynamo_local.planner.values import Ended, FixedFleet, Observation, Reading, Requests, Traffic
 
@@ -29,8 +29,9 @@ BINS_MAX = 720
 ENDED_MAX = 4000
 REPLAYED_MAX = 60
 """A new lead's outlook begins with so many intervals of the past: more would take the arbiter's loop too long."""
-MEAN_BINS = 720.0
-"""Over so many intervals the mean rate and the mean fleet are taken (exponentially, at first over what there is)."""
+MEAN_BINS = MEMORY_S / INTERVAL_S
+"""Over so many intervals the mean rate and the mean fleet are taken (exponentially, at first over what there is). It is
+the memory of the past: otherwise in silence GPUs would get cheaper than what they saved is forgotten."""
 
 
 @dataclass(frozen=True, slots=True)

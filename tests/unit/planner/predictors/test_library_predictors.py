@@ -37,18 +37,21 @@ def test_the_same_series_gives_the_same_values(predictor: Predictor) -> None:
     assert continued(predictor, bumpy, 4) == continued(predictor, bumpy, 4)
 
 
+@pytest.mark.full
 def test_a_falling_load_is_never_expected_below_zero(predictor: Predictor) -> None:
     told = continued(predictor, [100.0 - 10 * number for number in range(10)], 8)
     assert told.failed is None
     assert min(told.values) == 0.0
 
 
+@pytest.mark.full
 def test_five_points_are_enough(predictor: Predictor) -> None:
     told = continued(predictor, [10.0, 12.0, 11.0, 13.0, 12.0], 1)
     assert told.failed is None
     assert 5 < told.values[0] < 20
 
 
+@pytest.mark.full
 def test_arima_follows_a_sine_better_than_the_last_value_does_and_the_filter_worse() -> None:
     """Dynamo's figures for 100 ± 80 with a period of 20: 8.2, 15.8 and 37.5."""
     pytest.importorskip("statsforecast", reason="the extra predictors is not installed")
