@@ -302,6 +302,23 @@ class EngineDead(WorkerLost):
     code = "engine_dead"
 
 
+class KillsWorkers(WorkerLost):
+    """Workers were lost one after the other with this request. It may be what kills them, so no other one gets it."""
+
+    code = "kills_workers"
+
+    AFTER: ClassVar[int] = 2
+    """So many."""
+
+    @classmethod
+    def of(cls, count: int, workers: str, last: str) -> KillsWorkers:
+        """`workers` were lost, the last one with the error `last`."""
+        return cls(
+            f"{count} {workers} were lost one after the other while they had this request, the last with: {last}. "
+            "The request may be what kills them, so no other worker gets it."
+        )
+
+
 class NotContinuable(RequestError):
     """The engine cannot go on with an answer that another worker began as that worker would have."""
 

@@ -28,6 +28,7 @@ from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.errors import (
     DynamoError,
     InfraUnavailable,
+    KillsWorkers,
     NotContinuable,
     NoWorkers,
     StreamGap,
@@ -162,10 +163,6 @@ Batch = list[Any]
 
 Resume = Callable[[], Mapping[str, Any] | None]
 """The request that goes on after the tokens so far; None: it cannot be continued."""
-
-MAX_LOST_IN_ROW: Final = 2
-"""A request that has lost so many workers one after the other, without a token between, may be what kills them: it
-gets no other."""
 
 NEW_WORKER_S: Final = 60.0
 """How long a request whose worker was lost waits for another worker that takes it."""
@@ -370,6 +367,8 @@ class _PendingRequest:
             log.info("request %s waits to go on: %s", self.request_id, error)
             return
         self.failures[worker] = error
+        if isinstance(error, KillsWorkers):
+            raise error
         if isinstance(error, NotContinuable):
             log.warning("request %s cannot be continued: %s", self.request_id, error)
             raise self.final(self.lost or error)
@@ -379,6 +378,8 @@ class _PendingRequest:
         self.lost_in_row = (self.lost_before if attempt.produced else self.lost_in_row) + (gone and attempt.taken)
         if gone and attempt.taken:
             self.lost, self.lost_at_s = error, now_s
+        if self.lost_in_row >= KillsWorkers.AFTER:
+            raise KillsWorkers.of(self.lost_in_row, "workers", error.message)
         if attempt.produced:
             if not gone:
                 raise error
@@ -387,12 +388,6 @@ class _PendingRequest:
             about = {"dynamo.instance_id": f"{worker:x}", "error.type": type(error).__name__}
             tracing.current().event("worker gave nothing", about)
             log.info("request %s: worker %x gave nothing: %s", self.request_id, worker, error)
-        if self.lost_in_row >= MAX_LOST_IN_ROW:
-            raise WorkerLost(
-                f"{self.lost_in_row} workers were lost one after the other while they had this request, the last with: "
-                f"{error}. The request may be what kills them, so no other worker gets it.",
-                **{LOST: self.lost_in_row},
-            )
 
     def _resume(self, worker: int, error: DynamoError) -> None:
         """Let another worker go on after the tokens so far. Raises `error` where none may or can."""

@@ -183,7 +183,7 @@ class Prefiller:
         began_s = self._clock.now_s()
         try:
             entry = messages.parse_prefill_entry(pulled.task.payload)
-            if await self._replies.is_gone(entry.reply_to):
+            if not await self._replies.begin(entry.reply_to, pulled.task.request_id):
                 self.counts.unwanted += 1
                 log.info("prefill %s is not computed: its decode worker is gone", pulled.task.request_id)
                 return None, None
@@ -230,6 +230,8 @@ class Prefiller:
 
     async def _give_back(self, pulled: PulledTask, why: str) -> None:
         self.counts.given_back += 1
+        if isinstance(reply_to := pulled.task.payload.get("reply_to"), str):
+            self._replies.give_back(reply_to, pulled.task.request_id)
         log.warning("prefill %s (attempt %d) is given back: %s", pulled.task.request_id, pulled.task.attempt, why)
         try:
             await pulled.nak(NAK_DELAY_S * pulled.task.attempt)

@@ -1,7 +1,8 @@
 """The decode side of a remote prefill: decide, enqueue, wait for the KV's identity, else go on alone.
 
 Nothing that goes wrong here is the client's error: past the deadline, without NATS, without a prefill worker,
-the request is prefilled locally and the client sees a pause.
+the request is prefilled locally and the client sees a pause. But a request of which prefill workers die one after the
+other ends: it would take this worker along, too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dynamo_local.core.routing.estimates import Prefills, Why
 from dynamo_local.core.routing.prefill_choice import DecodeSide
 from dynamo_local.core.routing.prompts import Ask, Choice
 from dynamo_local.core.types import Missing
-from dynamo_local.errors import DynamoError, InfraUnavailable
+from dynamo_local.errors import DynamoError, InfraUnavailable, KillsWorkers
 from dynamo_local.ports import EngineRequest, PrefillQueue
 from dynamo_local.sdk.context import PrefillReplies
 from dynamo_local.system.executors import ended
@@ -185,7 +186,10 @@ class RemotePrefill:
         """Seconds of a remote prefill, and its worker, by request. `DecodeService` takes an entry out."""
 
     async def prefill(self, request: EngineRequest, prefix_hit_rate: float) -> Mapping[str, Any] | None:
-        """The `kv_transfer_params` for the decode engine, or None: prefill locally. Raises nothing of its own."""
+        """The `kv_transfer_params` for the decode engine, or None: prefill locally.
+
+        Raises `KillsWorkers` if prefill workers were lost with it, one after the other.
+        """
         choice = None
         if self.side is None:
             remote = await self._by_thresholds(request, prefix_hit_rate)
@@ -201,6 +205,8 @@ class RemotePrefill:
             params = await self._away(request, choice, cached_tokens)
             settled = True
             return params
+        except KillsWorkers:
+            raise
         except DynamoError as error:
             log.warning("request %s is prefilled locally: %s", request.request_id, error)
             self.came_to_nothing(request)

@@ -48,8 +48,12 @@ class PrefillReplies(Protocol):
         """The result of that request, when it comes; to be called before it is asked for."""
         ...
 
-    async def is_gone(self, reply_to: str) -> bool:
-        """Whether nobody takes results there any more."""
+    async def begin(self, reply_to: str, request_id: str) -> bool:
+        """Tell the decode worker that this worker computes the request now. False: it is gone."""
+        ...
+
+    def give_back(self, reply_to: str, request_id: str) -> None:
+        """Tell it that this worker computes the request no more."""
         ...
 
     async def send_reply(self, reply_to: str, request_id: str, result: Any) -> None:

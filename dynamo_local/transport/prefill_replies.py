@@ -6,6 +6,10 @@ The decode side confirms each reply. So the prefill worker knows whether its KV 
 A decode worker listens at an abstract unix socket. Its name is in each entry. A prefill worker keeps one connection to
 each decode worker. The frames are those of `requests.frames`: DATA with a reply and its sender's number. The answer is
 TAKEN with that number, or ERROR if nobody waits for the reply.
+
+Before its reply, a prefill worker says that it has begun with a request (TAKEN), and perhaps that it has given the
+request back (ERROR); nothing answers these. So the decode side notices that a worker died with the request, and what a
+second one died of gets no third one.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ import msgspec
 from dynamo_local.errors import (
     DeadlineExceeded,
     InfraUnavailable,
+    KillsWorkers,
     RequestCancelled,
     StreamGap,
     WorkerLost,
@@ -66,6 +71,17 @@ class ExpectedReply:
         self._replies = replies
         self.request_id = request_id
         self.future: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
+        self.holder: object = None
+        """The connection of the prefill worker that computes it."""
+        self._lost = 0
+
+    def lose_holder(self) -> None:
+        """Its prefill worker has died. If the one before has, too, the wait ends with `KillsWorkers`."""
+        self.holder = None
+        self._lost += 1
+        if self._lost >= KillsWorkers.AFTER and not self.future.done():
+            error = KillsWorkers.of(self._lost, "prefill workers", "its connection closed")
+            self.future.set_result({"error": to_wire(error)})
 
     async def wait(self, timeout_s: float) -> Any:
         """The result. Raises `DeadlineExceeded` past `timeout_s`, or the error that the prefill side sent."""
@@ -161,6 +177,16 @@ class PrefillReplies:
         if self._expected.get(expected.request_id) is expected:
             del self._expected[expected.request_id]
 
+    def held(self, request_id: str, holder: object) -> None:
+        """That worker computes the request now; None: nobody does."""
+        if (expected := self._expected.get(request_id)) is not None:
+            expected.holder = holder
+
+    def lose(self, holder: object) -> None:
+        """The connection of a prefill worker has ended."""
+        for expected in [each for each in self._expected.values() if each.holder is holder]:
+            expected.lose_holder()
+
     def take(self, data: bytes | memoryview) -> bool:
         """A reply has come. False: nobody waits for it."""
         try:
@@ -184,17 +210,22 @@ class PrefillReplies:
 
     # --- the prefill side ---
 
-    async def is_gone(self, reply_to: str) -> bool:
-        """Whether no decode worker listens there any more. False where that is not known."""
-        if reply_to in self._links:
-            return False
+    async def begin(self, reply_to: str, request_id: str) -> bool:
+        """Tell the decode worker that this worker computes the request now. False: it is gone. True also where that is
+        not known."""
         try:
-            await self._connect(reply_to)
+            link = self._links.get(reply_to) or await self._connect(reply_to)
         except ConnectionRefusedError:
-            return True
+            return False
         except OSError:
-            pass
-        return False
+            return True
+        link.tell(FrameKind.TAKEN, request_id)
+        return True
+
+    def give_back(self, reply_to: str, request_id: str) -> None:
+        """Tell it that this worker computes the request no more."""
+        if (link := self._links.get(reply_to)) is not None:
+            link.tell(FrameKind.ERROR, request_id)
 
     async def send_reply(self, reply_to: str, request_id: str, result: Any) -> None:
         """Deliver `result` (what msgpack can carry), or an exception; returns when the decode side has taken it.
@@ -296,8 +327,12 @@ class _Sender(_Connection):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._senders.discard(self)
+        self._replies.lose(self)
 
     def _frame(self, kind: int, number: int, body: bytes | memoryview) -> bytes:
+        if kind in (FrameKind.TAKEN, FrameKind.ERROR):
+            self._replies.held(str(body, "utf-8", "replace"), self if kind == FrameKind.TAKEN else None)
+            return b""
         if kind != FrameKind.DATA:
             raise StreamGap(f"a frame of kind {kind} is no reply")
         return frame(FrameKind.TAKEN if self._replies.take(body) else FrameKind.ERROR, number)
@@ -334,6 +369,11 @@ class _Link(_Connection):
             return await within(future, SEND_TIMEOUT_S)
         finally:
             del self._waiting[number]
+
+    def tell(self, kind: FrameKind, request_id: str) -> None:
+        """Something that needs no answer."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frame(kind, 0, request_id.encode()))
 
     def _frame(self, kind: int, number: int, body: bytes | memoryview) -> bytes:
         future = self._waiting.get(number)

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 from starlette.types import Scope
 
 from dynamo_local.clock import Clock, reader
-from dynamo_local.components.dispatcher import LOST, MAX_LOST_IN_ROW, TRIED
+from dynamo_local.components.dispatcher import LOST, TRIED
 from dynamo_local.components.http_metrics import Endpoint, RequestObserver
 from dynamo_local.components.openai.http_io import Reply, Whole
 from dynamo_local.components.openai.recorder import BLOCK_TOKENS
@@ -47,6 +47,7 @@ from dynamo_local.errors import (
     DeadlineExceeded,
     DynamoError,
     EngineError,
+    KillsWorkers,
     KvTransferError,
     RequestCancelled,
     StreamGap,
@@ -134,7 +135,7 @@ async def until_answered(once: Callable[[int], Awaitable[Whole | None]], reply: 
             return await once(lost)
         except REPEATABLE as error:
             lost = max(lost, error.details.get(LOST, 0))
-            if reply.has_content or TRIED in error.details or lost >= MAX_LOST_IN_ROW:
+            if reply.has_content or TRIED in error.details or isinstance(error, KillsWorkers):
                 raise
             logger.info("request %s: nothing was sent yet, so it is asked again: %s", request_id, error)
     return await once(lost)

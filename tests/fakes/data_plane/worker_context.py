@@ -55,9 +55,21 @@ class FakePrefillReplies:
         if self._expected.get(expected.request_id) is expected:
             del self._expected[expected.request_id]
 
-    async def is_gone(self, subject: str) -> bool:
+    async def begin(self, subject: str, request_id: str) -> bool:
         await asyncio.sleep(0)
-        return subject not in self._switchboard
+        target = self._switchboard.get(subject)
+        if target is not None:
+            target.held(request_id, self)
+        return target is not None
+
+    def give_back(self, subject: str, request_id: str) -> None:
+        if (target := self._switchboard.get(subject)) is not None:
+            target.held(request_id, None)
+
+    def held(self, request_id: str, holder: FakePrefillReplies | None) -> None:
+        """As `PrefillReplies.held`."""
+        if (expected := self._expected.get(request_id)) is not None:
+            expected.holder = holder
 
     async def send_reply(self, subject: str, request_id: str, result: Any) -> None:
         await asyncio.sleep(0)

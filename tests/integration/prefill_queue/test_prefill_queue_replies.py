@@ -15,12 +15,13 @@ from dynamo_local.errors import (
     DeadlineExceeded,
     EngineError,
     InfraUnavailable,
+    KillsWorkers,
     KvTransferError,
     RequestCancelled,
     WorkerLost,
 )
 from dynamo_local.transport import prefill_replies
-from dynamo_local.transport.prefill_replies import NAMES, PrefillReplies
+from dynamo_local.transport.prefill_replies import NAMES, ExpectedReply, PrefillReplies
 from dynamo_local.transport.requests.frames import FrameDecoder, FrameKind, frame
 
 RESULT = {"first_token_id": 7, "kv_transfer_params": {"remote_engine_id": "e", "remote_block_ids": [1, 2]}}
@@ -94,15 +95,50 @@ async def test_waiting_has_a_deadline(decode: PrefillReplies) -> None:
 
 async def test_it_is_known_who_takes_no_replies_any_more(decode: PrefillReplies, prefill: PrefillReplies) -> None:
     address = decode.reply_to
-    assert not await prefill.is_gone(address)
+    assert await prefill.begin(address, "r")
     with decode.expect("r"):
         await prefill.send_reply(address, "r", RESULT)
-    assert not await prefill.is_gone(address)
+    assert await prefill.begin(address, "r")
     await decode.close()
     async with asyncio.timeout(5):
-        while not await prefill.is_gone(address):
+        while await prefill.begin(address, "r"):
             await asyncio.sleep(0.01)
-    assert await prefill.is_gone("some-other-socket")
+    assert not await prefill.begin("some-other-socket", "r")
+
+
+async def begun_and_dead(decode: PrefillReplies, expected: ExpectedReply, *, gives_back: bool = False) -> None:
+    """A prefill worker begins with the request, and dies."""
+    worker = PrefillReplies()
+    assert await worker.begin(decode.reply_to, expected.request_id)
+    while expected.holder is None:
+        await asyncio.sleep(0.001)
+    if gives_back:
+        worker.give_back(decode.reply_to, expected.request_id)
+        while expected.holder is not None:
+            await asyncio.sleep(0.001)
+    await worker.close()
+    while expected.holder is not None:
+        await asyncio.sleep(0.001)
+
+
+async def test_a_request_that_two_prefill_workers_die_of_gets_no_third(decode: PrefillReplies) -> None:
+    async with asyncio.timeout(5):
+        with decode.expect("r") as reply:
+            for _ in range(2):
+                await begun_and_dead(decode, reply)
+            with pytest.raises(KillsWorkers, match="2 prefill workers were lost"):
+                await reply.wait(1)
+
+
+async def test_workers_that_gave_a_request_back_before_they_went_do_not_count(
+    decode: PrefillReplies, prefill: PrefillReplies
+) -> None:
+    async with asyncio.timeout(5):
+        with decode.expect("r") as reply:
+            for gives_back in (True, True, False):
+                await begun_and_dead(decode, reply, gives_back=gives_back)
+            await prefill.send_reply(decode.reply_to, "r", RESULT)
+            assert await reply.wait(1) == RESULT
 
 
 async def test_a_late_reply_is_refused(decode: PrefillReplies, prefill: PrefillReplies) -> None:

@@ -172,7 +172,7 @@ async def test_an_answer_that_nobody_has_seen_is_asked_for_again(house: Make, pa
     [
         (errors.WorkerLost("gone"), 3),
         (errors.WorkerLost("gone", tried=3), 1),
-        (errors.WorkerLost("gone", lost=2), 1),
+        (errors.KillsWorkers("gone"), 1),
         (errors.EngineError("broken"), 1),
         (errors.NoWorkers("none"), 1),
     ],

@@ -13,7 +13,7 @@ from dynamo_local.components.remote_prefill import QueueGauge, RemotePrefill
 from dynamo_local.core.routing import disagg
 from dynamo_local.core.routing.disagg import DisaggSettings
 from dynamo_local.core.types import Missing
-from dynamo_local.errors import EngineError
+from dynamo_local.errors import EngineError, KillsWorkers
 from dynamo_local.ports import EngineRequest, QueueDepth, SamplingParams
 from tests.drivers.eventually import eventually
 from tests.fakes.data_plane.worker_context import FakePrefillReplies
@@ -131,6 +131,20 @@ async def test_the_kv_comes_back_unchanged() -> None:
     assert await asked == {"remote_block_ids": [[1, 2]]}
     assert queue.server.entries  # acked by the prefill worker, not cancelled by us
     await remote.finish()
+
+
+async def test_what_two_prefill_workers_died_of_is_not_computed_here() -> None:
+    queue = FakePrefillQueue()
+    remote, replies = make(queue, timeout_s=5)
+    asked = asyncio.create_task(remote.prefill(request(), 0.0))
+    while (expected := replies.awaited("r")) is None:
+        await asyncio.sleep(0)
+    for _ in range(2):
+        expected.lose_holder()
+    with pytest.raises(KillsWorkers):
+        await asked
+    await remote.finish()
+    assert not queue.server.entries, "nobody else gets it"
 
 
 @pytest.mark.parametrize("reply", [EngineError("broken"), {"no": "params"}, {"kv_transfer_params": None}])

@@ -14,6 +14,7 @@ from dynamo_local.errors import (
     DeadlineExceeded,
     DynamoError,
     EngineError,
+    KillsWorkers,
     NatsUnavailable,
     NotContinuable,
     NoWorkers,
@@ -178,18 +179,24 @@ async def test_migrations_are_bounded() -> None:
 
 async def test_a_request_that_two_workers_die_of_gets_no_third() -> None:
     client = FakeEndpointClient({1: counting(1, 3, LOST), 2: counting(3, 3, LOST), 3: counting(3)})
-    with pytest.raises(WorkerLost, match="2 workers were lost one after the other"):
+    with pytest.raises(KillsWorkers, match="2 workers were lost one after the other"):
         await counted(client)
     assert [call.instance_id for call in client.calls] == [1, 2]
+
+
+async def test_a_request_that_prefill_workers_died_of_gets_no_other_worker() -> None:
+    client = FakeEndpointClient({1: failing(KillsWorkers("two"), [{"token_ids": []}]), 2: good})
+    with pytest.raises(KillsWorkers):
+        await collect(dispatcher(client))
+    assert len(client.calls) == 1
 
 
 @pytest.mark.parametrize("first", [1, 3], ids=["before its first token", "after tokens"])
 async def test_a_worker_that_was_lost_before_a_repetition_counts(first: int) -> None:
     """An answer that cannot go on is repeated from its beginning."""
     client = FakeEndpointClient({1: counting(1, first, LOST), 2: failing(NotContinuable("a grammar")), 3: counting(1)})
-    with pytest.raises(WorkerLost) as caught:
+    with pytest.raises(KillsWorkers):
         await counted(client, lost=1)
-    assert caught.value.details["lost"] == 2
     assert 3 not in [call.instance_id for call in client.calls]
 
 
