@@ -93,3 +93,21 @@ async def test_without_any_prefill_worker_left_the_decode_worker_does_it_itself(
     took_s, log = await kill_prefilling('--PrefillWorker.sim={"speed": 0.001}', "--VllmWorker.prefill-timeout-s=3")
     assert "prefilled locally" in log
     assert took_s < 9.0
+
+
+@pytest.mark.full
+async def test_a_request_that_two_prefill_workers_die_of_ends() -> None:
+    words = ("--PrefillWorker.ServiceArgs.workers=2", '--PrefillWorker.sim={"speed": 0.02}')
+    with Served(*words).started() as served:
+        before = served.pids()
+        async with httpx.AsyncClient(base_url=served.url, timeout=60.0) as http:
+            request = asyncio.create_task(http.post("/v1/chat/completions", json=asking(LONG_PROMPT, 16)))
+            for _ in range(2):
+                victim = await auntil(lambda: busy(served, "PrefillWorker"), what=lambda: served.status()["workers"])
+                pid = served.pids()[victim]
+                os.kill(pid, signal.SIGKILL)
+                await auntil(lambda victim=victim, pid=pid: served.pids().get(victim) not in (None, pid))
+            response = await request
+        assert (response.status_code, response.json()["error"]["code"]) == (502, "kills_workers")
+        assert served.pids()["VllmWorker"] == before["VllmWorker"]
+        await auntil(lambda: served.status()["prefill_queue"]["outstanding"] == 0, what=served.status)
