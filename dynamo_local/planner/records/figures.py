@@ -231,7 +231,7 @@ def of_reading(reading: Reading, pools: WorkerPools) -> dict[str, float]:
     points: dict[str, float] = {
         NUM_PREFILL_WORKERS: 0 if pools.prefill is None else pools.prefill.ready,
         NUM_DECODE_WORKERS: pools.decode.ready,
-        NUM_GPU: sum(pool.gpus_held for pool in pools.all),
+        NUM_GPU: pools.gpus_held,
     }
     if reading.queue is not None and not isinstance(reading.queue, Missing) and math.isfinite(reading.queue):
         points[PREFILL_QUEUE_SIZE] = reading.queue
