@@ -57,16 +57,19 @@ class Growth:
     """Samples of each process that there was."""
 
     def __init__(self) -> None:
-        self._watched: dict[int, Watched] = {}
+        self._watched: dict[tuple[int, float], Watched] = {}
+        """By pid and start: in an hour of deaths the kernel gives a pid out again."""
 
     def sample(self, processes: Mapping[int, str], now_s: float) -> None:
         """Note memory and descriptors of these processes, by pid, at a time (seconds). Ended ones are left out."""
         for pid, name in processes.items():
             try:
-                found = {"MiB": rss_mib(pid), "descriptors": float(psutil.Process(pid).num_fds())}
+                process = psutil.Process(pid)
+                key = pid, process.create_time()
+                found = {"MiB": rss_mib(pid), "descriptors": float(process.num_fds())}
             except psutil.NoSuchProcess:
                 continue
-            watched = self._watched.setdefault(pid, Watched(name))
+            watched = self._watched.setdefault(key, Watched(name))
             watched.at_s.append(now_s)
             for what, value in found.items():
                 watched.values[what].append(value)

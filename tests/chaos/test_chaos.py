@@ -16,13 +16,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.drain.client import ANSWER_S
 from benchmarks.traces import conversation
 from dynamo_local.arbiter.marks import marked
 from tests.chaos.checks import unexplained
-from tests.chaos.growth import EVERY_S, Watched, trends_of
+from tests.chaos.growth import EVERY_S, Growth, Watched, trends_of
 from tests.chaos.load import Clients, Tally
 from tests.chaos.plan import BASE, COMMANDS, DECODE, FRONTEND, PLANS, PREFILL, Kind, steady_plan, storms_plan
 from tests.chaos.world import Chaos
@@ -79,12 +80,14 @@ async def test_nothing_is_lost_that_a_retry_could_save(capsys: pytest.CaptureFix
             await asyncio.wait({load}, timeout=0 if chaos.wrong else 2 * ANSWER_S)
             chaos.wrong += [] if load.done() else [f"requests that never end: {tally.under_way}"]
             load.cancel()
+        with capsys.disabled():
+            print(f"chaos: {tally}; refused commands {chaos.refused}", flush=True)
         chaos.read_events()
         trends = chaos.growth.trends()
         chaos.wrong += tally.lost + unexplained(chaos.events, chaos.hurt, chaos.outage)
         chaos.wrong += [f"it grows: {trend}" for trend in trends if trend.grows]
         with capsys.disabled():
-            print(f"chaos: {tally}; refused commands {chaos.refused}", *trends, sep="\n", flush=True)
+            print(*trends, sep="\n", flush=True)
         if chaos.wrong:
             pytest.fail(_report(chaos))
         assert tally.right > SECONDS, "too little load to mean anything"
@@ -106,6 +109,15 @@ def test_a_steady_plan_has_a_command_each_second_and_a_death_each_minute() -> No
     assert kinds.pop(Kind.KILL) == 60
     assert set(kinds) == set(COMMANDS)
     assert kinds.total() == 3600
+
+
+def test_a_pid_that_was_given_out_again_is_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    growth, started_s = Growth(), [1.0]
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: started_s[0])
+    growth.sample({os.getpid(): "one"}, 0.0)
+    started_s[0] = 2.0
+    growth.sample({os.getpid(): "another"}, 5000.0)
+    assert growth.trends() == []
 
 
 @pytest.mark.parametrize(("per_hour", "grows"), [(0.0, False), (0.005, False), (0.02, True), (-0.02, False)])
