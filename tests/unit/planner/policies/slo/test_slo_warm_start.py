@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,20 @@ def test_the_policy_begins_with_the_history_of_a_file(tmp_path: Path) -> None:
     assert state.past is not None
     assert state.past.requests > JUDGED_MIN
     assert state.means.rate > 1.0
+
+
+def test_other_targets_take_the_past_that_was_judged_by_them(tmp_path: Path) -> None:
+    file = trace(tmp_path / "t.jsonl", bursts(60.0, 0.1))
+    before, after = (policy_of(options(history=file, ttft_ms=ttft_ms)) for ttft_ms in (500.0, 50.0))
+    assert isinstance(before, SloPolicy)
+    assert isinstance(after, SloPolicy)
+    state = before.first(100.0)
+    changed, same = after.taking_over(state), replace(before, history=None).taking_over(state)
+    assert changed.past is not None
+    assert changed.past.record.judged_until_s == state.began_s
+    assert state.past is not None
+    assert changed.past.hopeless > state.past.hopeless, "of 50 ms nobody has a first token"
+    assert same.past is state.past
 
 
 def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
