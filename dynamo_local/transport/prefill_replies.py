@@ -214,7 +214,7 @@ class PrefillReplies:
         """Tell the decode worker that this worker computes the request now. False: it is gone. True also where that is
         not known."""
         try:
-            link = self._links.get(reply_to) or await self._connect(reply_to)
+            link = self._links.get(reply_to) or await self._linked(reply_to)
         except ConnectionRefusedError:
             return False
         except OSError:
@@ -250,7 +250,7 @@ class PrefillReplies:
         deadline_s = loop.time() + SEND_DEADLINE_S
         while True:
             try:
-                link = self._links.get(reply_to) or await self._connect(reply_to)
+                link = self._links.get(reply_to) or await self._linked(reply_to)
                 return await link.send(number, data)
             except ConnectionRefusedError as error:
                 raise WorkerLost(f"the decode worker that asked for {request_id} is gone; free its KV") from error
@@ -260,6 +260,14 @@ class PrefillReplies:
                     raise InfraUnavailable(f"{why}. Look whether it hangs") from error
                 if not isinstance(error, TimeoutError):
                     await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def _linked(self, reply_to: str) -> _Link:
+        """As `_connect`. The second one of two that connect at once gives its connection up."""
+        made = await self._connect(reply_to)
+        link = self._links.get(reply_to, made)
+        if link is not made:
+            made.abort()
+        return link
 
     async def _connect(self, reply_to: str) -> _Link:
         """OSError: not now; ConnectionRefusedError: nobody of ours listens there."""
@@ -349,7 +357,7 @@ class _Link(_Connection):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._links[self._reply_to] = self
+        self._links.setdefault(self._reply_to, self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._links.get(self._reply_to) is self:

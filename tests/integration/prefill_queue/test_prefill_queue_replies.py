@@ -46,9 +46,16 @@ async def prefill() -> AsyncIterator[PrefillReplies]:
 async def silent_worker() -> AsyncIterator[tuple[str, list[asyncio.StreamWriter]]]:
     """A decode worker that takes connections, and answers nothing."""
     name, writers = f"{NAMES}test-{os.getpid()}", list[asyncio.StreamWriter]()
+
+    async def served(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        with contextlib.suppress(ConnectionError):
+            await reader.read()  # to its end
+        writer.close()
+
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.bind(f"\0{name}")
-    server = await asyncio.start_unix_server(lambda _, writer: writers.append(writer), sock=sock)
+    server = await asyncio.start_unix_server(served, sock=sock)
     try:
         yield name, writers
     finally:
@@ -104,6 +111,14 @@ async def test_it_is_known_who_takes_no_replies_any_more(decode: PrefillReplies,
         while await prefill.begin(address, "r"):
             await asyncio.sleep(0.01)
     assert not await prefill.begin("some-other-socket", "r")
+
+
+async def test_two_that_begin_at_once_keep_one_connection(prefill: PrefillReplies) -> None:
+    async with asyncio.timeout(5), silent_worker() as (name, writers):
+        assert await asyncio.gather(prefill.begin(name, "r1"), prefill.begin(name, "r2")) == [True, True]
+        while len(writers) < 2 or not any(writer.transport.is_closing() for writer in writers):
+            await asyncio.sleep(0.001)
+        assert [writer.transport.is_closing() for writer in writers].count(False) == 1
 
 
 async def begun_and_dead(decode: PrefillReplies, expected: ExpectedReply, *, gives_back: bool = False) -> None:
