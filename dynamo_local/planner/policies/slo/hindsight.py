@@ -237,8 +237,7 @@ LASTED_SAMPLE = 500
 DECISIONS_MAX = 1440
 """Two hours of decisions: a moment is judged when its answers have ended."""
 STALE_S = 3600.0
-"""A past of which nothing was judged for so long, beside the longest answers, rules no more: requests may be only
-counted now."""
+"""A past of which nothing was judged for so long rules no more: perhaps requests are only counted now."""
 
 
 def filling_s(lasted_s: float) -> float:
