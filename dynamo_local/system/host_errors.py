@@ -31,10 +31,12 @@ _ADVICE = {
 _UNNUMBERED = {
     "failed to map segment from shared object": errno.ENOMEM,
     "can't start new thread": errno.EAGAIN,
+    "Importing zmq.backend.cython failed with ": errno.ENOMEM,
     "failed to reserve page summary memory": errno.ENOMEM,
     "SIGXFSZ": errno.EFBIG,
 }
-"""Refusals that Python, the dynamic linker, Go and a signal tell without an errno."""
+"""Refusals that Python, the dynamic linker, pyzmq, Go and a signal tell without an errno. pyzmq hides a `MemoryError`,
+which has no text."""
 _FOLDERS = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ELOOP})
 FOLDER_ADVICE = "choose folders that you may write: XDG_RUNTIME_DIR, DYN_LOCAL_STATE_DIR, DYN_LOCAL_LOG_DIR"
 
