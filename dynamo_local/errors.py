@@ -308,7 +308,7 @@ class KillsWorkers(WorkerLost):
     code = "kills_workers"
 
     AFTER: ClassVar[int] = 2
-    """So many."""
+    """The request ends after so many lost workers."""
 
     @classmethod
     def of(cls, count: int, workers: str, last: str) -> KillsWorkers:

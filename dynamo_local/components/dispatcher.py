@@ -7,7 +7,6 @@ caller can say how. Each other error after tokens is the client's.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import random
@@ -284,7 +283,7 @@ class Dispatcher:
         finally:
             self._picker.finished(worker, request.request_id, self._clock.now_s())
         if worker not in request.failures:
-            await asyncio.sleep(AGAIN_S)
+            await self._clock.sleep_until(self._clock.now_s() + AGAIN_S)
         elif isinstance(request.failures[worker], WorkerDraining):
             await self._client.wait_for_others(request.failures, late_news_s(request.deadline_s, self._clock.now_s()))
 

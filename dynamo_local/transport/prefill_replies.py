@@ -214,7 +214,7 @@ class PrefillReplies:
         """Tell the decode worker that this worker computes the request now. False: it is gone. True also where that is
         not known."""
         try:
-            link = self._links.get(reply_to) or await self._linked(reply_to)
+            link = await self._link_to(reply_to)
         except ConnectionRefusedError:
             return False
         except OSError:
@@ -250,7 +250,7 @@ class PrefillReplies:
         deadline_s = loop.time() + SEND_DEADLINE_S
         while True:
             try:
-                link = self._links.get(reply_to) or await self._linked(reply_to)
+                link = await self._link_to(reply_to)
                 return await link.send(number, data)
             except ConnectionRefusedError as error:
                 raise WorkerLost(f"the decode worker that asked for {request_id} is gone; free its KV") from error
@@ -261,8 +261,10 @@ class PrefillReplies:
                 if not isinstance(error, TimeoutError):
                     await asyncio.sleep(RETRY_PAUSE_S)
 
-    async def _linked(self, reply_to: str) -> _Link:
-        """As `_connect`. The second one of two that connect at once gives its connection up."""
+    async def _link_to(self, reply_to: str) -> _Link:
+        """The connection that there is, or a new one. The second one of two that connect at once gives its own up."""
+        if (link := self._links.get(reply_to)) is not None:
+            return link
         made = await self._connect(reply_to)
         link = self._links.get(reply_to, made)
         if link is not made:

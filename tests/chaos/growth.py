@@ -58,7 +58,7 @@ class Growth:
 
     def __init__(self) -> None:
         self._watched: dict[tuple[int, float], Watched] = {}
-        """By pid and start: in an hour of deaths the kernel gives a pid out again."""
+        """The key is a process's pid and start, because the kernel gives pids out again."""
 
     def sample(self, processes: Mapping[int, str], now_s: float) -> None:
         """Note memory and descriptors of these processes, by pid, at a time (seconds). Ended ones are left out."""

@@ -134,7 +134,7 @@ async def until_answered(once: Callable[[int], Awaitable[Whole | None]], reply: 
         try:
             return await once(lost)
         except REPEATABLE as error:
-            lost = max(lost, error.details.get(LOST, 0))
+            lost = error.details.get(LOST, lost)
             if reply.has_content or TRIED in error.details or isinstance(error, KillsWorkers):
                 raise
             logger.info("request %s: nothing was sent yet, so it is asked again: %s", request_id, error)

@@ -23,6 +23,7 @@ from dynamo_local.errors import (
 from dynamo_local.transport import prefill_replies
 from dynamo_local.transport.prefill_replies import NAMES, ExpectedReply, PrefillReplies
 from dynamo_local.transport.requests.frames import FrameDecoder, FrameKind, frame
+from tests.drivers.eventually import eventually
 
 RESULT = {"first_token_id": 7, "kv_transfer_params": {"remote_engine_id": "e", "remote_block_ids": [1, 2]}}
 
@@ -109,15 +110,14 @@ async def test_it_is_known_who_takes_no_replies_any_more(decode: PrefillReplies,
     await decode.close()
     async with asyncio.timeout(5):
         while await prefill.begin(address, "r"):
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
     assert not await prefill.begin("some-other-socket", "r")
 
 
 async def test_two_that_begin_at_once_keep_one_connection(prefill: PrefillReplies) -> None:
-    async with asyncio.timeout(5), silent_worker() as (name, writers):
+    async with silent_worker() as (name, writers):
         assert await asyncio.gather(prefill.begin(name, "r1"), prefill.begin(name, "r2")) == [True, True]
-        while len(writers) < 2 or not any(writer.transport.is_closing() for writer in writers):
-            await asyncio.sleep(0.001)
+        await eventually(lambda: len(writers) == 2 and any(writer.transport.is_closing() for writer in writers))
         assert [writer.transport.is_closing() for writer in writers].count(False) == 1
 
 
@@ -125,35 +125,30 @@ async def begun_and_dead(decode: PrefillReplies, expected: ExpectedReply, *, giv
     """A prefill worker begins with the request, and dies."""
     worker = PrefillReplies()
     assert await worker.begin(decode.reply_to, expected.request_id)
-    while expected.holder is None:
-        await asyncio.sleep(0.001)
+    await eventually(lambda: expected.holder is not None)
     if gives_back:
         worker.give_back(decode.reply_to, expected.request_id)
-        while expected.holder is not None:
-            await asyncio.sleep(0.001)
+        await eventually(lambda: expected.holder is None)
     await worker.close()
-    while expected.holder is not None:
-        await asyncio.sleep(0.001)
+    await eventually(lambda: expected.holder is None)
 
 
 async def test_a_request_that_two_prefill_workers_die_of_gets_no_third(decode: PrefillReplies) -> None:
-    async with asyncio.timeout(5):
-        with decode.expect("r") as reply:
-            for _ in range(2):
-                await begun_and_dead(decode, reply)
-            with pytest.raises(KillsWorkers, match="2 prefill workers were lost"):
-                await reply.wait(1)
+    with decode.expect("r") as reply:
+        for _ in range(2):
+            await begun_and_dead(decode, reply)
+        with pytest.raises(KillsWorkers, match="2 prefill workers were lost"):
+            await reply.wait(1)
 
 
 async def test_workers_that_gave_a_request_back_before_they_went_do_not_count(
     decode: PrefillReplies, prefill: PrefillReplies
 ) -> None:
-    async with asyncio.timeout(5):
-        with decode.expect("r") as reply:
-            for gives_back in (True, True, False):
-                await begun_and_dead(decode, reply, gives_back=gives_back)
-            await prefill.send_reply(decode.reply_to, "r", RESULT)
-            assert await reply.wait(1) == RESULT
+    with decode.expect("r") as reply:
+        for gives_back in (True, True, False):
+            await begun_and_dead(decode, reply, gives_back=gives_back)
+        await prefill.send_reply(decode.reply_to, "r", RESULT)
+        assert await reply.wait(1) == RESULT
 
 
 async def test_a_late_reply_is_refused(decode: PrefillReplies, prefill: PrefillReplies) -> None:

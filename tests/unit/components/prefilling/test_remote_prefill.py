@@ -137,8 +137,9 @@ async def test_what_two_prefill_workers_died_of_is_not_computed_here() -> None:
     queue = FakePrefillQueue()
     remote, replies = make(queue, timeout_s=5)
     asked = asyncio.create_task(remote.prefill(request(), 0.0))
-    while (expected := replies.awaited("r")) is None:
-        await asyncio.sleep(0)
+    await eventually(lambda: replies.awaited("r"))
+    expected = replies.awaited("r")
+    assert expected is not None
     for _ in range(2):
         expected.lose_holder()
     with pytest.raises(KillsWorkers):

@@ -23,6 +23,7 @@ from dynamo_local.errors import (
     WorkerDraining,
     WorkerLost,
 )
+from tests.drivers.eventually import eventually
 from tests.fakes.data_plane.endpoints import FakeEndpointClient
 
 
@@ -152,8 +153,7 @@ async def test_a_full_worker_is_asked_again_by_an_answer_that_has_begun() -> Non
 async def test_a_request_waits_on_while_a_full_worker_leaves() -> None:
     client = FakeEndpointClient({1: counting(1, 3, LOST), 2: failing(WorkerBusy("full"))})
     asked = asyncio.create_task(counted(client))
-    while len(client.calls) < 2:
-        await asyncio.sleep(0)
+    await eventually(lambda: len(client.calls) == 2)
     client.remove_instance(2)
     await asyncio.sleep(2 * AGAIN_S)
     client.add_instance(3, counting(3))
@@ -164,8 +164,7 @@ async def test_a_request_waits_for_nats_to_go_on() -> None:
     client = FakeEndpointClient({1: counting(1, 3, LOST), 2: counting(3)})
     client.refuse(2, NatsUnavailable("away"))
     asked = asyncio.create_task(counted(client))
-    while len(client.calls) < 3:
-        await asyncio.sleep(0)
+    await eventually(lambda: len(client.calls) >= 3)
     client.refuse(2, None)
     assert await asked == [1, 2, 3, 4, 5, 6]
 
