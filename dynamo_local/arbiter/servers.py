@@ -153,8 +153,8 @@ class EtcdSpec:
             "--unsafe-no-fsync",
             "--auto-compaction-mode=periodic",
             "--auto-compaction-retention=10m",
-            # etcd keeps its log in memory from one snapshot to the next: 100,000 entries by default, hours of a graph.
-            "--snapshot-count=5000",
+            # etcd keeps its log in memory from one snapshot to the next: by default 100,000 entries, half a day of it.
+            "--snapshot-count=1000",
             # A single member wins every election. A long timeout would only delay start-up and recovery. The shortest
             # TTL that etcd grants is 1.5 election timeouts as well.
             "--heartbeat-interval=20",

@@ -116,7 +116,7 @@ def test_a_pid_that_was_given_out_again_is_another_process(monkeypatch: pytest.M
     monkeypatch.setattr(psutil.Process, "create_time", lambda self: started_s[0])
     growth.sample({os.getpid(): "one"}, 0.0)
     started_s[0] = 2.0
-    growth.sample({os.getpid(): "another"}, 5000.0)
+    growth.sample({os.getpid(): "another"}, 10_000.0)
     assert growth.trends() == []
 
 
@@ -124,7 +124,7 @@ def test_a_pid_that_was_given_out_again_is_another_process(monkeypatch: pytest.M
 def test_growth_is_told_from_noise(per_hour: float, grows: bool) -> None:
     rng = random.Random(1)
     watched = Watched("arbiter")
-    for number in range(360):
+    for number in range(1080):
         hours = number * EVERY_S / 3600
         watched.at_s.append(hours * 3600)
         watched.values["MiB"].append(100 * (1 + per_hour * hours) + rng.uniform(-0.3, 0.3) + 50 * (number < 30))
