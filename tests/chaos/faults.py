@@ -49,11 +49,13 @@ def chosen(action: Action, status: Status) -> Mapping[str, Any] | None:
     return rows[int(action.unit * len(rows))] if rows else None
 
 
-def replaced(status: Status, name: str, pid: int) -> bool:
-    """It is gone, and if it was to stay, another process is there. It may have had another name by then."""
-    if any(row["pid"] == pid for row in status["workers"]):
+def replaced(status: Status, victim: Mapping[str, Any]) -> bool:
+    """The victim is gone, and if it was to stay, another process is there: it may have had another name by then.
+    Somebody of its component serves. The only worker may be restarted while it comes back, and drains for that."""
+    rows = status["workers"]
+    if any(row["pid"] == victim["pid"] for row in rows) or not ready(rows, victim["component"]):
         return False
-    row = next((row for row in status["workers"] if row["watcher_name"] == name), None)
+    row = next((row for row in rows if row["watcher_name"] == victim["watcher_name"]), None)
     return row is None or row["state"] in WHOLE
 
 

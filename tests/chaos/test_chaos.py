@@ -23,6 +23,7 @@ from benchmarks.drain.client import ANSWER_S
 from benchmarks.traces import conversation
 from dynamo_local.arbiter.marks import marked
 from tests.chaos.checks import unexplained
+from tests.chaos.faults import replaced
 from tests.chaos.growth import EVERY_S, Growth, Watched, trends_of
 from tests.chaos.load import Clients, Tally
 from tests.chaos.plan import BASE, COMMANDS, DECODE, FRONTEND, PLANS, PREFILL, Kind, steady_plan, storms_plan
@@ -109,6 +110,25 @@ def test_a_steady_plan_has_a_command_each_second_and_a_death_each_minute() -> No
     assert kinds.pop(Kind.KILL) == 60
     assert set(kinds) == set(COMMANDS)
     assert kinds.total() == 3600
+
+
+@pytest.mark.parametrize(
+    ("states", "whole"),
+    [
+        (["draining"], False),
+        (["starting"], False),
+        (["ready"], True),
+        (["exited", "ready"], True),
+        (["starting", "ready"], False),
+    ],
+)
+def test_a_dead_worker_is_replaced_when_somebody_serves(states: list[str], whole: bool) -> None:
+    rows = [
+        {"watcher_name": f"dynamo_Processor_{n}", "component": "Processor", "pid": 10 + n, "state": state}
+        for n, state in enumerate(states)
+    ]
+    assert replaced({"workers": rows}, {**rows[0], "pid": 1}) is whole
+    assert not replaced({"workers": rows}, rows[0])
 
 
 def test_a_pid_that_was_given_out_again_is_another_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -333,7 +333,7 @@ class Chaos:
             return  # it is stopped for good already: to let it go on would heal it
         if lasting:
             self.hurt.add(pid)
-            self._break(name, lambda status: replaced(status, name, pid))
+            self._break(name, lambda status: replaced(status, row))
         else:
             self._stopped.add(pid)
             self._break(name, lambda status: pid not in self._stopped)
