@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import statistics
-import tracemalloc
-from collections import Counter
+from collections import Counter, deque
 from itertools import islice, pairwise
 from random import Random
 from typing import Any
@@ -24,6 +23,7 @@ from dynamo_local.simulator.generator import (
     parse_generated,
 )
 from dynamo_local.simulator.trace import HASH_BLOCK_TOKENS, TraceRequest
+from tests.tools.peak_memory import peak_bytes
 
 
 def made(word: str) -> list[TraceRequest]:
@@ -216,14 +216,7 @@ def test_ids_cover_the_prompt_and_no_more() -> None:
 def test_requests_are_made_one_at_a_time() -> None:
     """Five million of them could be asked for: the first come at once, and take no more memory than they need."""
     options = parse_generated("chat,rate=50,duration=100000,isl=2000").options
-    tracemalloc.start()
-    try:
-        for _ in islice(generate(options), 4_000):
-            pass
-        _, most = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert most < 16 * 2**20
+    assert peak_bytes(lambda: deque(islice(generate(options), 4_000), maxlen=0)) < 16 * 2**20
 
 
 @pytest.mark.parametrize(("think", "most"), [(0, 0.61), (60, 0.5), (3600, 0.1)])

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import json
 import time
-import tracemalloc
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -30,6 +29,7 @@ from dynamo_local.transport.prefill_queue import HEADROOM_BYTES, decode_entry, e
 from dynamo_local.transport.requests.frames import ItemSequence, decode_error, decode_header, decode_value, decoder_of
 from tests.drivers.eventually import eventually
 from tests.fakes.infra.memory_nats import MemoryNats
+from tests.tools.peak_memory import peak_bytes
 
 DEEP = b"\x91" * 1_000_000
 EMPTY_LISTS = b"\xdd" + (1_000_000).to_bytes(4, "big") + b"\x90" * 1_000_000
@@ -49,14 +49,9 @@ def test_answers_that_are_nested_without_end_are_errors_too() -> None:
 
 def test_a_typed_payload_skips_what_it_does_not_know() -> None:
     payload = b"\x82\xa6prompt\xa2Hi\xa4else" + EMPTY_LISTS
-    tracemalloc.start()
-    try:
-        request = decoder_of(TextRequest)(payload)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert request == TextRequest(prompt="Hi")
-    assert peak < 100_000
+    decode_it = decoder_of(TextRequest)
+    assert decode_it(payload) == TextRequest(prompt="Hi")
+    assert peak_bytes(lambda: decode_it(payload)) < 100_000
 
 
 def test_a_payload_that_nobody_looks_at_is_not_read() -> None:

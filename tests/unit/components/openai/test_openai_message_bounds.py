@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from typing import Any
 
 import msgspec
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from dynamo_local.components import limits
 from dynamo_local.components.openai.errors import ApiError
 from dynamo_local.components.openai.requests import ParsedRequest, parse_chat
+from tests.tools.peak_memory import peak_bytes
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 PART = {"type": "text", "text": "a"}
@@ -36,15 +36,13 @@ def body(messages: list[Any]) -> bytes:
 )
 def test_too_many_messages_or_parts_are_not_made(messages: list[Any], param: str):
     sent = body(messages)
-    tracemalloc.start()
-    try:
+
+    def parse() -> None:
         with pytest.raises(ApiError) as caught:
             parse_chat(sent)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert (caught.value.status, caught.value.param) == (400, param)
-    assert peak < 2 * len(sent) + 2**20
+        assert (caught.value.status, caught.value.param) == (400, param)
+
+    assert peak_bytes(parse) < 2 * len(sent) + 2**20
 
 
 @given(messages=st.lists(st.sampled_from(["", "a", None, [], [PART], [PART, PART]]), min_size=1, max_size=20))

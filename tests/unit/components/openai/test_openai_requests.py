@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from typing import Any
 
 import msgspec
@@ -11,6 +10,7 @@ import pytest
 from dynamo_local.components import limits
 from dynamo_local.components.openai.errors import ApiError
 from dynamo_local.components.openai.requests import ParsedRequest, parse_chat, parse_completion
+from tests.tools.peak_memory import peak_bytes
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -247,13 +247,11 @@ def test_a_number_out_of_range_is_named():
 def test_what_is_ignored_is_not_even_read():
     """Half a million empty lists cost a hundred megabytes once they are Python's."""
     many = [[]] * 500_000
-    tracemalloc.start()
-    try:
+
+    def ask() -> None:
         assert chat(metadata={"a": many}, user=many, messages=[{**MESSAGES[0], "annotations": many}]) == chat()
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 16 * 2**20
+
+    assert peak_bytes(ask) < 16 * 2**20
 
 
 def test_a_stop_string_that_is_too_long_is_named_by_its_place():
