@@ -12,8 +12,7 @@ from benchmarks.processes import rss_mib
 
 EVERY_S = 10.0
 WARM_UP_S = 3600.0
-"""A process is judged from so long after it was first seen. Until then etcd's log fills, and an allocator takes memory
-between the pieces that it has: after twice the time half as much per hour."""
+"""A process is judged from so long after it was first seen. Until then etcd's log fills, and allocators fragment."""
 LEAST_S = 2400.0
 """A shorter stretch is not judged: an allocator takes memory in steps."""
 PER_HOUR_MAX = 0.01
