@@ -38,7 +38,7 @@ PLAN = os.environ.get("DYN_CHAOS_PLAN") or "storms"
 SECONDS = float(os.environ.get("DYN_CHAOS_SECONDS") or 120)
 SEED = int(os.environ.get("DYN_CHAOS_SEED") or random.SystemRandom().randrange(10**6))
 AGAIN = f"DYN_CHAOS_PLAN={PLAN} DYN_CHAOS_SEED={SEED} DYN_CHAOS_SECONDS={SECONDS:g}"
-SPARE_S = 300.0
+SPARE_S = 420.0
 """For the start, the end, and whatever takes its full bound on the way."""
 SHOWN = 20
 DISK_BYTES = 64 * 1024 * 1024 * (1 + int(SECONDS / 3600))
