@@ -153,7 +153,7 @@ class EtcdSpec:
             "--unsafe-no-fsync",
             "--auto-compaction-mode=periodic",
             "--auto-compaction-retention=10m",
-            # etcd keeps its log in memory from one snapshot to the next: by default 100,000 entries, half a day of it.
+            # etcd keeps its log in memory from one snapshot to the next: by default 100,000 entries, hours of a graph.
             "--snapshot-count=1000",
             # A single member wins every election. A long timeout would only delay start-up and recovery. The shortest
             # TTL that etcd grants is 1.5 election timeouts as well.

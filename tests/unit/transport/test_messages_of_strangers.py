@@ -49,9 +49,11 @@ def test_answers_that_are_nested_without_end_are_errors_too() -> None:
 
 def test_a_typed_payload_skips_what_it_does_not_know() -> None:
     payload = b"\x82\xa6prompt\xa2Hi\xa4else" + EMPTY_LISTS
-    decode_it = decoder_of(TextRequest)
-    assert decode_it(payload) == TextRequest(prompt="Hi")
-    assert peak_bytes(lambda: decode_it(payload)) < 100_000
+
+    def read() -> None:
+        assert decoder_of(TextRequest)(payload) == TextRequest(prompt="Hi")
+
+    assert peak_bytes(read) < 100_000
 
 
 def test_a_payload_that_nobody_looks_at_is_not_read() -> None:
