@@ -1,7 +1,8 @@
 """The sum of several pytest runs: `total.py FOLDER EXIT_CODE SECONDS`, where each run left a JUnit file in the folder.
 
-Beside them may lie what `side_by_side.py` wrote of its commands. The last line is like pytest's own. An exit code that
-no failed test explains (of a lint, say) is an error in it.
+Beside them may lie what `side_by_side.py` wrote of its commands. The failed tests stand by name before the last line,
+because an excerpt of a long log shows its end only. The last line is like pytest's own. An exit code that no failed
+test explains (of a lint, say) is an error in it.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 KINDS = ("failed", "passed", "skipped", "error")
+LINES_OF_A_FAILURE = 12
 
 
 def counts_of(file: Path) -> tuple[Counter[str], float]:
@@ -23,6 +25,14 @@ def counts_of(file: Path) -> tuple[Counter[str], float]:
     passed = number["tests"] - number["failures"] - number["errors"] - number["skipped"]
     found = Counter(failed=number["failures"], passed=passed, skipped=number["skipped"], error=number["errors"])
     return found, float(suite.get("time", 0.0))
+
+
+def failures_of(file: Path) -> Iterator[str]:
+    """Of each failed test its run, its name, and the end of what pytest says of it, with which an assertion ends."""
+    for case in ElementTree.parse(file).getroot().iter("testcase"):
+        for problem in (*case.findall("failure"), *case.findall("error")):
+            said = (problem.text or problem.get("message") or "").strip().splitlines()[-LINES_OF_A_FAILURE:]
+            yield "\n    ".join([f"{problem.tag} in {file.stem}: {case.get('classname')}::{case.get('name')}", *said])
 
 
 def words(counts: Counter[str]) -> str:
@@ -43,6 +53,9 @@ def main(arguments: Sequence[str]) -> int:
     if code and not total["failed"] and not total["error"]:
         print(f"tox ended with exit code {code}; what failed is above, and is no test")
         total["error"] += 1
+    for file in sorted(folder.glob("*.xml")):
+        for failure in failures_of(file):
+            print(failure)
     minutes, rest = divmod(round(seconds), 60)
     print(f"=== {words(total)} in {seconds:.2f}s ({minutes // 60}:{minutes % 60:02}:{rest:02}) ===")
     return code or (0 if total["passed"] else 1)
