@@ -39,8 +39,9 @@ from dynamo_local.ports import EndpointClient, ResponseStream
 from dynamo_local.profile.interpolation import ProfileModel
 from dynamo_local.system import tracing
 from dynamo_local.transport.load import LoadView
+from dynamo_local.transport.requests.calls import GONE, SILENT
 from dynamo_local.transport.requests.client import late_news_s
-from dynamo_local.transport.requests.stream import Take, pump
+from dynamo_local.transport.requests.stream import BROKEN_OFF, Take, pump
 
 # --- Pickers by name: those of `core.routing.choice`, and a random one. The core does not use `random`.
 
@@ -167,7 +168,7 @@ NEW_WORKER_S: Final = 60.0
 """How long a request whose worker was lost waits for another worker that takes it."""
 
 AGAIN_S: Final = 0.2
-"""A request that waits asks a full worker again after so long, or one that NATS could not reach."""
+"""A request that waits asks a full worker again after so long, or one that could not be reached."""
 
 LOST: Final = "lost"
 """`details` of an error: how many workers were lost one after the other with the request. A repetition begins there."""
@@ -197,8 +198,9 @@ class Dispatcher:
 
     `loads` gives the latest sample of each instance id. `max_tries` bounds how many workers may *fail* one request
     before its first token, `migration_limit` how often an answer goes on at another worker after a token.
-    A full or draining worker only refuses, which costs nothing, so all of them may be asked. If all known workers
-    are draining, the dispatcher waits for others: a scale-down fails no request. A `router` is asked first. The
+    A full, draining or dead worker does not take the request, which costs nothing, so all of them may be asked. If all
+    known workers are draining, the dispatcher waits for others: a scale-down fails no request. A request whose worker
+    was lost waits for one that takes it. A `router` is asked first. The
     picker decides if the Router has no answer, or names a worker that is not registered. `produced` says whether the
     client may have got a part of a batch.
     """
@@ -235,19 +237,23 @@ class Dispatcher:
         chosen: Callable[[int], None] = lambda worker: None,
         resume: Resume = lambda: None,
         lost: int = 0,
+        new_worker_s: float = NEW_WORKER_S,
     ) -> None:
         """Calls `take` with the worker's items as they arrive. `tokens` bounds what the request may generate.
 
         `max_tries` is for this request alone. `chosen` gets each worker that is asked. `resume` is asked if a worker
         was lost after tokens. `lost` workers were lost with this request before, when it was asked first (`LOST`).
+        `new_worker_s`: how long it waits for another worker after a loss.
 
         Raises `NoWorkers`, `WorkerBusy` (every worker refused;
         `details["retry_after_s"]` is the shortest that one of them named), what the last worker failed with, or what
         `take` raises. Cancel it to cancel the request.
         """
-        deadline_s = None if timeout_s is None else self._clock.now_s() + timeout_s
-        limits = max_tries or self._max_tries, self._migration_limit
+        now_s = self._clock.now_s()
+        deadline_s = None if timeout_s is None else now_s + timeout_s
+        limits = max_tries or self._max_tries, self._migration_limit, new_worker_s
         request = _PendingRequest(payload, request_id, tokens, deadline_s, *limits, resume, lost)
+        request.lost_at_s = now_s if lost else None
         while (routed := await self._choose(request)) is not None:
             attempt = _Attempt(self._produced, take)
             async with self._trying(request, routed.worker, attempt):
@@ -289,7 +295,7 @@ class Dispatcher:
 
     async def _choose(self, request: _PendingRequest) -> Routed | None:
         """The next worker, or None when nobody is left, or too many have failed."""
-        if not request.migrations and _failed(request.failures) >= request.max_tries:
+        if request.failed_enough():
             return None
         with tracing.span("route") as span:
             routed = await self._chosen(request)
@@ -312,12 +318,12 @@ class Dispatcher:
         return None
 
     async def _with_room(self, request: _PendingRequest) -> list[int]:
-        """Workers that a request may ask whose worker was lost: new ones, or full ones once more. None: its time is
-        over."""
+        """Workers that a request may ask whose worker was lost: new ones, or once more those that were full or could
+        not be reached. None: its time is over."""
         while (left_s := request.left_s(self._clock.now_s())) > 0:
-            full = [worker for worker, error in request.failures.items() if isinstance(error, WorkerBusy)]
-            await self._client.wait_for_others(request.failures, min(AGAIN_S, left_s) if full else left_s)
-            for worker in full:
+            again = [worker for worker, error in request.failures.items() if _may_take_it_later(error)]
+            await self._client.wait_for_others(request.failures, min(AGAIN_S, left_s) if again else left_s)
+            for worker in again:
                 del request.failures[worker]
             if untried := self._untried(request.failures):
                 return untried
@@ -337,12 +343,14 @@ class _PendingRequest:
     deadline_s: float | None
     max_tries: int
     migration_limit: int
+    new_worker_s: float
     resume: Resume
     lost_before: int
     failures: dict[int, DynamoError] = field(default_factory=dict)
     lost: DynamoError | None = None
     """With what the last worker was lost that had the request. It is the client's if nobody else takes it."""
-    lost_at_s: float = 0.0
+    lost_at_s: float | None = None
+    """None: no worker was lost with it, so it waits for none."""
     migrations: int = 0
     lost_in_row: int = field(init=False)
     """Workers that were lost with this request since its last token."""
@@ -352,7 +360,19 @@ class _PendingRequest:
 
     def left_s(self, now_s: float) -> float:
         """How long it may still wait for another worker, after its own was lost."""
-        return 0.0 if self.lost is None else self.lost_at_s + NEW_WORKER_S - now_s
+        return 0.0 if self.lost_at_s is None else self.lost_at_s + self.new_worker_s - now_s
+
+    def failed_enough(self) -> bool:
+        """Whether it is not repeated any more. Workers that did not take it count only if they are silent, and only
+        until one was lost with it: then time bounds the waiting."""
+        if self.migrations:
+            return False
+        mild = (WorkerBusy, WorkerDraining)
+        reasons = (GONE,) if self.lost_at_s is None else (GONE, SILENT)
+        failed = [
+            e for e in self.failures.values() if not isinstance(e, mild) and e.details.get("reason") not in reasons
+        ]
+        return len(failed) >= self.max_tries
 
     def final(self, error: DynamoError) -> DynamoError:
         """An error that the caller gets, with the count of lost workers."""
@@ -374,8 +394,10 @@ class _PendingRequest:
         if attempt.of_taker or not error.retryable or isinstance(error, InfraUnavailable):
             raise error
         gone = isinstance(error, WorkerLost | StreamGap)
-        self.lost_in_row = (self.lost_before if attempt.produced else self.lost_in_row) + (gone and attempt.taken)
-        if gone and attempt.taken:
+        # Without a first item: a dead process, or a proxy that could not reach its server.
+        had_it = gone and (attempt.taken or error.details.get("reason") == BROKEN_OFF)
+        self.lost_in_row = (self.lost_before if attempt.produced else self.lost_in_row) + had_it
+        if had_it:
             self.lost, self.lost_at_s = error, now_s
         if self.lost_in_row >= KillsWorkers.AFTER:
             raise KillsWorkers.of(self.lost_in_row, "workers", error.message)
@@ -404,7 +426,7 @@ class _PendingRequest:
 
 
 class _Attempt:
-    """One worker's attempt. `taken`: the worker has the request. `produced`: the client may have got a part of the
+    """One worker's attempt. `taken`: the worker gave a first item. `produced`: the client may have got a part of the
     answer. `of_taker`: what was raised is no failure of the worker."""
 
     __slots__ = ("_produced", "_take", "of_taker", "produced", "taken")
@@ -422,9 +444,10 @@ class _Attempt:
         return until_free
 
 
-def _failed(failures: Mapping[int, DynamoError]) -> int:
-    """How many workers have failed the request; refusals do not count."""
-    return sum(not isinstance(error, WorkerBusy | WorkerDraining) for error in failures.values())
+def _may_take_it_later(error: DynamoError) -> bool:
+    """Whether a worker that did not take a request may do so a moment later. After a restart of NATS each is without a
+    listener for a moment. A worker of a starved host may be silent for some seconds."""
+    return isinstance(error, WorkerBusy) or error.details.get("reason") in (GONE, SILENT)
 
 
 def _verdict(failures: Mapping[int, DynamoError], client: EndpointClient) -> DynamoError:

@@ -168,6 +168,8 @@ class RequestObserver:
         self._routed_s: float | None = None
         self.migrations = 0
         """How often the answer went on at another worker."""
+        self.lost = 0
+        """How many workers were lost one after the other with the request: it may be what kills them."""
         series.inflight.inc()
         series.queued.inc()
         metrics.queued += 1
@@ -176,7 +178,7 @@ class RequestObserver:
         """The Processor has sent the prompt's length. It is recorded once, and only for requests that get tokens."""
         if self._prompt_tokens is None:
             self._prompt_tokens = prompt_tokens
-            if self._last_s is not None:
+            if self._first_s is not None:
                 self._series.isl.observe(prompt_tokens)
 
     def on_tokens(self, count: int, now_s: float) -> None:
@@ -186,7 +188,7 @@ class RequestObserver:
         series = self._series
         series.output_tokens.inc(count)
         self._tokens += count
-        if self._last_s is None:
+        if self._first_s is None:
             series.queued.dec()
             self._metrics.queued -= 1
             self._first_s = now_s
@@ -194,15 +196,14 @@ class RequestObserver:
             self._metrics.served.first(now_s - self._started_s, count)
             if self._prompt_tokens is not None:
                 series.isl.observe(self._prompt_tokens)
-        else:
+        elif self._last_s is not None:
             series.itl.observe((now_s - self._last_s) / count, count)
             self._metrics.served.more(now_s - self._last_s, count)
         self._last_s = now_s
 
     def on_cached(self, cached_tokens: int) -> None:
-        """Prompt tokens that were found in a KV cache."""
-        self._cached_tokens = cached_tokens
-        self._series.cached.observe(cached_tokens)
+        """Prompt tokens that were found in a KV cache. Of several answers to the prompt the largest counts."""
+        self._cached_tokens = max(cached_tokens, self._cached_tokens or 0)
 
     def on_routed(self, kv_hit_rate: float) -> None:
         """A Router chose the worker, and knew this share of the prompt to be cached there."""
@@ -215,6 +216,10 @@ class RequestObserver:
         """The answer goes on at another worker, as its own was lost."""
         self.migrations += times
         self._metrics.migrations.labels(self._labels[0], "ongoing_request").inc(times)
+
+    def begins_anew(self) -> None:
+        """The answer is generated once more, and nobody has seen the tokens so far: lengths and gaps leave them out."""
+        self._tokens, self._last_s = 0, None
 
     def on_phases(self, phases: Phases) -> None:
         """The worker says how the time to the first token was spent."""
@@ -262,12 +267,14 @@ class RequestObserver:
         self._metrics.served.ended()
         series = self._series
         series.inflight.dec()
-        if self._last_s is None:
+        if self._first_s is None:
             series.queued.dec()
             self._metrics.queued -= 1
-        else:
+        elif self._tokens:
             series.osl.observe(self._tokens)
             self._remember(status)
+        if self._cached_tokens is not None:
+            series.cached.observe(self._cached_tokens)
         series.duration.observe(now_s - self._started_s)
         self._judge(status)
         if self._routed:

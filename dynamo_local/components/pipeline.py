@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.components import messages
-from dynamo_local.components.dispatcher import Batch, Dispatcher
+from dynamo_local.components.dispatcher import NEW_WORKER_S, Batch, Dispatcher
 from dynamo_local.components.limits import run_beside, run_by_size
 from dynamo_local.components.models_view import ModelsView
 from dynamo_local.components.text.prepare import Answer, Kind, prepare
@@ -78,7 +78,8 @@ class Pipeline:
 
     async def _pumped(self, kind: Kind, payload: Any, timeout_s: float | None, take: Take) -> None:
         request = messages.parse_text_request(payload)
-        max_model_len = await self._max_model_len(request.model or self._model)
+        wait_s = NEW_WORKER_S if request.lost else FIRST_CARD_TIMEOUT_S
+        max_model_len = await self._max_model_len(request.model or self._model, wait_s)
         work = (kind, request, self._tokenizer, max_model_len)
         request_id, extras = request.request_id or uuid.uuid4().hex, request.extras
         if extras is not None:
@@ -137,14 +138,14 @@ class Pipeline:
         from dynamo_local.components.sim_api.texts import answer_texts, parse_texts_request
 
         request = parse_texts_request(payload)
-        max_model_len = await self._max_model_len(request.request.model or self._model)
+        max_model_len = await self._max_model_len(request.request.model or self._model, FIRST_CARD_TIMEOUT_S)
         size = messages.size_of(request.request) + len(request.token_ids)
         return await run_by_size(size, answer_texts, request, self._tokenizer, max_model_len)
 
-    async def _max_model_len(self, model: str) -> int:
-        """The context length of the model's workers, in tokens. Raises `NoWorkers` while none serves it."""
+    async def _max_model_len(self, model: str, wait_s: float) -> int:
+        """The context length of the model's workers, in tokens. Raises `NoWorkers` if none serves it after `wait_s`."""
         served = self._models.get(model)
-        if served is None and await self._models.wait_ready(FIRST_CARD_TIMEOUT_S):
+        if served is None and await self._models.wait_ready(wait_s):
             served = self._models.get(model)
         if served is None or served.max_model_len is None:  # None: an HTTP server's model, no Processor can call it
             names = ", ".join(m.name for m in self._models.models()) or "none"

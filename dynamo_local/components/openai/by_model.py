@@ -32,6 +32,7 @@ class EndpointByModel:
         self._models = models
         self._adapters = adapters
         self._first = next(iter(clients.values()))
+        self._last: dict[str, EndpointClient] = {}
 
     def instances(self) -> tuple[Instance, ...]:
         return self._first.instances()
@@ -60,7 +61,10 @@ class EndpointByModel:
         served = self._models.get(name) or self._adapters.get(name)
         for component in () if served is None else served.components:
             if (client := self._clients.get(component)) is not None:
+                self._last[name] = client
                 return client
+        if name in self._last:  # its Processor waits for another worker, if the request's own was lost
+            return self._last[name]
         raise api_errors.no_model(self._models, name)
 
 

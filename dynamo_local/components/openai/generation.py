@@ -23,6 +23,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from starlette.types import Scope
@@ -122,23 +123,26 @@ class GenerationRoute(ModelRoute[ParsedRequest]):
         return await Generation(self._api, self._client, request, request_id, observer, self._deps).run(reply)
 
 
-async def until_answered(once: Callable[[int], Awaitable[Whole | None]], reply: Reply, request_id: str) -> Whole | None:
+async def until_answered(
+    once: Callable[[int], Awaitable[Whole | None]], reply: Reply, observer: RequestObserver, request_id: str
+) -> Whole | None:
     """The result of `once`. It is tried again if a worker or a Processor was lost and the client has got nothing.
 
     So a request that is not streamed may be repeated after its first token. The Processor cannot know that nobody
     has seen it. If several workers failed before their first token, the Dispatcher has tried enough of them. `once`
-    gets how many workers were lost with the request (`LOST`): it may be what kills them.
+    gets how many workers were lost with the request (`LOST`), which `observer` counts.
     """
-    lost = 0
-    for _ in range(MAX_ATTEMPTS - 1):
+    for attempts_left in reversed(range(MAX_ATTEMPTS)):
         try:
-            return await once(lost)
-        except REPEATABLE as error:
-            lost = error.details.get(LOST, lost)
-            if reply.has_content or TRIED in error.details or isinstance(error, KillsWorkers):
+            return await once(observer.lost)
+        except DynamoError as error:
+            observer.lost = error.details.get(LOST, observer.lost)
+            tried = TRIED in error.details or isinstance(error, KillsWorkers)
+            if not attempts_left or not isinstance(error, REPEATABLE) or tried or reply.has_content:
                 raise
             logger.info("request %s: nothing was sent yet, so it is asked again: %s", request_id, error)
-    return await once(lost)
+            observer.begins_anew()
+    raise AssertionError("the last attempt returns or raises")
 
 
 async def close(stream: ResponseStream, request_id: str) -> None:
@@ -180,7 +184,8 @@ class Generation:
         """As `ModelRoute.answer`. The Processor's stream is closed whatever happens, which cancels its work."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await until_answered(lambda lost: self._once(reply, lost), reply, self._request_id)
+                once = partial(self._once, reply)
+                return await until_answered(once, reply, self._observer, self._request_id)
         except TimeoutError as error:
             message = f"The request did not end within {self._timeout_s:g} s, this Frontend's `request_timeout_s`."
             raise DeadlineExceeded(message) from error

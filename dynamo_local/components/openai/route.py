@@ -332,11 +332,13 @@ class ModelRoute(ABC, Generic[R]):
         `came`: the bytes of its body, and when it came.
         """
         deps, again = self._deps, False
+        size, since_s = came
         model = None if deps.held is None else deps.held.model_of(request.model)
         while True:
             if deps.held is not None and model is not None:
-                await deps.held.until_served(model, *came, reply if request.stream else None, again=again)
+                await deps.held.until_served(model, size, since_s, reply if request.stream else None, again=again)
                 await deps.entrance.enter()
+            lost = observer.lost
             try:
                 with deps.activity.serving():
                     return await self.answer(request, request_id, observer, reply)
@@ -344,6 +346,8 @@ class ModelRoute(ABC, Generic[R]):
                 if model is None or reply.has_content or not no_worker(error):
                     raise
                 again = True
+                if observer.lost > lost:  # a worker had it until then, so it is held from now on
+                    since_s = deps.clock.now_s()
 
     async def _accept(self, scope: Scope, receive: Receive, take: Callable[[int], None]) -> tuple[R, int]:
         """The request and its bytes. Raises `ApiError` for one that is not to be served, and counts it."""

@@ -380,7 +380,12 @@ class ProxiedRequest:
             async with asyncio.timeout(timeout_s):
                 with tracing.span("prefill"):
                     await dispatcher.pump(
-                        message.payload(), incoming.take, request_id=self._request_id, tokens=1, timeout_s=timeout_s
+                        message.payload(),
+                        incoming.take,
+                        request_id=self._request_id,
+                        tokens=1,
+                        timeout_s=timeout_s,
+                        new_worker_s=0.0,  # the decode server can prefill now
                     )
             answer = await incoming.whole()
         except (DynamoError, TimeoutError) as error:

@@ -189,7 +189,7 @@ class EngineApiRoute(ModelRoute[RawRequest | ParsedRequest]):
 
         try:
             async with asyncio.timeout(timeout_s):
-                return await until_answered(once, reply, request_id)
+                return await until_answered(once, reply, observer, request_id)
         except TimeoutError as error:
             message = f"The request did not end within {timeout_s:g} s, this Frontend's `request_timeout_s`."
             raise DeadlineExceeded(message) from error

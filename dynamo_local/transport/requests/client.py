@@ -164,7 +164,7 @@ class NatsEndpointClient:
             if instance.instance_id == instance_id:
                 return instance
         raise errors.WorkerLost(
-            f"{self.component}/{self.endpoint}:{lease_hex(instance_id)} is not registered (any more)"
+            f"{self.component}/{self.endpoint}:{lease_hex(instance_id)} is not registered (any more)", reason=GONE
         )
 
     def _next(self, tried: set[int]) -> Instance | None:

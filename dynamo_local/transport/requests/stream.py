@@ -25,6 +25,9 @@ Take = Callable[[list[Any]], Awaitable[None] | None]
 MAX_WAITING: Final = 64
 """Batches that wait for an `async for`; beyond it the producer waits."""
 
+BROKEN_OFF: Final = "connection_lost"
+"""`details["reason"]` of a `WorkerLost` after the request was accepted: the worker's process is gone, or its host."""
+
 
 class Enough(Exception):
     """Raised by a `Take` that wants no more: the stream is closed, and `pump` raises this."""
@@ -175,7 +178,8 @@ class InboundStream(asyncio.Protocol):
         self.finish(
             errors.WorkerLost(
                 f"the connection to {self._who} closed after {self._sequence.received} items, before the end of the "
-                f"stream{reason}; the worker is gone, send the request again"
+                f"stream{reason}; the worker is gone, send the request again",
+                reason=BROKEN_OFF,
             )
         )
         self._is_closed()

@@ -127,7 +127,7 @@ def test_a_planner_is_told_the_sums_over_all_models():
         "ttft_s_sum": 1.0,
         "ttft_s_count": 2.0,
         "isl_sum": 200.0,
-        "cached_sum": 50.0,
+        "cached_sum": 25.0,
     }
     assert (told["osl_sum"], told["osl_count"], told["itl_s_count"], told["duration_s_sum"]) == (2.0, 1.0, 4.0, 2.0)
 
@@ -206,6 +206,28 @@ def test_tokens_that_come_together_share_their_latency():
     assert (of("input_sequence_tokens_count"), of("output_sequence_tokens_sum")) == (1, 7)
     assert (of("request_duration_seconds_sum"), of("cached_tokens_sum")) == (1.0, 2)
     assert seen.requests("error", "stream", model="m") is None
+
+
+def test_tokens_that_nobody_saw_are_left_out_of_lengths_and_gaps():
+    """A whole answer is generated once more after its worker was lost."""
+    metrics = HttpMetrics()
+    observer = metrics.begin("m", "completions", "unary", 0.0)
+    observer.on_tokens(50, 1.0)
+    observer.begins_anew()
+    observer.on_tokens(1, 60.0)
+    observer.on_tokens(59, 61.0)
+    observer.on_cached(64)
+    observer.on_cached(16)
+    observer.end("success", 61.0)
+    seen = Scrape(metrics.exposition().decode())
+
+    def of(suffix: str) -> float | None:
+        return seen.value(f"dynamo_frontend_{suffix}", model="m")
+
+    assert (of("output_tokens_total"), of("output_sequence_tokens_sum")) == (110, 60)
+    assert (of("inter_token_latency_seconds_count"), of("inter_token_latency_seconds_sum")) == (59, 1.0)
+    assert (of("time_to_first_token_seconds_count"), of("queued_requests")) == (1, 0)
+    assert (of("cached_tokens_count"), of("cached_tokens_sum")) == (1, 64)
 
 
 def test_a_prompts_length_that_comes_late_is_still_recorded():

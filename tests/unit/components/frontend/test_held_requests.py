@@ -19,7 +19,7 @@ from dynamo_local.components.openai.app import create_app
 from dynamo_local.components.openai.held import HeldRequests, held_key
 from dynamo_local.components.openai.settings import SharedModel
 from dynamo_local.core.gpu_shares import HeldNow
-from dynamo_local.errors import NoWorkers
+from dynamo_local.errors import NoWorkers, WorkerLost
 from dynamo_local.ports import DeleteEvent
 from tests.drivers.eventually import eventually
 from tests.fakes.data_plane.processor import FakeEndpoint, answer
@@ -165,6 +165,20 @@ async def test_a_worker_that_left_in_between_costs_nobody_an_error(shared: Make,
         await eventually(lambda: count(made) == 1)
         serve_model(made.models, COLD)
         assert (await asked).status_code == 200
+
+
+async def test_a_request_whose_worker_was_lost_is_held_from_then_on(shared: Make, serve_model: Make) -> None:
+    """It ran for longer than it may be held. What it may have killed is not forgotten."""
+    lost, gate = WorkerLost("it died", lost=1), asyncio.Event()
+    made = shared(FakeEndpoint([gate, lost], [NoWorkers("none is left")], answer("Hello")), max_wait_s=0.5)
+    serve_model(made.models, COLD)
+    async with made.client() as client:
+        asked = asyncio.create_task(client.post(URL, json=body()))
+        await eventually(lambda: made.endpoint.calls)
+        await asyncio.sleep(0.6)
+        gate.set()
+        assert (await asked).status_code == 200
+    assert [payload.get("lost") for payload in made.endpoint.payloads] == [None, 1, 1]
 
 
 async def test_models_are_listed_with_their_state(shared: Make, serve_model: Make) -> None:

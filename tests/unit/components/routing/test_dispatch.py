@@ -23,6 +23,8 @@ from dynamo_local.errors import (
     WorkerDraining,
     WorkerLost,
 )
+from dynamo_local.transport.requests.calls import GONE, SILENT
+from dynamo_local.transport.requests.stream import BROKEN_OFF
 from tests.drivers.eventually import eventually
 from tests.fakes.data_plane.endpoints import FakeEndpointClient
 
@@ -167,6 +169,53 @@ async def test_a_request_waits_for_nats_to_go_on() -> None:
     await eventually(lambda: len(client.calls) >= 3)
     client.refuse(2, None)
     assert await asked == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("reason", [GONE, SILENT])
+async def test_a_worker_that_could_not_be_reached_is_asked_again_by_an_answer_that_has_begun(reason: str) -> None:
+    client = FakeEndpointClient({1: counting(1, 3, LOST), 2: counting(3)})
+    client.refuse(2, WorkerLost("unreachable", reason=reason))
+    asked = asyncio.create_task(counted(client))
+    await eventually(lambda: len(client.calls) >= 2)
+    client.refuse(2, None)
+    assert await asked == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("refusal", [WorkerBusy("full"), NatsUnavailable("away"), WorkerLost("gone", reason=GONE)])
+async def test_a_repetition_waits_for_a_worker_too(refusal: DynamoError) -> None:
+    client = FakeEndpointClient({2: counting(1)})
+    client.refuse(2, refusal)
+    asked = asyncio.create_task(counted(client, lost=1))
+    await eventually(lambda: len(client.calls) >= 1)
+    client.refuse(2, None)
+    assert await asked == [1, 2, 3, 4, 5, 6]
+
+
+async def test_a_repetition_waits_for_the_first_worker() -> None:
+    client = FakeEndpointClient({})
+    asked = asyncio.create_task(counted(client, lost=1))
+    await asyncio.sleep(0)
+    client.add_instance(2, counting(1))
+    assert await asked == [1, 2, 3, 4, 5, 6]
+
+
+async def test_dead_workers_that_are_still_registered_use_up_no_tries() -> None:
+    client = FakeEndpointClient(dict.fromkeys(range(1, 6), good))
+    for dead in (1, 2, 3, 4):
+        client.refuse(dead, WorkerLost("nobody serves it", reason=GONE))
+    assert await collect(dispatcher(client)) == [1, 2]
+    assert [call.instance_id for call in client.calls] == [1, 2, 3, 4, 5]
+
+
+async def test_a_process_that_dies_before_its_first_item_is_a_loss() -> None:
+    died = failing(WorkerLost("died", reason=BROKEN_OFF))
+    client = FakeEndpointClient({1: died})
+    asked = asyncio.create_task(collect(dispatcher(client)))
+    await eventually(lambda: len(client.calls) == 1)
+    client.add_instance(2, good)
+    assert await asked == [1, 2]
+    with pytest.raises(KillsWorkers):
+        await collect(dispatcher(FakeEndpointClient({1: died, 2: died, 3: good})))
 
 
 async def test_migrations_are_bounded() -> None:
