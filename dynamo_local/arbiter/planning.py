@@ -142,7 +142,8 @@ class ArbiterPlanner:
             if entry is not None:
                 self.options = self._merged(entry.options, base=PlannerConfig())
             if wanted:
-                await self._start(self.options, paused=starts is None and before is PlannerState.PAUSED)
+                paused = starts is None and before is PlannerState.PAUSED
+                await self._start(self.options, paused=paused, goes_on=before not in (None, PlannerState.STOPPED))
             elif before not in (None, PlannerState.STOPPED):
                 await self._keep()
         except DynamoError as error:  # the graph serves without a planner
@@ -186,7 +187,7 @@ class ArbiterPlanner:
         async with self._changing:
             loop = self._running("resume")
             if loop.state is not PlannerState.RUNNING:
-                loop.resume(await self.prepared(self.options, begins=True))
+                loop.resume(await self.prepared(self.options, begins=True, goes_on=True))
                 await self._keep()
             return self.status()
 
@@ -210,9 +211,10 @@ class ArbiterPlanner:
             await self._keep()
             return self.status()
 
-    async def prepared(self, options: PlannerConfig, *, begins: bool = False) -> Policy[Any]:
+    async def prepared(self, options: PlannerConfig, *, begins: bool = False, goes_on: bool = False) -> Policy[Any]:
         """The policy of these options. One that begins, or that judges otherwise than the present one, knows the
-        recorded requests. Raises `ConfigError`."""
+        recorded requests. One that `goes_on` knows its own run's before those of `history`; one that does not begin
+        goes on. Raises `ConfigError`."""
         by_name = {spec.name: spec.resources.gpu for spec in self._graph.services}
         prefill, decode = planned_components(self._graph)
         gpus = (0 if prefill is None else max(1, by_name[prefill]), max(1, by_name[decode]))
@@ -222,7 +224,8 @@ class ArbiterPlanner:
         if self._ticks is not None:
             await self._ticks.written()
         before, ticks = None if begins else self.options, tick_log_path(self._log_path.parent)
-        return await asyncio.to_thread(_policy_of, options, before, gpus, max(starts_s), ticks)
+        goes_on = (goes_on or not begins) and options.history == self.options.history
+        return await asyncio.to_thread(_policy_of, options, before, gpus, max(starts_s), ticks, goes_on)
 
     def reconfigure(
         self, graph: GraphSpec, options: PlannerConfig | None = None, policy: Policy[Any] | None = None
@@ -306,13 +309,13 @@ class ArbiterPlanner:
             "last_decision": None if loop.last is None else decisions.as_json(loop.last),
         }
 
-    async def _start(self, options: PlannerConfig, *, paused: bool = False) -> None:
+    async def _start(self, options: PlannerConfig, *, paused: bool = False, goes_on: bool = False) -> None:
         if self.follows() is not None:
             raise DynamoError(
                 "this run carries out another planner's decisions (--follow), and two planners would undo each "
                 "other's; to plan here, `dynamo serve` it without --follow"
             )
-        policy = await self.prepared(options, begins=True)
+        policy = await self.prepared(options, begins=True, goes_on=goes_on)
         if self._loop is None or self._world is None:
             self._world = self.world()
             self._loop = await self._made(self._world)
@@ -491,18 +494,23 @@ class PlannerPlugins:
 
 
 def _policy_of(
-    options: PlannerConfig, before: PlannerConfig | None, gpus: tuple[int, int], start_up_s: float, ticks: Path
+    options: PlannerConfig,
+    before: PlannerConfig | None,
+    gpus: tuple[int, int],
+    start_up_s: float,
+    ticks: Path,
+    goes_on: bool = False,
 ) -> Policy[Any]:
     """`choosing.policy_of`. The first call imports all policies, and some of them read files: call it in a thread.
 
-    Without `history` the policy `slo` begins with the requests of the tick log, as far as they can be read. It begins
-    without options `before`, and with others by which it judges.
+    Without `history` the policy `slo` begins with the requests of the tick log, as far as they can be read; so does one
+    that `goes_on`, if there are any. It begins without options `before`, and with others by which it judges.
     """
     from dynamo_local.planner import choosing
 
     recorded: Recorded = []
     begins = before is None or choosing.begins_anew(before, options)
-    if begins and options.policy == "slo" and options.history is None:
+    if begins and options.policy == "slo" and (goes_on or options.history is None):
         skipped = Skipped()
         try:
             recorded = recorded_requests(ticks, skipped)
@@ -512,4 +520,5 @@ def _policy_of(
             log.warning("%s", warning)
         if recorded:
             log.info("the planner begins with %d requests of its last %.1f h", len(recorded), -recorded[0][0] / 3600)
-    return choosing.policy_of(options, start_up_s=start_up_s, gpus=gpus, recorded=recorded, begins=begins)
+    reads = begins and not recorded
+    return choosing.policy_of(options, start_up_s=start_up_s, gpus=gpus, recorded=recorded, begins=reads)

@@ -202,7 +202,7 @@ class RequestObserver:
         self._last_s = now_s
 
     def on_cached(self, cached_tokens: int) -> None:
-        """Prompt tokens that were found in a KV cache. Of several answers to the prompt the largest counts."""
+        """Prompt tokens that were found in a KV cache. With several answers, the largest number counts."""
         self._cached_tokens = max(cached_tokens, self._cached_tokens or 0)
 
     def on_routed(self, kv_hit_rate: float) -> None:

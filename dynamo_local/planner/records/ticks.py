@@ -580,6 +580,8 @@ class Replay:
         options, pools = self._chosen(record), self._pools
         begins = before is None or choosing.begins_anew(before, options)
         recorded = joined(reversed(self._seen)) if begins else ()
+        if before is not None and before.history == options.history and recorded:
+            begins = False  # as the arbiter's planner, it knows its own run's before those of the file
         if pools is None:
             return choosing.policy_of(options, recorded=recorded, begins=begins)
         start_s = start_up_s(pools)

@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamo_local.planner.queueing import Misses, Past
-from dynamo_local.planner.values import Ended, FixedFleet
+from dynamo_local.planner.values import Ended, FixedFleet, Requests
 
 HOLDS_S = (-math.inf, 0.0, 30.0, 60.0, 120.0, 240.0, 480.0, 900.0, 0.0, 120.0, math.inf)
 """The candidates: how long a worker stays after it was last wanted. The first is never there, the last always."""
@@ -286,6 +286,16 @@ class Record:
     asked_missed: tuple[int, ...] = ()
     turned_s: float = -math.inf
     """When a stretch was last judged for the other shape."""
+    known_until_s: float = math.inf
+    """Until then the requests are known."""
+
+    def known(self, seen: Requests, bin_s: float) -> Record:
+        """The requests of this interval are known. What lies between it and the last one before is not judged: nobody
+        knows who came."""
+        judged_until_s = self.judged_until_s
+        if seen.since_s > self.known_until_s + bin_s:
+            judged_until_s = max(judged_until_s, seen.since_s)
+        return replace(self, known_until_s=seen.at_s, judged_until_s=judged_until_s)
 
     def after(self, ended: Sequence[Ended], ttft_s: float, itl_s: float) -> Record:
         """With these answers. One of which no latency is known is left out: nobody knows when it came."""
@@ -517,7 +527,7 @@ class Hindsight:
     ) -> tuple[int, int]:
         """The workers to have where the rule wants `workers` for `rate` requests/s. Without a judged past these, or if
         it is stale; and no fewer, if there was no such load yet."""
-        if self.requests < JUDGED_MIN or now_s - self.record.judged_until_s > STALE_S:
+        if self.requests < JUDGED_MIN or self.is_stale(now_s):
             return workers
         found = [
             max(1, role.held_now(role.leaders(bin_price * each), now_s)) if each else 0
@@ -526,6 +536,10 @@ class Hindsight:
         if rate > BEYOND * max((self.history_peak, *(each.peak for each in self.stretches))):
             return max(found[0], workers[0]), max(found[1], workers[1])
         return found[0], found[1]
+
+    def is_stale(self, now_s: float) -> bool:
+        """Whether nothing was judged for so long that the past rules no more."""
+        return now_s - self.record.judged_until_s > STALE_S
 
     def fixed_fleets(self, gpus: tuple[int, int], most_gpus: int) -> tuple[FixedFleet, ...]:
         """The best fixed fleets of the last hour, and of the last day if more than that is known."""

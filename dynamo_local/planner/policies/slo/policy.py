@@ -40,6 +40,7 @@ from dynamo_local.planner.policies.slo.scaling_options import (
     Moment,
     climbed,
     overrun_yield,
+    plus,
     price,
     quick,
     scaling_options_of,
@@ -133,7 +134,8 @@ class SloPolicy:
     def status(self, state: SloState) -> PolicyStatus:
         """When it decides next, and what it decided from last."""
         began_s, readings = state.decided
-        fixed = next((each for each in reversed(state.fixed) if each.fixed_gpu_hours), None)
+        stale = state.past is None or state.past.is_stale(state.began_s)
+        fixed = None if stale else next((each for each in reversed(state.fixed) if each.fixed_gpu_hours), None)
         return PolicyStatus(state.due_s, interval_began_s=began_s, readings=readings, fixed_fleet=fixed)
 
     # --- PREDICT -------------------------------------------------------------------------------
@@ -226,7 +228,7 @@ class SloPolicy:
             held = past.held(ruled, gpu_price * INTERVAL_S, bounds.gpus, rate, observation.at_s)
             if any(each.name == FLIP for each in state.scaling_options):
                 held = _kept(ruled, held, sum(now))
-            fleet = within(held, now, bounds)
+            fleet = filled(ruled, held, now, bounds)
             if bounds.held(fleet) < bounds.min_gpus:  # so many stay in total: the rule chooses their split
                 fleet = ruled
         fleet = self._not_below_the_first(state, observation, fleet, now, flips)
@@ -314,7 +316,8 @@ class SloPolicy:
         if state.expected:
             served = overrun_yield(_capacity(pools), state.expected[0], self.bounds(pools))
             rate = rate if served is None else min(rate, served * gpus)
-        return price(options.target, options.cost_factor, rate, gpus) * state.price_factor
+        stale = state.past is not None and state.past.is_stale(state.began_s)
+        return price(options.target, options.cost_factor, rate, gpus) * (1.0 if stale else state.price_factor)
 
     def _most(self, pools: WorkerPools) -> int:
         """Workers of a role that there could be."""
@@ -364,7 +367,7 @@ class SloPolicy:
         past = state.past
         past = Hindsight.of(seen.since_s, most) if past is None else past.resized(most)
         ttft_s, itl_s = self.options.ttft_ms / 1000, self.options.itl_ms / 1000
-        past = replace(past, record=past.record.after(seen.ended, ttft_s, itl_s))
+        past = replace(past, record=past.record.known(seen, INTERVAL_S).after(seen.ended, ttft_s, itl_s))
         return replace(state, past=past.asking(state.ended, observation.at_s, INTERVAL_S))
 
     def _judged(self, state: SloState, observation: Observation) -> SloState:
@@ -426,6 +429,23 @@ def within(requested: Fleet, now: Fleet, bounds: Bounds) -> Fleet:
     above = (max(requested[0], bounds.floors[0]), max(requested[1], bounds.floors[1]))
     fits = fitting(above, bounds.floors, bounds.gpus, bounds.max_gpus)
     return now if fits is None else (fits[0], fits[1])
+
+
+def filled(ruled: Fleet, held: Fleet, now: Fleet, bounds: Bounds) -> Fleet:
+    """The fleet that the past `held`, within floors and budget.
+
+    The past judges each worker without regard to the budget. Beyond the budget the rule's workers come first: a cut
+    in proportion would undo the rule's split in each interval.
+    """
+    wanted = [max(each, floor) for each, floor in zip(held, bounds.floors, strict=True)]
+    both = [min(each, max(mine, floor)) for each, mine, floor in zip(wanted, ruled, bounds.floors, strict=True)]
+    fleet = within((both[0], both[1]), now, bounds)
+    while True:
+        missing = {plus(fleet, more): wanted[role] - fleet[role] for role, more in enumerate(((1, 0), (0, 1)))}
+        bigger = [each for each, count in missing.items() if count > 0 and bounds.fits(each)]
+        if not bigger:
+            return fleet
+        fleet = max(bigger, key=missing.__getitem__)
 
 
 def _rates(state: SloState) -> tuple[float, ...]:

@@ -64,7 +64,7 @@ def notes(state: SloState, bounds: Bounds, gpu_price: float) -> tuple[str, ...]:
 def _of_the_past(state: SloState, bounds: Bounds, gpu_price: float) -> list[str]:
     """Which candidates lead, and what the cheapest fixed fleet would have cost."""
     past = state.past
-    if past is None or past.requests < JUDGED_MIN:
+    if past is None or past.requests < JUDGED_MIN or past.is_stale(state.began_s):
         return []
     found = []
     for name, ranks, gpus in zip(ROLES, past.roles, bounds.gpus, strict=True):

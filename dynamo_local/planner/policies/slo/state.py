@@ -127,7 +127,7 @@ def _evenly(traffic: Traffic, num_req: float) -> Requests:
 
 
 def with_requests(state: SloState, seen: Requests, gpus: int) -> SloState:
-    """One more interval in the history."""
+    """One more interval in the history. After an answer that came late, the next one covers its time, too."""
     span_s = seen.at_s - seen.since_s
     if span_s <= 0:
         return state
@@ -135,12 +135,13 @@ def with_requests(state: SloState, seen: Requests, gpus: int) -> SloState:
     silent = not state.rates and rate == 0  # when the service was switched on says nothing about its load
     rates = state.rates if silent else (rate, *state.rates[: BINS_MAX - 1])
     oldest_s = seen.at_s - WINDOWS_S[-1]
-    ended = (*state.ended, *seen.ended)[-ENDED_MAX:]
+    before = state.ended[: bisect_right(state.ended, seen.since_s, key=lambda each: each.at_s)]
+    ended = (*before, *seen.ended)[-ENDED_MAX:]
     first = min(bisect_right(ended, oldest_s, key=lambda each: each.at_s), max(0, len(ended) - ENDED_MIN))
     return replace(
         state,
         rates=rates,
-        began=(*state.began, *seen.began)[-REQUESTS - 1 :],
+        began=(*state.began[: bisect_right(state.began, seen.since_s)], *seen.began)[-REQUESTS - 1 :],
         ended=ended[first:],
         outlooks=state.outlooks if silent else tuple(each.after(rates) for each in state.outlooks),
         means=state.means if silent else state.means.after(rate, gpus),
