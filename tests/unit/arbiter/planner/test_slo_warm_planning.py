@@ -94,6 +94,20 @@ async def test_a_history_file_goes_before_the_tick_log(arbiter: Arbiter, tmp_pat
     assert past.rate == pytest.approx(10.0, rel=0.1)
 
 
+@pytest.mark.parametrize("change", [{}, {"ttft_ms": 250}], ids=["resume", "set"])
+async def test_a_planner_that_goes_on_knows_its_own_run_and_not_the_file(
+    arbiter: Arbiter, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    """The file is yesterday's, and may be gone."""
+    recorded(arbiter)
+    options = SLO.model_copy(update={"history": tmp_path / "gone.jsonl"})
+    arbiter.planning = arbiter.made(options)
+    policy = await arbiter.planning.prepared(options.model_copy(update=change), begins=not change, goes_on=True)
+    assert isinstance(policy, SloPolicy)
+    assert policy.history is not None
+    assert policy.history.rate == pytest.approx(1.0, rel=0.2)
+
+
 async def test_a_history_that_is_no_trace_is_refused_and_nothing_starts(arbiter: Arbiter, tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_bytes(b"PK\x03\x04\n\x00\n")

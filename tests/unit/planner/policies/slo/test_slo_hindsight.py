@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.policies.slo.hindsight import (
     FACTORS,
     FIRST_HOLD,
@@ -27,8 +28,13 @@ from dynamo_local.planner.policies.slo.hindsight import (
     settled,
     turn,
 )
+from dynamo_local.planner.policies.slo.policy import SloPolicy
+from dynamo_local.planner.policies.slo.reasons import notes
+from dynamo_local.planner.policies.slo.state import SloState
 from dynamo_local.planner.queueing import Misses
-from dynamo_local.planner.values import Ended
+from dynamo_local.planner.values import Ended, FixedFleet, Requests
+from tests.fakes.planner.observations import worker_pools
+from tests.fakes.planner.options import slo_options
 
 BIN_S = 5.0
 LEAD_BINS = 7
@@ -89,6 +95,30 @@ def test_a_past_that_is_stale_gets_the_workers_that_the_rule_wants() -> None:
     past = Hindsight(Record(0.0), (idle, idle), 10_000.0).decided((2, 2), (1, 1), 2, 100.0)
     assert past.held((2, 2), PRICE, (1, 1), 0.0, 100.0) == (1, 1)
     assert past.held((2, 2), PRICE, (1, 1), 0.0, STALE_S + 1) == (2, 2)
+
+
+def test_a_past_that_is_stale_is_not_told_and_sets_no_price() -> None:
+    idle = bursts(Ranks.of(2), 18, 0.0)
+    fixed = (FixedFleet(1.0, 0.99, 2.0, (1, 1), 0.99, 2.0),)
+    state = SloState(100.0, 105.0, past=Hindsight(Record(0.0), (idle, idle), 10_000.0), fixed=fixed, price_factor=0.25)
+    stale = replace(state, began_s=STALE_S + 1)
+    policy, pools = policy_of(slo_options(ttft_ms=200, itl_ms=10)), worker_pools(1, 1)
+    assert isinstance(policy, SloPolicy)
+    assert [policy.status(each).fixed_fleet for each in (state, stale)] == [fixed[0], None]
+    assert policy.price(stale, pools) == pytest.approx(4 * policy.price(state, pools))
+    bounds = policy.bounds(pools)
+    assert (len(notes(state, bounds, 1.0)), notes(stale, bounds, 1.0)) == (3, ())
+
+
+def test_a_gap_in_what_was_observed_is_not_judged_as_silence() -> None:
+    ended = tuple(Ended(at_s, 1000, 10, 0.1, 0.01) for at_s in np.arange(1210.0, 1320.0, 0.25))
+    record = Record(0.0).known(Requests(595.0, 600.0), BIN_S)
+    record = record.known(Requests(1200.0, 1320.0), BIN_S).after(ended, 1.0, 1.0).asking(1320.0, 10.0, BIN_S)
+    assert record.asked is not None
+    assert record.asked_from_s == 1200.0
+    assert record.known(Requests(1310.0, 1325.0), BIN_S).judged_until_s == record.judged_until_s, (
+        "a late answer is none"
+    )
 
 
 def test_a_dearer_gpu_is_held_for_no_longer() -> None:

@@ -13,6 +13,8 @@ from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.forecasting.answers import InlineForecaster
 from dynamo_local.planner.policies.slo import forecast as lengths
+from dynamo_local.planner.policies.slo.policy import filled
+from dynamo_local.planner.policies.slo.scaling_options import Bounds, Fleet
 from dynamo_local.planner.values import Decision, Ended, Observation, Pool, Reading, Requests, WorkerPools
 from dynamo_local.profile.interpolation import ProfileModel
 from dynamo_local.profile.reading import DEFAULT_PROFILE
@@ -91,6 +93,24 @@ def test_it_is_never_above_the_budget_and_never_below_the_floors(rate: float) ->
     for decision in world.decisions:
         assert sum(decision.targets.values()) <= 6
         assert min(decision.targets.values()) >= 2
+
+
+@pytest.mark.parametrize(
+    ("ruled", "held", "budget", "fleet"),
+    [
+        ((2, 2), (2, 4), 4, (2, 2)),
+        ((1, 3), (2, 4), 4, (1, 3)),
+        ((1, 1), (2, 4), 4, (1, 3)),
+        ((2, 2), (1, 4), 6, (1, 4)),
+        ((2, 2), (0, 9), 5, (1, 4)),
+        ((3, 3), (3, 3), 4, (2, 2)),
+    ],
+)
+def test_beyond_the_budget_the_rules_workers_come_before_those_of_the_past(
+    ruled: Fleet, held: Fleet, budget: int, fleet: Fleet
+) -> None:
+    """Else the past takes back in each interval what the rule has swapped (seen: 60 starts in ten minutes)."""
+    assert filled(ruled, held, (2, 2), Bounds((1, 1), (1, 1), budget)) == fleet
 
 
 def test_what_is_missing_changes_nothing() -> None:
