@@ -290,8 +290,8 @@ class Record:
     """Until then the requests are known."""
 
     def known(self, seen: Requests, bin_s: float) -> Record:
-        """The requests of this interval are known. What lies between it and the last one before is not judged: nobody
-        knows who came."""
+        """The requests of this interval are known. Time between it and the last one before is not judged: nobody knows
+        who came."""
         judged_until_s = self.judged_until_s
         if seen.since_s > self.known_until_s + bin_s:
             judged_until_s = max(judged_until_s, seen.since_s)
