@@ -200,9 +200,8 @@ class Dispatcher:
     before its first token, `migration_limit` how often an answer goes on at another worker after a token.
     A full, draining or dead worker does not take the request, which costs nothing, so all of them may be asked. If all
     known workers are draining, the dispatcher waits for others: a scale-down fails no request. A request whose worker
-    was lost waits for one that takes it. A `router` is asked first. The
-    picker decides if the Router has no answer, or names a worker that is not registered. `produced` says whether the
-    client may have got a part of a batch.
+    was lost waits for one that takes it. A `router` is asked first. The picker decides if the Router has no answer, or
+    names a worker that is not registered. `produced` says whether the client may have got a part of a batch.
     """
 
     def __init__(

@@ -79,7 +79,7 @@ def test_runs_are_kept_and_sleepers_at_the_beginning_are_paid_for(
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2000)
 @pytest.mark.parametrize("load", LOADS, ids=lambda load: load.name)
 def test_with_flips_and_standby_a_third_fewer_are_missed_at_equal_gpu_hours(
     load: Load, monkeypatch: pytest.MonkeyPatch
@@ -87,7 +87,7 @@ def test_with_flips_and_standby_a_third_fewer_are_missed_at_equal_gpu_hours(
     monkeypatch.setattr(rungs, "LOADS", (load,))
     monkeypatch.setattr(rungs, "RUNGS", (RUNGS[0], RUNGS[3]))
     facts = Facts()
-    assert measure_all(facts, [0], time.monotonic() + 600, print)
+    assert measure_all(facts, [0], time.monotonic() + 1800, print)
     assert spared(facts, load.name, BOTH)[0] >= ASKED
 
 
