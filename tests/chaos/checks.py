@@ -98,8 +98,8 @@ def unexplained(records: Iterable[Mapping[str, Any]], hurt: set[int], outage: Ca
                 why = f"exit code {record['exit_code']}, seq {record['seq']}{hung.get(name, '')}"
                 found.append(f"{name} (pid {pid}) ended unasked, {why}")
             ordered.discard(name)
-        elif event == "SpawnFailed" and outage(record["time"]):
-            continue
+        elif event == "SpawnFailed" and (name in ordered or outage(record["time"])):
+            ordered.discard(name)  # one that was to leave before its process had begun
         elif event in NEVER and record["stimulus_id"] != "health":  # a hung one is ended: its exit is looked at
             found.append(f"{name}: {event}, seq {record['seq']}: {record}")
     return found

@@ -96,6 +96,14 @@ async def test_nothing_is_lost_that_a_retry_could_save(capsys: pytest.CaptureFix
         assert marked(served.paths) == []
 
 
+@pytest.mark.parametrize(("before", "wrong"), [(["DrainRequested"], 0), ([], 1)])
+def test_a_start_that_was_called_off_is_no_failed_start(before: list[str], wrong: int) -> None:
+    """Its worker was to leave before its process had begun."""
+    about = {"watcher_name": "w", "seq": 1, "time": 0.0, "stimulus_id": "scale:1"}
+    records = [{**about, "event": event} for event in (*before, "SpawnFailed")]
+    assert len(unexplained(records, set(), lambda time_s: False)) == wrong
+
+
 def test_a_seed_replays_its_plan_and_every_kind_of_action_is_in_it() -> None:
     for seed in range(20):
         plan = storms_plan(seed, 120)
