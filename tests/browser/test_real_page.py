@@ -35,9 +35,9 @@ def page(served: Served, open_page: Any) -> Any:
     return opened
 
 
-def stream_of(url: str, name: str, tokens: int) -> int:
+def stream_of(url: str, name: str, tokens: int, *, stream: bool = False) -> int:
     """Ask for tokens under that id; the status, or 0 if the answer broke."""
-    asked = {"model": MODEL, "prompt": "a b c d e f g h", "max_tokens": tokens, "ignore_eos": True}
+    asked = {"model": MODEL, "prompt": "a b c d e f g h", "max_tokens": tokens, "ignore_eos": True, "stream": stream}
     try:
         return httpx.post(f"{url}/v1/completions", json=asked, headers={"x-request-id": name}, timeout=60).status_code
     except httpx.HTTPError:
@@ -88,7 +88,8 @@ def test_a_scale_and_a_drain_with_its_end(served: Served, page: Any, pictures: A
 
 def test_a_crash_and_the_request_that_it_cost(served: Served, page: Any, pictures: Any) -> None:
     (worker,) = workers_of(served, "VllmWorker")
-    asking = threading.Thread(target=stream_of, args=(served.url, "request-that-fails", 4_000))
+    args = (served.url, "request-that-fails", 4_000)  # a whole answer would be generated once more
+    asking = threading.Thread(target=stream_of, args=args, kwargs={"stream": True})
     asking.start()
     row_of(page, worker).get_by_text("1 running").wait_for()
     os.kill(served.pids()[worker], signal.SIGKILL)
