@@ -393,7 +393,7 @@ class _PendingRequest:
         if attempt.of_taker or not error.retryable or isinstance(error, InfraUnavailable):
             raise error
         gone = isinstance(error, WorkerLost | StreamGap)
-        # Without a first item: a dead process, or a proxy that could not reach its server.
+        # Before a first item only the transport knows that a process died: a proxy may say the same of its server.
         had_it = gone and (attempt.taken or error.details.get("reason") == BROKEN_OFF)
         self.lost_in_row = (self.lost_before if attempt.produced else self.lost_in_row) + had_it
         if had_it:

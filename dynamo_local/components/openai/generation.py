@@ -132,17 +132,18 @@ async def until_answered(
     has seen it. If several workers failed before their first token, the Dispatcher has tried enough of them. `once`
     gets how many workers were lost with the request (`LOST`), which `observer` counts.
     """
-    for attempts_left in reversed(range(MAX_ATTEMPTS)):
+    attempts = 0
+    while True:
+        attempts += 1
         try:
             return await once(observer.lost)
         except DynamoError as error:
             observer.lost = error.details.get(LOST, observer.lost)
-            tried = TRIED in error.details or isinstance(error, KillsWorkers)
-            if not attempts_left or not isinstance(error, REPEATABLE) or tried or reply.has_content:
+            tried = attempts == MAX_ATTEMPTS or TRIED in error.details or isinstance(error, KillsWorkers)
+            if tried or reply.has_content or not isinstance(error, REPEATABLE):
                 raise
             logger.info("request %s: nothing was sent yet, so it is asked again: %s", request_id, error)
             observer.begins_anew()
-    raise AssertionError("the last attempt returns or raises")
 
 
 async def close(stream: ResponseStream, request_id: str) -> None:

@@ -134,8 +134,8 @@ class SloPolicy:
     def status(self, state: SloState) -> PolicyStatus:
         """When it decides next, and what it decided from last."""
         began_s, readings = state.decided
-        stale = state.past is None or state.past.is_stale(state.began_s)
-        fixed = None if stale else next((each for each in reversed(state.fixed) if each.fixed_gpu_hours), None)
+        told = () if state.ruling_past is None else reversed(state.fixed)
+        fixed = next((each for each in told if each.fixed_gpu_hours), None)
         return PolicyStatus(state.due_s, interval_began_s=began_s, readings=readings, fixed_fleet=fixed)
 
     # --- PREDICT -------------------------------------------------------------------------------
@@ -316,8 +316,8 @@ class SloPolicy:
         if state.expected:
             served = overrun_yield(_capacity(pools), state.expected[0], self.bounds(pools))
             rate = rate if served is None else min(rate, served * gpus)
-        stale = state.past is not None and state.past.is_stale(state.began_s)
-        return price(options.target, options.cost_factor, rate, gpus) * (1.0 if stale else state.price_factor)
+        factor = 1.0 if state.ruling_past is None else state.price_factor
+        return price(options.target, options.cost_factor, rate, gpus) * factor
 
     def _most(self, pools: WorkerPools) -> int:
         """Workers of a role that there could be."""

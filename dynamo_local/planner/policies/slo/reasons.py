@@ -63,8 +63,8 @@ def notes(state: SloState, bounds: Bounds, gpu_price: float) -> tuple[str, ...]:
 
 def _of_the_past(state: SloState, bounds: Bounds, gpu_price: float) -> list[str]:
     """Which candidates lead, and what the cheapest fixed fleet would have cost."""
-    past = state.past
-    if past is None or past.requests < JUDGED_MIN or past.is_stale(state.began_s):
+    past = state.ruling_past
+    if past is None or past.requests < JUDGED_MIN:
         return []
     found = []
     for name, ranks, gpus in zip(ROLES, past.roles, bounds.gpus, strict=True):

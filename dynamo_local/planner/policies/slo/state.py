@@ -96,6 +96,11 @@ class SloState:
     flips: int = 0
     decided: tuple[float, tuple[Reading, ...]] = (0.0, ())
 
+    @property
+    def ruling_past(self) -> Hindsight | None:
+        """The past, unless nothing was judged for so long that it rules no more."""
+        return None if self.past is None or self.past.is_stale(self.began_s) else self.past
+
 
 def seen_requests(observation: Observation) -> Requests | Missing:
     """The interval's requests one by one; where they are only counted together, as many equal ones, evenly spread."""

@@ -12,7 +12,7 @@ import httpx
 import msgspec
 import pytest
 
-from dynamo_local.clock import AsyncioClock
+from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.components.models_view import ModelsView
 from dynamo_local.components.openai import held as held_module
 from dynamo_local.components.openai.app import create_app
@@ -22,6 +22,7 @@ from dynamo_local.core.gpu_shares import HeldNow
 from dynamo_local.errors import NoWorkers, WorkerLost
 from dynamo_local.ports import DeleteEvent
 from tests.drivers.eventually import eventually
+from tests.fakes.arbiter.hand_clock import HandClock
 from tests.fakes.data_plane.processor import FakeEndpoint, answer
 from tests.fakes.infra.etcd import FakeEtcd
 
@@ -39,11 +40,12 @@ def body(text: str = "Hi", **more: Any) -> dict[str, Any]:
 def shared(house: Make) -> Make:
     """`shared(endpoint, **bounds)`: a Frontend that holds requests for the model COLD."""
 
-    def make(endpoint: FakeEndpoint | None = None, **bounds: Any) -> Any:
+    def make(endpoint: FakeEndpoint | None = None, clock: Clock | None = None, **bounds: Any) -> Any:
         made = house(endpoint)
         models = {COLD: SharedModel(**{**BOUNDS, **bounds})}
-        held = HeldRequests(models, made.models, None, AsyncioClock())
-        made.deps = replace(made.deps, held=held)
+        clock = clock or AsyncioClock()
+        held = HeldRequests(models, made.models, None, clock)
+        made.deps = replace(made.deps, held=held, clock=clock)
         made.app = create_app(made.deps)
         return made
 
@@ -168,14 +170,14 @@ async def test_a_worker_that_left_in_between_costs_nobody_an_error(shared: Make,
 
 
 async def test_a_request_whose_worker_was_lost_is_held_from_then_on(shared: Make, serve_model: Make) -> None:
-    """It ran for longer than it may be held. What it may have killed is not forgotten."""
-    lost, gate = WorkerLost("it died", lost=1), asyncio.Event()
-    made = shared(FakeEndpoint([gate, lost], [NoWorkers("none is left")], answer("Hello")), max_wait_s=0.5)
+    """It ran for longer than it may be held. The next worker is told that one was lost with it."""
+    lost, gate, clock = WorkerLost("it died", lost=1), asyncio.Event(), HandClock()
+    made = shared(FakeEndpoint([gate, lost], [NoWorkers("none is left")], answer("Hello")), clock, max_wait_s=5.0)
     serve_model(made.models, COLD)
     async with made.client() as client:
         asked = asyncio.create_task(client.post(URL, json=body()))
         await eventually(lambda: made.endpoint.calls)
-        await asyncio.sleep(0.6)
+        clock.at_s += 6.0
         gate.set()
         assert (await asked).status_code == 200
     assert [payload.get("lost") for payload in made.endpoint.payloads] == [None, 1, 1]
