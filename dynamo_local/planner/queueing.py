@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from heapq import heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 from itertools import accumulate, pairwise
 from typing import Protocol
 
@@ -151,26 +151,70 @@ def _decode_pass(rows: Sequence[Sequence[float]], kv_step: float) -> Callable[[f
 
 WARM_UP = 0.15
 """Share of the streams at the beginning that only fill the workers, and are not judged."""
+STEADY_ROUNDS = 16
+"""After so many rounds, the gap between tokens and the number of streams that it makes agree."""
+PROMPTS_SHARE_MAX = 0.95
+"""A worker's share of time for prompts is taken to be at most this much."""
+
+
+Running = tuple[int, int, float]
+"""A stream that runs: tokens of its prompt, tokens after the first one, and how many of these are yet to come."""
 
 
 @dataclass(frozen=True, slots=True)
 class Streams:
     """Streams by the time at which their prefill is done: `(seconds, prompt tokens, tokens yet to come)`. Those before
-    `judged_from` only fill the workers."""
+    `judged_from` only fill the workers. `steady`: as many came before them, and the workers begin as full as that
+    makes them. Else they begin empty."""
 
     came: tuple[tuple[float, int, int], ...]
     judged_from: int
+    steady: bool = False
 
     @classmethod
-    def of(cls, demand: Demand, times: Sequence[float]) -> Streams:
+    def of(cls, demand: Demand, times: Sequence[float], *, steady: bool = False) -> Streams:
         """Those of this demand, each from its time (seconds) on: a burst of prompts is no burst of streams."""
         rows = sorted(zip(times, demand.isl, demand.osl, strict=True))
-        return cls(tuple((at_s, isl, max(0, osl - 1)) for at_s, isl, osl in rows), int(len(rows) * WARM_UP))
+        came = tuple((at_s, isl, max(0, osl - 1)) for at_s, isl, osl in rows)
+        return cls(came, int(len(rows) * WARM_UP), steady)
 
     @property
     def judged(self) -> int:
         """So many are judged."""
         return len(self.came) - self.judged_from
+
+    @property
+    def lasted_s(self) -> float:
+        """Seconds from the first to the last of them."""
+        return self.came[-1][0] - self.came[0][0] if self.came else 0.0
+
+    def slower(self, workers: int, engine: Engine) -> float:
+        """How many times as long a decode pass takes in the mean, because aggregated workers compute prompts too."""
+        if not engine.options.mixed or not self.lasted_s:
+            return 1.0
+        prompts_s = sum(engine.prompts_s(tuple(isl for _, isl, _ in self.came)))
+        return 1.0 / (1.0 - min(prompts_s / self.lasted_s / workers, PROMPTS_SHARE_MAX))
+
+    def running(self, workers: int, engine: Engine) -> Iterator[Running]:
+        """Those that run at the beginning; none unless `steady`.
+
+        They are the rate times how long a stream lasts (Little's law), which depends on how many there are. A long
+        stream is among them in proportion to its length, at any of its tokens.
+        """
+        ends = list(accumulate(tokens for _, _, tokens in self.came))
+        if not self.steady or not self.lasted_s or not ends[-1]:
+            return
+        context = sum(tokens * (isl + tokens / 2) for _, isl, tokens in self.came) / ends[-1]
+        slower, gap_s = self.slower(workers, engine), 0.0
+        for _ in range(STEADY_ROUNDS):
+            in_use = gap_s * ends[-1] / self.lasted_s / workers * context
+            gap_s = slower * engine.itl_s(in_use, context)
+        count = round(gap_s * ends[-1] / self.lasted_s)
+        for number in range(count):
+            at = (number + 0.5) / count * ends[-1]
+            index = bisect_right(ends, at)
+            _, isl, tokens = self.came[index]
+            yield isl, tokens, ends[index] - at
 
 
 def decode_share(demand: Demand, times: Sequence[float], workers: int, engine: Engine, itl_s: float) -> float:
@@ -194,9 +238,27 @@ class Run:
             for _ in range(workers)
         ]
         self._go_on = self._in_turn if engine.options.turns else self._least_loaded
-        self._loads = [0.0] * workers
-        self._due: list[tuple[float, int]] = [(math.inf, -1)]
+        self._slower = streams.slower(workers, engine)
+        for worker, running in zip(self._fleet, self._running(engine), strict=True):
+            worker.begin(running)
+        self._loads = [each.load for each in self._fleet]
+        self._due = [(math.inf, -1), *((each.due_s, index) for index, each in enumerate(self._fleet))]
         """When a worker's next stream ends. An entry that is not the worker's any more counts for nothing."""
+        heapify(self._due)
+
+    def _running(self, engine: Engine) -> Sequence[Sequence[Running]]:
+        """Those that run at the beginning, by worker."""
+        workers = len(self._fleet)
+        running = list(self._streams.running(workers, engine))
+        if engine.options.turns:
+            return [running[first::workers] for first in range(workers)]
+        loads = [(0.0, index) for index in range(workers)]
+        found: list[list[Running]] = [[] for _ in loads]
+        for isl, tokens, left in running:
+            load, index = loads[0]
+            found[index].append((isl, tokens, left))
+            heapreplace(loads, (load + isl + tokens / 2, index))
+        return found
 
     def share(self, least: float = 0.0) -> float:
         """The number of streams that keep the target (`decode_share`); or -1, as soon as it cannot be `least` any more.
@@ -207,7 +269,7 @@ class Run:
         most = judged - _fewest(judged, least)
         if self._tally.missed <= most and self._go_on(most):
             for each in self._fleet:
-                each.finish()
+                each.finish(self._slower)
         return self._tally.kept / judged if self._tally.missed <= most else -1.0
 
     @property
@@ -316,6 +378,18 @@ class _Worker:
         self._took_s = took_s = self._to_next_s()
         self.due_s = self.now_s + took_s
 
+    def begin(self, running: Sequence[Running]) -> None:
+        """With these streams, as many as fit."""
+        for isl, tokens, left in running:
+            if self.streams and (self.kv + isl + tokens - left > self._max_kv or len(self.streams) >= self._max_seqs):
+                break
+            self.streams.append((left, 0.0, isl, tokens, -1))
+            self.kv += isl + tokens - left
+            self.load += isl + tokens / 2
+        if self.streams:
+            heapify(self.streams)
+            self.due_s = self._to_next_s()
+
     def advance(self, to_s: float) -> None:
         """Bring it to that moment."""
         streams = self.streams
@@ -348,12 +422,23 @@ class _Worker:
         kv = self.kv + count * ahead / 2
         return ahead * self._pass_s(kv, kv / count)
 
-    def finish(self) -> None:
-        """Until the last stream has ended."""
-        while self.streams:
-            self.now_s += self._to_next_s() if self._took_s is None else self._took_s
-            self._took_s = None
-            self._end()
+    def finish(self, slower: float) -> None:
+        """Until the last stream has ended. Others go on to come, so the passes stay as they are; they take `slower`
+        times as long as without prompts."""
+        if not self.streams:
+            return
+        pass_s = slower * self._pass_s(self.kv, self.kv / len(self.streams))
+        for ends, began_s, _, tokens, number in self.streams:
+            if number >= 0:
+                self._judge(self.now_s + (ends - self.passes) * pass_s - began_s, tokens, number)
+        self.streams.clear()
+
+    def _judge(self, took_s: float, tokens: int, number: int) -> None:
+        """A stream that took so long for so many tokens."""
+        if took_s <= self._itl_s * tokens * (1 + 1e-9):
+            self._tally.kept += 1
+        else:
+            self._tally.miss(number)
 
     def _end(self) -> None:
         """The next stream, at `now_s`."""
@@ -365,10 +450,7 @@ class _Worker:
         self.kv = self.kv - isl - tokens if streams else 0.0
         self.load -= isl + tokens / 2
         if number >= 0:
-            if self.now_s - began_s <= self._itl_s * tokens * (1 + 1e-9):
-                self._tally.kept += 1
-            else:
-                self._tally.miss(number)
+            self._judge(self.now_s - began_s, tokens, number)
         waiting = self._waiting
         while waiting and not (streams and (self.kv + waiting[0][0] > self._max_kv or len(streams) >= self._max_seqs)):
             isl, tokens = waiting.popleft()
@@ -408,10 +490,10 @@ class _Mixed(_Worker):
         else:
             self.due_s = self.now_s + self._to_next_s() if self.streams else math.inf
 
-    def finish(self) -> None:
+    def finish(self, slower: float) -> None:
         while self._prompts:
             self.advance(self.now_s + 1.0)
-        super().finish()
+        super().finish(slower)
 
     def _admits(self) -> bool:
         streams = self.streams
@@ -565,7 +647,7 @@ class Evaluator:
         self.computed += 1
         engine, times = self._engine, demand.times(rate)
         if engine.options.mixed:
-            requests = Streams.of(demand, times)
+            requests = Streams.of(demand, times, steady=True)
 
             def aggregated(workers: int, least: float) -> float:
                 if workers not in both:
@@ -584,7 +666,8 @@ class Evaluator:
         shares = _monotone(prefill, workers_max)
         # Streams come as the smallest fleet lets them go that is as good as the largest.
         enough = next(workers for workers, share in enumerate(shares) if share >= shares[-1] - FULL)
-        streams = Streams.of(demand, done.get(enough) or done_at(times, demand.isl, max(1, enough), engine))
+        first_s = done.get(enough) or done_at(times, demand.isl, max(1, enough), engine)
+        streams = Streams.of(demand, first_s, steady=True)
         runs: dict[int, Run] = {}
 
         def decode(workers: int, least: float) -> float:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush, heapreplace
 
-from dynamo_local.planner.queueing import CONTEXTS, KV_STEPS, Demand, EngineOptions, Passes
+from dynamo_local.planner.queueing import CONTEXTS, KV_STEPS, Demand, Engine, EngineOptions, Passes, Streams
 
 WARM_UP = 0.15
 FULL, LOST = 0.001, 0.25
@@ -46,6 +46,16 @@ class _PlainWorker:
         self.now_s = self.passes = self.kv = self.load = 0.0
         self.due_s = float("inf")
         self.kept = self.judged = 0
+        self.full = False
+
+    def begin(self, isl: int, tokens: int, left: float) -> None:
+        if not self.fits(isl + tokens - left):
+            self.full = True
+        if not self.full:
+            heappush(self.streams, (left, 0.0, isl, tokens, False))
+            self.kv += isl + tokens - left
+            self.load += isl + tokens / 2
+            self.put_due()
 
     def take(self, at_s: float, isl: int, tokens: int, judged: bool) -> None:
         self.judged += judged
@@ -56,7 +66,7 @@ class _PlainWorker:
         self.start(at_s, isl, tokens, judged)
         self.put_due()
 
-    def fits(self, isl: int) -> bool:
+    def fits(self, isl: float) -> bool:
         room = self.kv + isl <= self.engine.max_kv_tokens and len(self.streams) < self.engine.options.max_num_seqs
         return not self.streams or room
 
@@ -86,6 +96,12 @@ class _PlainWorker:
             self.put_due()
         self.now_s = to_s
 
+    def finish(self) -> None:
+        count = len(self.streams)
+        for end, began_s, _, tokens, judged in self.streams:
+            at_s = self.now_s + (end - self.passes) * self.engine.itl_s(self.kv, self.kv / count)
+            self.kept += judged and at_s - began_s <= self.itl_s * tokens * (1 + 1e-9)
+
     def end(self, ahead: float, took_s: float) -> None:
         self.now_s += took_s
         self.passes += ahead
@@ -99,9 +115,17 @@ class _PlainWorker:
             self.start(self.now_s, isl, tokens, judged)
 
 
-def decode_share(demand: Demand, times: Sequence[float], workers: int, engine: PlainEngine, itl_s: float) -> float:
-    """As `queueing.decode.decode_share`."""
+def steady_share(
+    demand: Demand, times: Sequence[float], workers: int, engine: PlainEngine, itl_s: float, model: Engine
+) -> float:
+    """As `Run` of steady streams. Those that run at the beginning are by the shipped `model`."""
     fleet = [_PlainWorker(engine, itl_s) for _ in range(workers)]
+    streams = Streams.of(demand, times, steady=True)
+    begun = [0.0] * workers
+    for number, (isl, tokens, left) in enumerate(streams.running(workers, model)):
+        index = number % workers if engine.options.turns else begun.index(min(begun))
+        begun[index] += isl + tokens / 2
+        fleet[index].begin(isl, tokens, left)
     judged_from = int(len(times) * WARM_UP)
     for number, (at_s, isl, osl) in enumerate(sorted(zip(times, demand.isl, demand.osl, strict=True))):
         if engine.options.turns:
@@ -114,8 +138,7 @@ def decode_share(demand: Demand, times: Sequence[float], workers: int, engine: P
         worker.advance(at_s)
         worker.take(at_s, isl, max(1, osl - 1), number >= judged_from)
     for each in fleet:
-        while each.streams:
-            each.end(*each.next())
+        each.finish()
     judged = sum(each.judged for each in fleet)
     return sum(each.kept for each in fleet) / judged if judged else 1.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,6 @@ from dynamo_local.planner.queueing import (
     Past,
     Run,
     Streams,
-    decode_share,
     done_at,
     misses,
 )
@@ -27,7 +27,7 @@ from dynamo_local.simulator.simulation import Case, run_case
 from dynamo_local.simulator.trace import TraceRequest
 from tests.fakes.planner import plain_queueing as plain
 
-TTFT_S, ITL_S = 0.3, 0.012
+TTFT_S, ITL_S = 0.3, 0.008
 PASSES = passes_of(DEFAULT_PROFILE)
 USES = {
     "as it is": EngineOptions(),
@@ -80,7 +80,11 @@ def test_all_shares_are_those_of_the_plain_one(use: str, seed: int) -> None:
     assert found.prefill == plain.monotone(prefill, most)
     enough = next(n for n, share in enumerate(found.prefill) if share >= found.prefill[-1] - plain.FULL)
     streams = done(enough)
-    assert found.decode == plain.monotone(lambda n: plain.decode_share(demand, streams, n, slowly, ITL_S), most)
+
+    def decode(workers: int) -> float:
+        return plain.steady_share(demand, streams, workers, slowly, ITL_S, engine)
+
+    assert found.decode == plain.monotone(decode, most)
     assert sum(0 < share < found.decode[-1] for share in found.decode) > 0  # there was something to compute
 
 
@@ -89,11 +93,42 @@ def test_a_run_that_was_left_off_goes_on_to_the_same_share(use: str) -> None:
     engine, demand = Engine(PASSES, replace(USES[use], max_num_seqs=30)), requests(7)
     times = demand.times(60.0)
     for workers in range(1, 12):
-        whole = decode_share(demand, times, workers, engine, ITL_S)
-        run = Run(Streams.of(demand, times), workers, engine, ITL_S)
+        streams = Streams.of(demand, times, steady=True)
+        run, whole = Run(streams, workers, engine, ITL_S), Run(streams, workers, engine, ITL_S).share()
         for least in (1.0, 0.9, 0.5, 0.1):
             assert run.share(least) == (whole if whole >= least else -1.0)
         assert run.share() == whole
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["apart", "aggregated"])
+@pytest.mark.parametrize(("isl", "osl", "rate"), [(500, 3000, 8.0), (2000, 1000, 16.0), (3000, 150, 40.0)])
+def test_a_few_requests_tell_what_many_would_although_an_answer_takes_longer_than_they_do(
+    isl: int, osl: int, rate: float, mixed: bool
+) -> None:
+    engine = Engine(PASSES, EngineOptions(mixed=mixed))
+    rng = random.Random(osl)
+    rows = [(rng.expovariate(1.0), isl * rng.uniform(0.4, 1.6), osl * rng.uniform(0.4, 1.6)) for _ in range(400)]
+    gaps, prompts, answers = zip(*rows, strict=True)
+    few = Demand(gaps, tuple(map(int, prompts)), tuple(map(int, answers)))
+    many = Demand(few.gaps * 20, few.isl * 20, few.osl * 20)
+    shares = [Evaluator(engine, 2.0, ITL_S).shares(each, 1, rate, 16).decode for each in (few, many)]
+    assert 1 < fewest(shares[1]) < 16
+    assert abs(fewest(shares[0]) - fewest(shares[1])) <= 1
+
+
+def fewest(shares: Sequence[float]) -> int:
+    """The fewest workers that keep nine of ten."""
+    return next((workers for workers, share in enumerate(shares) if share >= 0.9), len(shares))
+
+
+def test_streams_that_run_at_the_beginning_are_as_many_as_littles_law_says() -> None:
+    engine = Engine(PASSES, EngineOptions())
+    came = tuple((second / 5, 1000, 400) for second in range(101))  # five in a second, for twenty seconds
+    running = list(Streams(came, 0, steady=True).running(2, engine))
+    gap_s = engine.itl_s(len(running) / 2 * 1200, 1200)
+    assert len(running) == pytest.approx(5 * 400 * gap_s, rel=0.03)
+    assert sum(left for _, _, left in running) / len(running) == pytest.approx(200, rel=0.1)
+    assert list(Streams(came, 0).running(2, engine)) == []
 
 
 def past(seed: int, rate: float, fills_s: float = 20.0) -> Past:

@@ -32,13 +32,16 @@ from dynamo_local.planner.policies.slo.scaling_options import (
     COLD_START,
     FLIP,
     INTERVAL_S,
+    PART_LEAST,
     START_UP_S,
     WAKE,
     Ahead,
     Bounds,
     Fleet,
     Moment,
+    borne_part,
     climbed,
+    is_borne,
     overrun_yield,
     plus,
     price,
@@ -201,7 +204,7 @@ class SloPolicy:
 
     def _prediction(self, state: SloState) -> Prediction:
         ahead = state.demands[-1]
-        num_req = state.expected[0].rate * INTERVAL_S
+        num_req = state.expected[0].rate / state.part * INTERVAL_S
         isl, osl = sum(ahead.isl) / len(ahead.isl), sum(ahead.osl) / len(ahead.osl)
         return Prediction(num_req, isl, osl, source="builtin_slo_predict")
 
@@ -220,18 +223,21 @@ class SloPolicy:
             Ahead(scaling_option, at_lead, until)
             for scaling_option, at_lead, until in zip(state.scaling_options, state.expected, state.moments, strict=True)
         ]
+        overload = state.part > PART_LEAST and (state.part < 1 or not is_borne(now, state.expected[0], bounds))
         fleet, flips = climbed(now, ahead, quick(observation.pools, observation.reading), gpu_price, bounds)
         ruled, past = fleet, state.past
         if past is not None:
             past = past.decided(ruled, _ready(observation.pools), observation.pools.gpus_held, observation.at_s)
             rate = max(state.expected[0].rate, *state.rates[:1])
             held = past.held(ruled, gpu_price * INTERVAL_S, bounds.gpus, rate, observation.at_s)
+            if overload:
+                held = (max(held[0], ruled[0]), max(held[1], ruled[1]))
             if any(each.name == FLIP for each in state.scaling_options):
                 held = _kept(ruled, held, sum(now))
             fleet = filled(ruled, held, now, bounds)
             if bounds.held(fleet) < bounds.min_gpus:  # so many stay in total: the rule chooses their split
                 fleet = ruled
-        fleet = self._not_below_the_first(state, observation, fleet, now, flips)
+        fleet = _not_below(self._least(state, observation, now, overload=overload), fleet, flips)
         if fleet == now and all(scaling_option.name != FLIP for scaling_option in state.scaling_options):
             fleet = swapped(
                 fleet, (*state.moments[0], state.expected[0]), gpu_price, state.scaling_options[0].order_price, bounds
@@ -243,14 +249,13 @@ class SloPolicy:
             Proposal(PLUGIN_ID, PRIORITY, Override(targets, said)),
         )
 
-    def _not_below_the_first(
-        self, state: SloState, observation: Observation, fleet: Fleet, now: Fleet, flips: int
-    ) -> Fleet:
-        """For a while not below the fleet of the start, but for flips: these take from one role what the other gets."""
+    def _least(self, state: SloState, observation: Observation, now: Fleet, *, overload: bool) -> Fleet:
+        """No worker leaves during an overload, and for a while those of the start stay."""
+        if overload:
+            return now
         if state.first is None or observation.at_s >= state.first_until_s:
-            return fleet
-        least = (min(state.first[0], now[0]) - max(0, flips), min(state.first[1], now[1]) - max(0, -flips))
-        return max(fleet[0], least[0]), max(fleet[1], least[1])
+            return (0, 0)
+        return min(state.first[0], now[0]), min(state.first[1], now[1])
 
     # --- settle --------------------------------------------------------------------------------
 
@@ -376,8 +381,13 @@ class SloPolicy:
         ttft_s, itl_s = options.ttft_ms / 1000, options.itl_ms / 1000
         rate = state.rates[0] if state.rates else 0.0
         more = clearing(observation.reading, rate, ttft_s, state.scaling_options[0].lead_s)
+        part = state.part
+        if state.moments and state.moments[0]:
+            pools = observation.pools
+            part = borne_part(part, is_borne=is_borne(_capacity(pools), state.moments[0][-1], self.bounds(pools)))
         return replace(
             state,
+            part=part,
             factors=learned(
                 state.factors,
                 state.ended,
@@ -386,7 +396,7 @@ class SloPolicy:
             ),
             clearing=more,
             scenarios=tuple(
-                tuple(Scenario(each.rate + more, each.weight) for each in outlook.scenarios())
+                tuple(Scenario(part * (each.rate + more), each.weight) for each in outlook.scenarios())
                 for outlook in state.outlooks
             ),
         )
@@ -471,6 +481,11 @@ def _kept(ruled: Fleet, held: Fleet, total: int) -> Fleet:
     while sum(fleet) < min(sum(held), total):
         fleet[0 if held[0] - fleet[0] >= held[1] - fleet[1] else 1] += 1
     return fleet[0], fleet[1]
+
+
+def _not_below(least: Fleet, fleet: Fleet, flips: int) -> Fleet:
+    """At least so many, but for flips: these take from one role what the other gets."""
+    return max(fleet[0], least[0] - max(0, flips)), max(fleet[1], least[1] - max(0, -flips))
 
 
 def _of_role(role: str, fleet: Fleet) -> int:

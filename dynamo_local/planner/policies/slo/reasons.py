@@ -10,7 +10,16 @@ import numpy as np
 
 from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.planner.policies.slo.hindsight import EARLIER, HOLDS_S, HOUR_S, JUDGED_MIN, Ranks, Turn
-from dynamo_local.planner.policies.slo.scaling_options import FLIP, INTERVAL_S, WAKE, Bounds, Fleet, Moment, pays
+from dynamo_local.planner.policies.slo.scaling_options import (
+    FLIP,
+    INTERVAL_S,
+    PART_LEAST,
+    WAKE,
+    Bounds,
+    Fleet,
+    Moment,
+    pays,
+)
 from dynamo_local.planner.policies.slo.state import SloState
 from dynamo_local.planner.values import Reason, WorkerPools
 
@@ -33,7 +42,7 @@ def why(rule: str, numbers: Mapping[str, float], role: int) -> str:
     reported = (
         f"{numbers['expected_requests_per_second']:.3g} requests/s expected in {numbers['lead_s']:.0f} s "
         f"({numbers['low_requests_per_second']:.3g} to {numbers['high_requests_per_second']:.3g}), "
-        f"{numbers['requests_per_second']:.3g} now{_sooner(numbers)}{_clearing(numbers)}; "
+        f"{numbers['requests_per_second']:.3g} now{_sooner(numbers)}{_clearing(numbers)}{_part(numbers)}; "
         f"with {_count(numbers['workers_wanted'])}{_flips(numbers)} "
         f"{100 * numbers['attainment']:.1f} % keep the targets, {_binds(numbers)}; "
         f"one less would miss {_requests(numbers['less_misses_per_hour'])} an hour, one more would save "
@@ -137,6 +146,15 @@ def _flips(numbers: Mapping[str, float]) -> str:
 def _clearing(numbers: Mapping[str, float]) -> str:
     more = numbers.get("clearing_requests_per_second", 0.0)
     return f", {more:.3g} of them to clear what waits" if more > 0 else ""
+
+
+def _part(numbers: Mapping[str, float]) -> str:
+    """An overload: the rule plans for a part of it."""
+    part, gpus = numbers["planned_part"], numbers["max_gpu_budget"]
+    if part >= 1:
+        return ""
+    cause = f"more comes than {gpus:g} GPUs can serve in time" if part > PART_LEAST else "these targets cannot be kept"
+    return f", {100 * part:.0f} % of all: {cause}"
 
 
 def _binds(numbers: Mapping[str, float]) -> str:
@@ -251,7 +269,8 @@ def _numbers(
         "attainment": served / expected.rate if expected.rate > 0 else 1.0,
         "price_requests_per_hour": gpu_price * HOUR_S,
         "price_factor": state.price_factor,
-        "clearing_requests_per_second": state.clearing,
+        "clearing_requests_per_second": state.clearing * state.part,
+        "planned_part": state.part,
         "less_misses_per_hour": _gain(expected, _changed(fleet, role, -1), fleet),
         "more_saves_per_hour": _gain(expected, fleet, _changed(fleet, role, 1)),
         "target": options.target,

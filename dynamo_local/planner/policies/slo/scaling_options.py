@@ -10,6 +10,8 @@ number of prefill and of decode workers. The *yield* of a fleet is the mean rate
   stays if there is any stretch from now on in which it is worth more than its price, summed over that stretch.
 * **Growing.** A worker that is ordered now serves from the lead time on. It must be worth the `order_price` of its
   scaling option.
+* **Overload.** Where no fleet within the budget keeps half of the requests, all fleets would be worth nothing. Then the
+  rule plans for a part of the load, which the budget can serve, and no worker leaves.
 
 With more scaling options than cold starts: `climbing`.
 """
@@ -32,6 +34,9 @@ START_UP_S = 30.0
 COST_SHARE = 0.12
 OVERRUN = 0.5
 """Workers that keep the targets of less than this share of the requests are overrun."""
+PART_DOWN, PART_UP, PART_LEAST = 0.7, 1.1, 0.01
+"""In each interval the part of an overload that is planned for changes by one of these factors. If not even the least
+part can be served, the targets cannot be kept at all."""
 EPSILON = 1e-9
 
 Fleet = tuple[int, int]
@@ -166,6 +171,20 @@ def overrun_yield(now: Fleet, moment: Moment, bounds: Bounds) -> float | None:
     prefills, decodes = (range(low, _enough(moment, role, low) + 1) for role, low in enumerate(bounds.floors))
     fleets = itertools.product(prefills, decodes)
     return max((moment.served(each) / bounds.held(each) for each in fleets if bounds.fits(each)), default=None)
+
+
+def is_borne(now: Fleet, moment: Moment, bounds: Bounds) -> bool:
+    """Whether these workers, or any others within the budget, keep the targets of `OVERRUN` of the demand."""
+    enough = OVERRUN * moment.rate
+    (prefill_gpus, decode_gpus), least = bounds.gpus, bounds.floors[0]
+    most = (bounds.max_gpus - decode_gpus * bounds.floors[1]) // prefill_gpus if prefill_gpus else least
+    fleets = ((n, (bounds.max_gpus - n * prefill_gpus) // decode_gpus) for n in range(least, most + 1))
+    return moment.served(now) >= enough or any(moment.served(each) >= enough for each in fleets)
+
+
+def borne_part(before: float, *, is_borne: bool) -> float:
+    """The part of the load to plan for, after `before`: smaller until the budget can serve it, then larger again."""
+    return min(1.0, before * PART_UP) if is_borne else max(PART_LEAST, before * PART_DOWN)
 
 
 def plus(fleet: Fleet, more: Fleet) -> Fleet:

@@ -62,6 +62,7 @@ class SloState:
     of the last hour and day. `turn` compares both shapes of the graph. `price_factor` is the price that the past has
     led to, in prices of a mean GPU. `ruled` is the fleet that the rule wants; `chosen` has the workers that the past
     would have held besides. `clearing` is the rate (requests/s) beyond the expected one that removes waiting requests.
+    `part` of the load is planned for: all of it, unless it is more than the budget can serve.
     `first` is the initial fleet, a floor until `first_until_s`.
     `held` says why this tick plans nothing (rule, sentence). `flips` of its decode workers were prefill workers
     (negative: the other way).
@@ -86,6 +87,7 @@ class SloState:
     turn: Turn | None = None
     price_factor: float = 1.0
     clearing: float = 0.0
+    part: float = 1.0
     scenarios: tuple[tuple[Scenario, ...], ...] = ()
     first: Fleet | None = None
     first_until_s: float = 0.0

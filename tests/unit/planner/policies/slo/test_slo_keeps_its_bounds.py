@@ -201,6 +201,28 @@ def test_a_fleet_that_is_overrun_from_the_first_request_on_grows(rate: float) ->
     assert sum(world.fleet) > 6, world.decisions[-1].reasons[0].why
 
 
+def test_no_worker_leaves_while_more_comes_than_the_budget_can_serve() -> None:
+    """Else all workers are worth nothing, and the last one is left with all the requests."""
+    world = World(OPTIONS, (2, 2))
+    world.run(120, lambda at_s: 30.0)
+    before = len(world.decisions)
+    world.run(300, lambda at_s: 600.0)
+    totals = [sum(decision.targets.values()) for decision in world.decisions[before:]]
+    assert totals == sorted(totals)
+    assert totals[-1] == 8
+    assert "more comes than 8 GPUs can serve in time" in world.decisions[-1].reasons[0].why
+    world.run(900, lambda at_s: 5.0)
+    assert sum(world.fleet) < 8
+    assert "more comes" not in world.decisions[-1].reasons[0].why
+
+
+def test_targets_that_no_engine_can_keep_hold_no_workers() -> None:
+    world = World(slo_options(ttft_ms=1, itl_ms=1, max_gpu_budget=8), (3, 3))
+    world.run(400, lambda at_s: 20.0)
+    assert world.fleet == (1, 1)
+    assert "these targets cannot be kept" in world.decisions[-1].reasons[0].why
+
+
 def test_a_reason_tells_forecast_band_price_and_who_binds() -> None:
     world = World(OPTIONS, (2, 2))
     world.run(300, lambda at_s: 20.0)
