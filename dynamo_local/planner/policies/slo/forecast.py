@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from operator import mul
+from random import Random
 
+from dynamo_local.planner.policies.slo.scaling_options import INTERVAL_S
 from dynamo_local.planner.queueing import Demand
 from dynamo_local.planner.values import Ended
 
@@ -87,16 +89,20 @@ QUANTILES = (0.05, 0.2, 0.5, 0.8, 0.95)
 WEIGHTS = (0.125, 0.225, 0.3, 0.225, 0.125)
 PRIOR_COUNT = 2.0
 PRIOR_SPREAD = 0.12
+STEADIEST = 0.5
+"""However long answers take, so much of the spread stays: the level itself is not known."""
 PRIOR = (-1.64, -0.84, 0.0, 0.84, 1.64)
 """Before there are errors of its own, as if that many forecasts had been wrong by this share of the root."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """The rate is this (requests/s) with that probability."""
+    """The rate is this (requests/s) with that probability. `lasting` is that of the answers that run at once: where
+    they take long, chance in the arrivals is averaged."""
 
     rate: float
     weight: float
+    lasting: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +143,9 @@ class Outlook:
         shares = [math.exp(-SHARPNESS * (loss / least - 1)) for loss in self.losses]
         return tuple(share / sum(shares) for share in shares)
 
-    def scenarios(self) -> tuple[Scenario, ...]:
-        """The rate at the lead, after this many bins, with what it may be; empty before the first bin."""
+    def scenarios(self, answer_s: float = 0.0) -> tuple[Scenario, ...]:
+        """The rate at the lead, after this many bins, with what it may be; empty before the first bin. An answer takes
+        `answer_s` in the mean."""
         if not self.requested:
             return ()
         voices = self.voices()
@@ -150,10 +157,26 @@ class Outlook:
             then = sum(map(mul, voices, reported))
             level, trend = (then - root) / (LIKE * unit), (then - reported[0] - rise) / (LIKE_TREND * unit)
             weighted.append((came - then, math.exp(-age / AGE_BINS - 0.5 * (level * level + trend * trend))))
-        errors = _quantiles(sorted(weighted))
+        steadier, middle = _steadier(weighted, answer_s)
         return tuple(
-            Scenario(max(0.0, root + error) ** 2, weight) for error, weight in zip(errors, WEIGHTS, strict=True)
+            Scenario(max(0.0, root + error) ** 2, weight, max(0.0, root + middle + steadier * (error - middle)) ** 2)
+            for error, weight in zip(_quantiles(sorted(weighted)), WEIGHTS, strict=True)
         )
+
+
+def _steadier(weighted: Sequence[tuple[float, float]], answer_s: float) -> tuple[float, float]:
+    """The factor on the spread of errors with weights, for answers that take so long, and the middle of the errors.
+
+    The root of a Poisson rate that is counted for T seconds has the variance 1 / 4T. Errors are of `SMOOTH_BINS`.
+    """
+    total = sum(weight for _, weight in weighted)
+    middle = sum(error * weight for error, weight in weighted) / total
+    spread = sum((error - middle) ** 2 * weight for error, weight in weighted) / total
+    counted_s = SMOOTH_BINS * INTERVAL_S
+    if answer_s <= counted_s or spread <= 0:
+        return 1.0, middle
+    chance = 0.25 / counted_s - 0.25 / answer_s
+    return max(STEADIEST, math.sqrt(max(0.0, 1 - chance / spread))), middle
 
 
 def _quantiles(weighted: Sequence[tuple[float, float]]) -> list[float]:
@@ -182,8 +205,9 @@ SMOOTH_S = 30.0
 WEIGHT_MAX = 8.0
 
 
-def demands(began: Sequence[float], ended: Sequence[Ended], now_s: float) -> tuple[Demand, ...]:
-    """One for each of `WINDOWS_S`, the same one only once; none where too little is known. Both sequences ascend."""
+def demands(began: Sequence[float], ended: Sequence[Ended], now_s: float, known_s: float) -> tuple[Demand, ...]:
+    """One for each of `WINDOWS_S`, the same one only once; none where too little is known. Both sequences ascend. All
+    requests of the last `known_s` seconds are known."""
     if len(began) < 2 or not ended:
         return ()
     gaps = _repeated(_gaps(began[-REQUESTS - 1 :]))
@@ -194,16 +218,18 @@ def demands(began: Sequence[float], ended: Sequence[Ended], now_s: float) -> tup
         sample = ended[min(first, max(0, len(ended) - ENDED_MIN)) :]
         if sample not in samples:
             samples.append(sample)
-            found.append(_demand(gaps, sample, min(window_s, now_s - sample[0].at_s + sample[0].lasted_s)))
+            found.append(_demand(gaps, sample, window_s, known_s))
     return tuple(found)
 
 
-def _demand(gaps: Sequence[float], sample: Sequence[Ended], window_s: float) -> Demand:
+def _demand(gaps: Sequence[float], sample: Sequence[Ended], window_s: float, known_s: float) -> Demand:
     """The demand of these gaps, with lengths drawn from those of the answers of so many seconds."""
-    # A long answer that began within the window is less likely to have ended in it than a short one.
-    window_s = max(window_s, 1.0)
+    # At first, a long answer is less likely to have begun and ended already than a short one.
+    known_s = max(known_s, 1.0)
+    window_s = min(window_s, known_s)
     floor_s = window_s / WEIGHT_MAX
-    weights = list(accumulate([window_s / (left if left > floor_s else floor_s) for left in _left(sample, window_s)]))
+    left = ((window_s if left > window_s else max(left, floor_s)) for left in _left(sample, known_s))
+    weights = list(accumulate([window_s / each for each in left]))
     last, total = len(sample) - 1, weights[-1]
     found = [bisect_right(weights, share * total) for share in _lots(len(gaps))]
     chosen = [sample[index if index < last else last] for index in found]
@@ -212,19 +238,18 @@ def _demand(gaps: Sequence[float], sample: Sequence[Ended], window_s: float) -> 
 
 @lru_cache(maxsize=4)
 def _lots(count: int) -> tuple[float, ...]:
-    """So many numbers from 0 to 1, by chance, but always the same ones."""
-    found, seed = [], 12345
-    for _ in range(count):
-        seed = (seed * 6364136223846793005 + 1442695040888963407) % 2**64
-        found.append(seed / 2**64)
+    """So many numbers from 0 to 1, one in each equal part, in an order by chance. They are always the same."""
+    rng = Random(12345)
+    found = [(number + rng.random()) / count for number in range(count)]
+    rng.shuffle(found)
     return tuple(found)
 
 
-def _left(sample: Sequence[Ended], window_s: float) -> list[float]:
-    """For each answer, how long before the window's end it may have begun: by `lasted_s`, which thousands of calls in
+def _left(sample: Sequence[Ended], known_s: float) -> list[float]:
+    """For each answer, in how many of the known seconds it may have begun: by `lasted_s`, which thousands of calls in
     the arbiter's loop would take too long."""
     return [
-        window_s - ((each.ttft_s or 0.0) + (each.itl_s or 0.0) * (each.osl - 1 if each.osl > 1 else 0))
+        known_s - ((each.ttft_s or 0.0) + (each.itl_s or 0.0) * (each.osl - 1 if each.osl > 1 else 0))
         for each in sample
     ]
 

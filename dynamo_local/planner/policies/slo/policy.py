@@ -18,6 +18,7 @@ The rules, in prose (each was kept because the development traces want it: docs/
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import Missing, floor_workers
@@ -79,6 +80,8 @@ PLUGIN_ID, PRIORITY = "builtin_slo_propose", 20
 DEMANDS_EVERY_S = 60.0
 """Lengths and bursts are taken anew so often; earlier, whenever half as much again is known."""
 DEMANDS_GROWTH = 1 / 3
+LATELY = 400
+"""So many answers say how long one takes in the mean."""
 FIRST_LEADS = 2.0
 """For so many start-ups there are no fewer workers than at the start."""
 SLACK_S = 1e-3
@@ -396,7 +399,10 @@ class SloPolicy:
             ),
             clearing=more,
             scenarios=tuple(
-                tuple(Scenario(part * (each.rate + more), each.weight) for each in outlook.scenarios())
+                tuple(
+                    Scenario(part * (each.rate + more), each.weight, part * (each.lasting + more))
+                    for each in outlook.scenarios(state.answer_s)
+                )
                 for outlook in state.outlooks
             ),
         )
@@ -408,10 +414,11 @@ class SloPolicy:
         changed = (state.factors.prefill, state.factors.decode) != (state.demands_for.prefill, state.demands_for.decode)
         if state.demands and not (early or changed or age_s >= DEMANDS_EVERY_S - SLACK_S):
             return state
-        found = demands(state.began, state.ended, now_s)
+        found = demands(state.began, state.ended, now_s, known_s)
         if not found:
             return state
-        return replace(state, demands=found, demands_at_s=now_s, demands_for=state.factors)
+        answer_s = fmean(each.lasted_s for each in state.ended[-LATELY:])
+        return replace(state, demands=found, demands_at_s=now_s, demands_for=state.factors, answer_s=answer_s)
 
     def _question(self, state: SloState, pools: WorkerPools, rates: tuple[float, ...]) -> Question:
         options, used = self.options, state.demands_for
@@ -460,15 +467,17 @@ def filled(ruled: Fleet, held: Fleet, now: Fleet, bounds: Bounds) -> Fleet:
 
 def _rates(state: SloState) -> tuple[float, ...]:
     """The rates of all scenarios of all scaling options, on the grid, each once."""
-    found = {on_grid(each.rate) for scenarios in state.scenarios for each in scenarios}
-    return tuple(sorted(found))
+    scenarios = [each for scenarios in state.scenarios for each in scenarios]
+    return tuple(sorted({on_grid(rate) for each in scenarios for rate in (each.rate, each.lasting)}))
 
 
 def _moment(state: SloState, scaling_option: int, known: dict[float, tuple[Shares, ...]]) -> Moment:
     scenarios = []
     for each in state.scenarios[scaling_option]:
-        reported = known[on_grid(each.rate)]
-        scenarios += [(each.weight * each.rate / len(reported), shares) for shares in reported]
+        arriving, lasting = known[on_grid(each.rate)], known[on_grid(each.lasting)]
+        for prompts, answers in zip(arriving, lasting, strict=True):
+            shares = Shares(prompts.prefill, answers.decode)
+            scenarios.append((each.weight * each.rate / len(arriving), shares))
     return Moment(tuple(scenarios))
 
 

@@ -53,7 +53,7 @@ class SloState:
     """`began_s` and `due_s` are of the interval that is under way.
 
     `rates` are those of the intervals, the newest first. `began` are the last arrivals and `ended` the last answers,
-    ascending. `demands` were taken at `demands_at_s`.
+    ascending. `demands` were taken at `demands_at_s`, when an answer took `answer_s` in the mean.
 
     Each scaling option has an entry in `outlooks`, `scenarios` (with `clearing`), `expected` (at its lead time) and
     `moments`. These are the moments from now to the lead time, the next one first, as former decisions expected them.
@@ -77,6 +77,7 @@ class SloState:
     outlooks: tuple[Outlook, ...] = ()
     demands: tuple[Demand, ...] = ()
     demands_at_s: float = float("-inf")
+    answer_s: float = 0.0
     demands_for: Factors = Factors()  # noqa: RUF009 - frozen
     moments: tuple[tuple[Moment, ...], ...] = ()
     means: Means = Means()
