@@ -198,8 +198,8 @@ class Streams:
     def running(self, workers: int, engine: Engine) -> Iterator[Running]:
         """Those that run at the beginning; none unless `steady`.
 
-        They are the rate times how long a stream lasts (Little's law), which depends on how many there are. A long
-        stream is among them in proportion to its length, at any of its tokens.
+        They are the rate times how long a stream lasts (Little's law), which depends on how many there are; no more
+        than fit. A long stream is among them in proportion to its length, at any of its tokens.
         """
         ends = list(accumulate(tokens for _, _, tokens in self.came))
         if not self.steady or not self.lasted_s or not ends[-1]:
@@ -209,7 +209,7 @@ class Streams:
         for _ in range(STEADY_ROUNDS):
             in_use = gap_s * ends[-1] / self.lasted_s / workers * context
             gap_s = slower * engine.itl_s(in_use, context)
-        count = round(gap_s * ends[-1] / self.lasted_s)
+        count = min(round(gap_s * ends[-1] / self.lasted_s), workers * engine.options.max_num_seqs)
         for number in range(count):
             at = (number + 0.5) / count * ends[-1]
             index = bisect_right(ends, at)
