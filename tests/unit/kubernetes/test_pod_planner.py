@@ -149,7 +149,7 @@ async def follows_the_load(options: dict[str, Any], high: float, osl: float) -> 
 @on_virtual_time
 @pytest.mark.full
 async def test_slo_takes_a_graph_from_1p1d_to_3p4d_and_back() -> None:
-    await follows_the_load(SLO, 50.0, 400.0)
+    await follows_the_load(SLO, 50.0, 250.0)
 
 
 @on_virtual_time

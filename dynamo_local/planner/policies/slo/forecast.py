@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from operator import mul
-from random import Random
 
 from dynamo_local.planner.policies.slo.scaling_options import INTERVAL_S
 from dynamo_local.planner.queueing import Demand
@@ -239,10 +238,12 @@ def _demand(gaps: Sequence[float], sample: Sequence[Ended], window_s: float, kno
 @lru_cache(maxsize=4)
 def _lots(count: int) -> tuple[float, ...]:
     """So many numbers from 0 to 1, one in each equal part, in an order by chance. They are always the same."""
-    rng = Random(12345)
-    found = [(number + rng.random()) / count for number in range(count)]
-    rng.shuffle(found)
-    return tuple(found)
+    chance, seed = [], 12345
+    for _ in range(count):
+        seed = (seed * 6364136223846793005 + 1442695040888963407) % 2**64
+        chance.append(seed / 2**64)
+    order = sorted(range(count), key=chance.__getitem__)
+    return tuple((number + chance[place]) / count for place, number in enumerate(order))
 
 
 def _left(sample: Sequence[Ended], known_s: float) -> list[float]:
