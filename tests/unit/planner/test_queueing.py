@@ -101,7 +101,14 @@ def test_a_run_that_was_left_off_goes_on_to_the_same_share(use: str) -> None:
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["apart", "aggregated"])
-@pytest.mark.parametrize(("isl", "osl", "rate"), [(500, 3000, 8.0), (2000, 1000, 16.0), (3000, 150, 40.0)])
+@pytest.mark.parametrize(
+    ("isl", "osl", "rate"),
+    [
+        (500, 3000, 8.0),
+        pytest.param(2000, 1000, 16.0, marks=pytest.mark.full),
+        pytest.param(3000, 150, 40.0, marks=pytest.mark.full),
+    ],
+)
 def test_a_few_requests_tell_what_many_would_although_an_answer_takes_longer_than_they_do(
     isl: int, osl: int, rate: float, mixed: bool
 ) -> None:
