@@ -195,21 +195,22 @@ class Streams:
         prompts_s = sum(engine.prompts_s(tuple(isl for _, isl, _ in self.came)))
         return 1.0 / (1.0 - min(prompts_s / self.lasted_s / workers, PROMPTS_SHARE_MAX))
 
-    def running(self, workers: int, engine: Engine) -> Iterator[Running]:
-        """Those that run at the beginning; none unless `steady`.
+    def running(self, workers: int, engine: Engine, slower: float) -> Iterator[Running]:
+        """Those that run at the beginning; none unless `steady`. Passes take `slower` times as long as without prompts.
 
         They are the rate times how long a stream lasts (Little's law), which depends on how many there are; no more
         than fit. A long stream is among them in proportion to its length, at any of its tokens.
         """
+        if not self.steady or not self.lasted_s:
+            return
         ends = list(accumulate(tokens for _, _, tokens in self.came))
-        if not self.steady or not self.lasted_s or not ends[-1]:
+        if not ends[-1]:
             return
         context = sum(tokens * (isl + tokens / 2) for _, isl, tokens in self.came) / ends[-1]
-        slower, gap_s = self.slower(workers, engine), 0.0
+        tokens_per_s, gap_s = ends[-1] / self.lasted_s, 0.0
         for _ in range(STEADY_ROUNDS):
-            in_use = gap_s * ends[-1] / self.lasted_s / workers * context
-            gap_s = slower * engine.itl_s(in_use, context)
-        count = min(round(gap_s * ends[-1] / self.lasted_s), workers * engine.options.max_num_seqs)
+            gap_s = slower * engine.itl_s(gap_s * tokens_per_s / workers * context, context)
+        count = min(round(gap_s * tokens_per_s), workers * engine.options.max_num_seqs)
         for number in range(count):
             at = (number + 0.5) / count * ends[-1]
             index = bisect_right(ends, at)
@@ -249,7 +250,7 @@ class Run:
     def _running(self, engine: Engine) -> Sequence[Sequence[Running]]:
         """Those that run at the beginning, by worker."""
         workers = len(self._fleet)
-        running = list(self._streams.running(workers, engine))
+        running = list(self._streams.running(workers, engine, self._slower))
         if engine.options.turns:
             return [running[first::workers] for first in range(workers)]
         loads = [(0.0, index) for index in range(workers)]

@@ -122,7 +122,7 @@ def steady_share(
     fleet = [_PlainWorker(engine, itl_s) for _ in range(workers)]
     streams = Streams.of(demand, times, steady=True)
     begun = [0.0] * workers
-    for number, (isl, tokens, left) in enumerate(streams.running(workers, model)):
+    for number, (isl, tokens, left) in enumerate(streams.running(workers, model, slower=1.0)):
         index = number % workers if engine.options.turns else begun.index(min(begun))
         begun[index] += isl + tokens / 2
         fleet[index].begin(isl, tokens, left)

@@ -131,13 +131,13 @@ def fewest(shares: Sequence[float]) -> int:
 def test_streams_that_run_at_the_beginning_are_as_many_as_littles_law_says() -> None:
     engine = Engine(PASSES, EngineOptions())
     came = tuple((second / 5, 1000, 400) for second in range(101))  # five in a second, for twenty seconds
-    running = list(Streams(came, 0, steady=True).running(2, engine))
+    running = list(Streams(came, 0, steady=True).running(2, engine, slower=1.0))
     gap_s = engine.itl_s(len(running) / 2 * 1200, 1200)
     assert len(running) == pytest.approx(5 * 400 * gap_s, rel=0.03)
     assert sum(left for _, _, left in running) / len(running) == pytest.approx(200, rel=0.1)
-    assert list(Streams(came, 0).running(2, engine)) == []
+    assert list(Streams(came, 0).running(2, engine, slower=1.0)) == []
     burst = Streams(tuple((at_s / 1e6, isl, tokens) for at_s, isl, tokens in came), 0, steady=True)
-    assert len(list(burst.running(2, engine))) == 2 * engine.options.max_num_seqs
+    assert len(list(burst.running(2, engine, slower=1.0))) == 2 * engine.options.max_num_seqs
 
 
 def past(seed: int, rate: float, fills_s: float = 20.0) -> Past:

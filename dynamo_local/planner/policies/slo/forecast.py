@@ -88,10 +88,10 @@ QUANTILES = (0.05, 0.2, 0.5, 0.8, 0.95)
 WEIGHTS = (0.125, 0.225, 0.3, 0.225, 0.125)
 PRIOR_COUNT = 2.0
 PRIOR_SPREAD = 0.12
-STEADIEST = 0.5
-"""However long answers take, so much of the spread stays: the level itself is not known."""
 PRIOR = (-1.64, -0.84, 0.0, 0.84, 1.64)
 """Before there are errors of its own, as if that many forecasts had been wrong by this share of the root."""
+STEADIEST = 0.5
+"""However long answers take, so much of the spread stays: the level itself is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +227,7 @@ def _demand(gaps: Sequence[float], sample: Sequence[Ended], window_s: float, kno
     known_s = max(known_s, 1.0)
     window_s = min(window_s, known_s)
     floor_s = window_s / WEIGHT_MAX
-    left = ((window_s if left > window_s else max(left, floor_s)) for left in _left(sample, known_s))
-    weights = list(accumulate([window_s / each for each in left]))
+    weights = list(accumulate([window_s / min(window_s, max(left, floor_s)) for left in _left(sample, known_s)]))
     last, total = len(sample) - 1, weights[-1]
     found = [bisect_right(weights, share * total) for share in _lots(len(gaps))]
     chosen = [sample[index if index < last else last] for index in found]

@@ -234,6 +234,7 @@ REQUESTS_PER_S = 60.0
 LASTED_QUANTILE = 0.98
 """A moment is judged once this share of the answers takes less time than has passed since."""
 LASTED_SAMPLE = 500
+"""So many answers say how long one takes."""
 DECISIONS_MAX = 1440
 """Two hours of decisions: a moment is judged when its answers have ended."""
 STALE_S = 3600.0

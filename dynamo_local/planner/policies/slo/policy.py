@@ -27,7 +27,7 @@ from dynamo_local.planner.policies.protocol import holding
 from dynamo_local.planner.policies.slo import reasons as words
 from dynamo_local.planner.policies.slo.corrections import Learning, Served, learned, with_served
 from dynamo_local.planner.policies.slo.forecast import Scenario, demands
-from dynamo_local.planner.policies.slo.hindsight import Hindsight, settled
+from dynamo_local.planner.policies.slo.hindsight import LASTED_SAMPLE, Hindsight, settled
 from dynamo_local.planner.policies.slo.reasons import SloRule, reasons
 from dynamo_local.planner.policies.slo.scaling_options import (
     COLD_START,
@@ -80,8 +80,6 @@ PLUGIN_ID, PRIORITY = "builtin_slo_propose", 20
 DEMANDS_EVERY_S = 60.0
 """Lengths and bursts are taken anew so often; earlier, whenever half as much again is known."""
 DEMANDS_GROWTH = 1 / 3
-LATELY = 400
-"""So many answers say how long one takes in the mean."""
 FIRST_LEADS = 2.0
 """For so many start-ups there are no fewer workers than at the start."""
 SLACK_S = 1e-3
@@ -417,7 +415,7 @@ class SloPolicy:
         found = demands(state.began, state.ended, now_s, known_s)
         if not found:
             return state
-        answer_s = fmean(each.lasted_s for each in state.ended[-LATELY:])
+        answer_s = fmean(each.lasted_s for each in state.ended[-LASTED_SAMPLE:])
         return replace(state, demands=found, demands_at_s=now_s, demands_for=state.factors, answer_s=answer_s)
 
     def _question(self, state: SloState, pools: WorkerPools, rates: tuple[float, ...]) -> Question:
