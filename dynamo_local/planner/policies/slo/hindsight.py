@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -190,6 +191,7 @@ AIM_LEAST = 0.3
 EASY_PRIOR = 200.0
 """Hopeless requests of the queueing model count as so many that were seen."""
 PEAK_BINS = 6
+"""Rates are compared over so many intervals: over one alone they are chance, and workers would come and go with it."""
 BEYOND = 1.05
 """A load above the highest that was judged by this factor is a new one: no worker is unworthy of it."""
 HOUR_S, DAY_S = 3600.0, 86_400.0
@@ -393,6 +395,11 @@ def peak_rate(requests: Sequence[int], bin_s: float) -> float:
     bins = min(PEAK_BINS, len(requests))
     sums = [sum(requests[first : first + bins]) for first in range(len(requests) - bins + 1)]
     return max(sums) / (bins * bin_s)
+
+
+def last_rate(rates: Sequence[float]) -> float:
+    """The mean of as many of the last rates, the newest first."""
+    return fmean(rates[:PEAK_BINS])
 
 
 def fixed_fleet(stretches: Sequence[Stretch], gpus: tuple[int, int], most_gpus: int) -> FixedFleet | None:

@@ -27,7 +27,7 @@ from dynamo_local.planner.policies.protocol import holding
 from dynamo_local.planner.policies.slo import reasons as words
 from dynamo_local.planner.policies.slo.corrections import Learning, Served, learned, with_served
 from dynamo_local.planner.policies.slo.forecast import Scenario, demands
-from dynamo_local.planner.policies.slo.hindsight import LASTED_SAMPLE, Hindsight, settled
+from dynamo_local.planner.policies.slo.hindsight import LASTED_SAMPLE, Hindsight, last_rate, settled
 from dynamo_local.planner.policies.slo.reasons import SloRule, reasons
 from dynamo_local.planner.policies.slo.scaling_options import (
     COLD_START,
@@ -229,7 +229,7 @@ class SloPolicy:
         ruled, past = fleet, state.past
         if past is not None:
             past = past.decided(ruled, _ready(observation.pools), observation.pools.gpus_held, observation.at_s)
-            rate = max(state.expected[0].rate, *state.rates[:1])
+            rate = max(state.expected[0].rate, last_rate(state.rates))
             held = past.held(ruled, gpu_price * INTERVAL_S, bounds.gpus, rate, observation.at_s)
             if overload:
                 held = (max(held[0], ruled[0]), max(held[1], ruled[1]))
