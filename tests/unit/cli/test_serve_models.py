@@ -72,14 +72,14 @@ def test_the_numbers_are_there_as_json(
 
 
 def test_the_plan_is_kept_as_a_configuration(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str, tmp_path: Path, namespace: str
 ) -> None:
     asked = Asked(monkeypatch, capsys, "--model", model, "--gpus", "sim:4", "--write", "plan.yaml", "--dry-run")
     assert asked.code == EXIT_OK
     config = load_config(tmp_path / "plan.yaml", env={})
     assert config.service("VllmWorker")["model"] == model
-    again = Asked(monkeypatch, capsys, "dynamo_local.components.graphs:agg_router", "-f", "plan.yaml", "--dry-run")
-    assert again.code == EXIT_OK
+    words = ("dynamo_local.components.graphs:agg_router", "-f", "plan.yaml", "-n", namespace, "--dry-run")
+    assert Asked(monkeypatch, capsys, *words).code == EXIT_OK
 
 
 def test_words_behind_go_to_the_engine(

@@ -451,16 +451,16 @@ def _arbiter(paths: Paths) -> Iterator[threading.Event]:
 class Screen:
     """`dynamo top` on a terminal of its own."""
 
-    def __init__(self, env: dict[str, str]) -> None:
+    def __init__(self, namespace: str) -> None:
         self._fd, theirs = pty.openpty()
         termios.tcsetwinsize(theirs, (24, 80))
         self.before = termios.tcgetattr(theirs)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "dynamo_local.cli.main", "top", "--refresh", "0.2"],
+            [sys.executable, "-m", "dynamo_local.cli.main", "top", "--refresh", "0.2", "-n", namespace],
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
-            env={**os.environ, **env, "TERM": "xterm", "COLUMNS": "80"},
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "80"},
             start_new_session=True,
         )
         self._theirs = theirs
@@ -499,15 +499,12 @@ class Screen:
 
 
 @pytest.fixture
-def paths(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Paths]:
-    """Of a namespace in a runtime folder of its own; short, a unix socket's path has 107 bytes."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory(prefix="dl-") as folder:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
-        found = Paths.of("dynamo", os.environ)
-        found.control_socket.parent.mkdir(parents=True, mode=0o700)
-        yield found
+def paths(namespace: str, short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Paths:
+    """Of a namespace that nobody else runs, in a runtime folder of its own."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_folder))
+    found = Paths.of(namespace, os.environ)
+    found.control_socket.parent.mkdir(parents=True, mode=0o700)
+    return found
 
 
 @pytest.mark.parametrize(("how", "code"), [("q", 0), ("\x03", 0), (signal.SIGTERM, 128 + signal.SIGTERM)])
@@ -515,7 +512,7 @@ def test_the_live_view_follows_an_arbiter_and_leaves_the_terminal_as_it_was(
     paths: Paths, how: str | signal.Signals, code: int
 ) -> None:
     with _arbiter(paths) as gone:
-        screen = Screen({})
+        screen = Screen(paths.namespace)
         try:
             screen.until("VllmWorker")
             gone.set()
