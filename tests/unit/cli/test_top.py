@@ -500,7 +500,7 @@ class Screen:
 
 @pytest.fixture
 def paths(namespace: str, short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Paths:
-    """Of a namespace that nobody else runs, in a runtime folder of its own."""
+    """The paths of a namespace that nobody else runs. Its runtime folder is its own."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_folder))
     found = Paths.of(namespace, os.environ)
     found.control_socket.parent.mkdir(parents=True, mode=0o700)

@@ -398,7 +398,7 @@ def peak_rate(requests: Sequence[int], bin_s: float) -> float:
 
 
 def last_rate(rates: Sequence[float]) -> float:
-    """The mean of as many of the last rates, the newest first."""
+    """The mean (requests/s) of the last `PEAK_BINS` rates, to be compared with `peak_rate`. The newest is the first."""
     return fmean(rates[:PEAK_BINS])
 
 
